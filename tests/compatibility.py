@@ -87,7 +87,7 @@ ROWS: list[Row] = [
         (
             "`batch_sampler=BatchSampler(...)`",
             "works",
-            f"{_FEATURES}::test_workers_agree_at_every_step_across_growth_loss_and_move_of_rank_0_with[batch_sampler]",
+            f"{_FEATURES}::test_workers_agree_across_growth_loss_and_move_of_rank_0_with[batch_sampler]",
         ),
         (
             "Batch samplers of the user's own, `batch_size=None`, `DataLoader.__iter__` overridden",
@@ -266,7 +266,7 @@ ROWS: list[Row] = [
         (
             "Gradient accumulation and clipping",
             "works",
-            f"{_FEATURES}::test_gradient_accumulation_and_clipping_count_the_same_updates_as_an_unresized_run",
+            f"{_FEATURES}::test_accumulation_and_clipping_match_an_unresized_run",
         ),
         (
             "`loss.backward()`, `ZeroRedundancyOptimizer`, BatchNorm on one sample",

@@ -120,7 +120,7 @@ def test_settings_without_meaning_are_refused(window_s: float, plan_every_s: flo
         DLRoverCallback(window_s, plan_every_s)
 
 
-def test_what_cannot_be_tuned_is_refused_by_its_name() -> None:
+def test_untunable_setting_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match=r"tune names \['batch_size'\].*num_workers, loader_workers"):
         DLRoverCallback(tune=["num_workers", "batch_size"])  # type: ignore[list-item]
 
@@ -160,7 +160,7 @@ class Remaining(L.Callback):
         (TwoSteps, {"max_epochs": 5, "max_steps": 80}),
     ],
 )
-def test_windows_and_what_is_left_are_counted_in_batches_however_many_a_step_takes(
+def test_windows_and_remaining_work_are_counted_in_batches(
     model: type[Model], limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows: list[StepProfile] = []
@@ -185,7 +185,7 @@ def test_windows_and_what_is_left_are_counted_in_batches_however_many_a_step_tak
         assert after.first_step == before.first_step + before.num_steps
 
 
-def test_a_round_is_not_taken_for_one_that_was_at_the_same_place_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_not_compared_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callback_module, "_new_place", lambda strategy, *_: strategy.live.formation.round.number)
     callback = DLRoverCallback()
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None))

@@ -46,7 +46,7 @@ def offences(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_file_of_ours_neither_pickles_nor_runs_what_it_reads(file: Path) -> None:
+def test_no_file_of_the_package_pickles_or_evaluates_input(file: Path) -> None:
     assert offences(file.read_text()) == []
 
 
@@ -65,5 +65,5 @@ def test_a_file_of_ours_neither_pickles_nor_runs_what_it_reads(file: Path) -> No
         "subprocess.run(text, shell=True)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(source: str) -> None:
+def test_search_finds_planted_uses(source: str) -> None:
     assert offences(source) != []

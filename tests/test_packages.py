@@ -86,7 +86,7 @@ def test_malicious_release_is_refused_before_its_import(monkeypatch: pytest.Monk
         packages.default_package()
 
 
-def test_missing_lightning_is_named_with_what_to_install() -> None:
+def test_missing_lightning_is_named_with_its_installation() -> None:
     code = """
 import sys
 sys.modules.update(lightning=None, pytorch_lightning=None)

@@ -142,9 +142,7 @@ def test_an_argument_that_cannot_be_meant_is_refused(arguments: dict[str, Any], 
 
 
 @pytest.mark.parametrize("missing", ["DLROVER_ENDPOINT", "DLROVER_AGENT_ID"])
-def test_half_of_a_jobs_environment_is_an_error_that_names_the_other_half(
-    missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incomplete_job_environment_is_an_error_that_names_the_rest(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in JOB.items():
         if name != missing:
             monkeypatch.setenv(name, value)
@@ -198,7 +196,7 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
     assert alarm in trainer.callbacks  # type: ignore[attr-defined]
 
 
-def test_a_forward_pass_that_ends_before_it_reaches_the_module_leaves_the_module_as_it_was() -> None:
+def test_forward_that_ends_early_leaves_the_module_unchanged() -> None:
     class Broken(torch.nn.Module):
         """Simulates DDP when a worker is lost during the broadcast of buffers."""
 
@@ -240,7 +238,7 @@ class TableModel(Model):
         return nn.functional.mse_loss(self.net(batch[0] + found.values()), batch[1])
 
 
-def test_a_model_with_tables_that_was_trained_is_forgotten_when_its_script_forgets_it(tmp_path: Path) -> None:
+def test_trained_model_with_tables_is_garbage_collected(tmp_path: Path) -> None:
     model = train(tmp_path, DLRoverStrategy(), TableModel())
     trained = weakref.ref(model)
     del model

@@ -39,7 +39,7 @@ class HistoryAccess:
 
     def past(self, key: str) -> Past:
         found = Past()
-        with self._surviving("what this job has learned is looked for in its events only"):
+        with self._surviving("the job's earlier results are read from its events only"):
             found = Past(self._history.windows(key), self._history.decisions(key), self._history.outcomes(key))
         return found
 
@@ -47,7 +47,7 @@ class HistoryAccess:
         """Return similar past jobs. The query runs once a job because its model does not change."""
         if key not in self._found:
             self._found[key] = ()
-            with self._surviving("this job starts without what others have learned"):
+            with self._surviving("this job starts without the results of earlier jobs"):
                 self._found[key] = self._history.similar(descriptor_of(profile, node_cores), but=key)
         return self._found[key]
 

@@ -50,7 +50,7 @@ def test_a_live_resize_is_many_times_shorter_than_a_restart() -> None:
 @pytest.mark.slow
 @takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
-def test_the_overhead_benchmark_compares_all_three_ways_at_both_step_times() -> None:
+def test_overhead_benchmark_compares_three_ways_at_both_step_times() -> None:
     result = quick_result("overhead.py")
     assert list(result) == ["strategy_50ms", "strategy_5ms", "callback_50ms", "callback_5ms"]
     assert all(math.isfinite(ratio) and 0.2 < ratio < 5 for ratio in result.values())
@@ -70,7 +70,7 @@ def test_jobs_whose_workers_are_killed_finish_and_survivors_agree_soon() -> None
 @pytest.mark.slow
 @takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
-def test_resizing_and_losing_workers_does_not_change_what_is_learned() -> None:
+def test_resizing_and_losing_workers_does_not_change_the_model() -> None:
     result = quick_result("accuracy.py")
     assert list(result) == ["elastic_auc", "unresized_auc", "largest_difference"]
     assert result["unresized_auc"] > 0.6
@@ -88,7 +88,7 @@ def test_faults_of_etcd_cost_no_job_and_no_step() -> None:
 @pytest.mark.slow
 @takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
-def test_nodes_join_faster_than_with_torchs_rendezvous_and_are_quiet_while_idle() -> None:
+def test_nodes_join_faster_than_torchs_and_are_quiet_while_idle() -> None:
     result = quick_result("rendezvous_scale.py")
     assert list(result) == ["join_16_s", "absorb_16_s", "idle_rps_per_node", "ratio_16"]
     assert 0 < result["join_16_s"] < 5

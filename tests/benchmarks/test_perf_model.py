@@ -32,7 +32,7 @@ def result(*arguments: str) -> dict[str, float]:
 @needs_traces
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_errors_on_measured_traces_stay_within_their_bounds_and_the_interval_is_honest() -> None:
+def test_errors_on_measured_traces_stay_within_their_bounds() -> None:
     measured = result("--quick")
     assert list(measured) == ["interp", "extrap", "scale", "few", "worst_ratio", "coverage"]
     assert measured["interp"] <= 5

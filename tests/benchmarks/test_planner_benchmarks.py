@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-def test_what_the_planner_chooses_is_compared_with_the_best_of_a_grid() -> None:
+def test_planners_choice_is_compared_with_the_best_of_a_grid() -> None:
     result = quick_result("auto_config.py")
     assert list(result) == ["cold_min", "warm_min", "visited_max"]
     # Precise figures need a quiet machine; their order of magnitude shows on any.
@@ -23,7 +23,7 @@ def test_what_the_planner_chooses_is_compared_with_the_best_of_a_grid() -> None:
     assert 1 <= result["visited_max"] <= 4  # four configurations in all
 
 
-def test_a_slow_worker_is_named_and_replaced_and_nobody_else_is() -> None:
+def test_only_the_slow_worker_is_named_and_replaced() -> None:
     result = quick_result("stragglers.py")
     assert list(result) == ["named_steps", "recovered", "false_alarms"]
     assert 0 < result["named_steps"] < 100
@@ -31,7 +31,7 @@ def test_a_slow_worker_is_named_and_replaced_and_nobody_else_is() -> None:
     assert result["false_alarms"] == 0
 
 
-def test_a_job_with_a_leak_finishes_if_it_is_watched_and_is_killed_if_not() -> None:
+def test_leaking_job_finishes_only_if_it_is_watched() -> None:
     assert quick_result("memory_growth.py") == {"static_killed": 1, "finished": 1, "killed": 0, "jobs": 1}
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 @pytest.mark.slow
 @takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
-def test_resharding_in_memory_moves_the_least_and_is_shorter_than_a_restart() -> None:
+def test_resharding_in_memory_is_shorter_than_a_restart() -> None:
     result = quick_result("reshard.py")
     assert list(result) == ["stall_s", "ratio", "bytes_ratio", "bandwidth_ratio", "extra_memory", "kill_s"]
     assert -0.5 < result["stall_s"] < 10  # a usual step is subtracted, and these may be shared cores

@@ -17,7 +17,7 @@ from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys
 from lightning_dlrover.report.status import JobPlace
 
 
-def test_a_job_that_nobody_looks_after_is_marked_as_cancelled(
+def test_job_without_a_controller_is_marked_as_cancelled(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
 ) -> None:
     code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, job.run_id)
@@ -53,7 +53,7 @@ def test_a_controller_that_does_not_end_a_cancelled_job_is_named(
 
 
 @pytest.mark.parametrize(("target", "is_run"), [("local", False), ("slurm", True)])
-def test_a_job_whose_etcd_does_not_answer_is_not_said_to_have_ended(
+def test_job_whose_etcd_does_not_answer_is_not_reported_as_ended(
     dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, target: str, is_run: bool
 ) -> None:
     def no_answer(*_: object) -> None:

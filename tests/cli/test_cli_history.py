@@ -27,7 +27,7 @@ def test_show_takes_a_name_for_its_newest_job_and_a_key_for_that_job(history: st
     assert text.index("2x1") < text.index("1x1 "), "the fastest settings come first"
 
 
-def test_export_writes_what_was_measured_of_all_jobs_or_of_one(history: str, dlrover: RunCli) -> None:
+def test_export_writes_the_measurements_of_all_jobs_or_of_one(history: str, dlrover: RunCli) -> None:
     _, text, _ = dlrover("history", "export", "--history", history)
     assert len(list(csv.DictReader(io.StringIO(text)))) == 5
     code, _, said = dlrover("history", "export", "ctr@1", "--format", "jsonl", "--output", "out.jsonl", "--history", history)
@@ -44,13 +44,13 @@ def test_export_writes_what_was_measured_of_all_jobs_or_of_one(history: str, dlr
         (("explain", "ctr", "--plan", "7"), "has made no plan 7; its plans are 1"),
     ],
 )
-def test_what_is_not_known_is_said(history: str, dlrover: RunCli, arguments: tuple[str, ...], said: str) -> None:
+def test_unknown_figures_are_shown_as_unknown(history: str, dlrover: RunCli, arguments: tuple[str, ...], said: str) -> None:
     code, _, errors = dlrover(*arguments, "--history", history)
     assert code == EXIT_USAGE
     assert said in errors
 
 
-def test_a_history_that_is_switched_off_or_broken_is_said_to_be(tmp_path: Path, dlrover: RunCli) -> None:
+def test_history_that_is_off_or_broken_is_reported(tmp_path: Path, dlrover: RunCli) -> None:
     broken = tmp_path / "broken.sqlite"
     broken.write_bytes(b"no database at all" * 100)
     assert "switched off" in dlrover("history", "list", "--history", "off")[2]

@@ -16,7 +16,7 @@ from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys
 
 
 @pytest.mark.timeout(30)
-def test_output_is_followed_to_the_end_of_a_job_that_has_failed_before_its_first_round(
+def test_output_is_followed_to_the_end_of_a_job_that_never_formed_a_round(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, keys: Keys
 ) -> None:
     Path(f"runs/{keys.run_id}/logs").mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_output_that_cannot_be_read_is_followed_on_for_a_while(
         assert sorted(output.splitlines()) == ["[node1] node1 has come", "[node2] node2 has come"]
 
 
-def test_output_that_another_machine_has_is_said_to_be_there_or_read_where_it_is_shared(
+def test_output_on_another_machine_is_named_or_read_from_a_shared_folder(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path
 ) -> None:
     asking = ("logs", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)

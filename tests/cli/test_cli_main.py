@@ -101,7 +101,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["logs", "job"], "folder 'runs/job/logs' does not exist"),
     ],
 )
-def test_bad_usage_ends_with_code_2_and_says_why(dlrover: RunCli, arguments: list[str], message: str) -> None:
+def test_bad_usage_ends_with_code_2_and_the_reason(dlrover: RunCli, arguments: list[str], message: str) -> None:
     Path("broken.py").write_text("def f(:\n")
     Path("binary.py").write_bytes(b"\x00\x01")
     code, _, errors = dlrover(*arguments)

@@ -50,7 +50,7 @@ def test_a_job_is_explained_from_its_folder_and_drawn(dlrover: RunCli) -> None:
     assert height > 400
 
 
-def test_a_job_that_has_gone_from_etcd_and_folder_is_explained_from_the_history(history: str, dlrover: RunCli) -> None:
+def test_job_known_only_to_the_history_is_explained_from_it(history: str, dlrover: RunCli) -> None:
     code, text, errors = dlrover("explain", "ctr", "--history", history, "--output", "plans.svg")
     assert code == 0, errors
     assert "plan 1" in text

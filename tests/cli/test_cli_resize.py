@@ -36,9 +36,7 @@ def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdC
     assert [e.data for e in events if e.kind == "scale"] == [{"num_workers": 3, "source": "user"}]
 
 
-def test_scale_sets_how_workers_work_and_keeps_what_it_was_not_asked_to_change(
-    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
-) -> None:
+def test_scale_changes_only_the_given_settings(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     def plan() -> PlanRecord:
         entry = client.get(job.plan)
         assert entry is not None
@@ -87,7 +85,7 @@ def test_scale_refuses_settings_that_no_worker_can_have(
 
 
 @pytest.mark.parametrize("num_workers", [0, 4, -1])
-def test_scale_refuses_what_the_job_was_not_started_for(
+def test_scale_refuses_sizes_that_the_job_was_not_started_for(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, num_workers: int
 ) -> None:
     before = client.get(job.plan)
@@ -133,7 +131,7 @@ def plan_of(client: EtcdClient, keys: Keys) -> PlanRecord | None:
     return decode(PlanRecord, entry.value, entry.key) if entry else None
 
 
-def test_a_budget_is_divided_among_running_jobs_by_what_each_gains(
+def test_budget_is_divided_among_running_jobs_by_their_gains(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys]
 ) -> None:
     flat, steep = competitors
@@ -188,7 +186,7 @@ def test_drain_asks_one_worker_to_leave(dlrover: RunCli, client: EtcdClient, etc
     assert (code, "w-a, w-b, w-c" in errors) == (2, True)
 
 
-def test_drain_has_a_worker_replaced_where_a_controller_starts_another_one(
+def test_drain_replaces_a_worker_where_a_controller_starts_another(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
 ) -> None:
     drain = ("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b", "--replace")
@@ -204,7 +202,7 @@ def test_drain_has_a_worker_replaced_where_a_controller_starts_another_one(
     assert "w-b" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
 
 
-def test_a_worker_that_leaves_at_once_is_not_told_to_wait_for_another_one(
+def test_worker_that_leaves_at_once_does_not_wait_for_a_replacement(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
 ) -> None:
     drain = ("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")

@@ -63,7 +63,7 @@ def test_more_gpus_than_there_are_cannot_be_asked_for(
         ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these mean nothing: --partition, --image"),
     ],
 )
-def test_nodes_run_where_their_controller_does_unless_told_otherwise(
+def test_nodes_run_beside_their_controller_by_default(
     dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], said: str
 ) -> None:
     for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "KUBECONFIG"):
@@ -102,7 +102,7 @@ def test_an_etcd_that_cannot_be_started_leaves_no_folder(dlrover: RunCli) -> Non
     assert not Path("runs/job").exists()
 
 
-def test_a_job_whose_etcd_was_on_another_host_is_not_gone_on_with_here(dlrover: RunCli) -> None:
+def test_job_whose_etcd_was_on_another_host_is_not_resumed_here(dlrover: RunCli) -> None:
     folder = Path("runs/job")
     (folder / "etcd").mkdir(parents=True)
     JobPlace("job", "192.0.2.1:2379").write(folder, "slurm", "mark")
@@ -112,7 +112,7 @@ def test_a_job_whose_etcd_was_on_another_host_is_not_gone_on_with_here(dlrover: 
     assert (folder / "etcd").exists()
 
 
-def test_a_job_may_start_in_the_moment_in_which_somebody_asks_whether_it_runs(dlrover: RunCli) -> None:
+def test_job_may_start_while_a_command_looks_for_it(dlrover: RunCli) -> None:
     Path("runs/job").mkdir(parents=True)
     with Path("runs/job/.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -179,7 +179,7 @@ class Told:
         return news
 
 
-def test_that_nothing_changes_is_said_once_per_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchanged_size_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     def decision(current: int, chosen: int) -> EventRecord:
         text = f"{current} to {chosen}"
         return EventRecord("decision", 0.0, text, {"current": {"num_workers": current}, "chosen": {"num_workers": chosen}})
@@ -189,7 +189,7 @@ def test_that_nothing_changes_is_said_once_per_size(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines() == [f"[decision] {text}" for text in ("1 to 1", "1 to 2", "2 to 2", "1 to 1")]
 
 
-def test_run_tells_its_nodes_what_to_aim_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_passes_the_objective_to_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = build_parser().parse_args(
         ["run", "--objective", "cheapest", "--deadline", "1.5h", "--prices", "core_hour=0.04", "--history", "h.sqlite", "x.py"]

@@ -55,7 +55,7 @@ def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: Em
     assert job.run_id in dlrover("list", "--endpoint", etcd.endpoint)[1]
 
 
-def test_list_says_where_a_job_runs_how_large_it_is_and_who_looks_after_it(
+def test_list_shows_target_size_and_controller_of_each_job(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
 ) -> None:
     client.put(job.nodes, encode(NodesRecord("slurm", "mark")))
@@ -85,9 +85,7 @@ def test_list_says_where_a_job_runs_how_large_it_is_and_who_looks_after_it(
     client.delete(f"{job.prefix}/ odd/key")
 
 
-def test_status_says_that_nobody_looks_after_nodes_that_live(
-    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
-) -> None:
+def test_status_warns_of_nodes_without_a_controller(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     client.put(job.nodes, encode(NodesRecord("slurm", "mark")))
     asking = ("status", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
     assert "controller: none; nodes on slurm train on, the same `dlrover run` goes on with them" in dlrover(*asking)[1]

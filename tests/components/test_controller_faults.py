@@ -331,7 +331,7 @@ def test_a_scheduler_may_give_no_answer_before_and_after_every_request(
         life(make_job(fail_at, TargetError))
 
 
-def test_the_next_controller_goes_on_with_the_nodes_of_one_that_was_killed(make_job: MakeJob) -> None:
+def test_next_controller_takes_over_the_nodes_of_a_killed_one(make_job: MakeJob) -> None:
     job = make_job()
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))
@@ -343,7 +343,7 @@ def test_the_next_controller_goes_on_with_the_nodes_of_one_that_was_killed(make_
     assert job.trains_with(2)()
 
 
-def test_a_node_that_was_taken_on_though_nobody_heard_of_it_is_found(make_job: MakeJob) -> None:
+def test_node_whose_start_was_never_confirmed_is_found(make_job: MakeJob) -> None:
     job = make_job()
     job.target.loses_requests = True
     job.run_until("a lost request", lambda: job.target.late)
@@ -379,7 +379,7 @@ def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: Ma
     job.run_until("its end, and another one", job.trains_with(1, without="node1"))
 
 
-def test_a_node_that_the_scheduler_wants_back_is_replaced_before_it_leaves(make_job: MakeJob) -> None:
+def test_reclaimed_node_is_replaced_before_it_leaves(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     job.target.wanted_back = {"node1"}
@@ -439,7 +439,7 @@ def test_nodes_are_left_as_they_are_while_the_scheduler_does_not_answer(make_job
     assert len(job.target.nodes) == 2
 
 
-def test_a_scheduler_that_takes_no_more_nodes_is_asked_again_while_others_train(make_job: MakeJob) -> None:
+def test_full_scheduler_is_asked_again_while_others_train(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     job.target.refuses = "quota exceeded"
@@ -489,7 +489,7 @@ def test_malformed_handle_in_a_record_is_ignored(
     assert ("ignored" in caplog.text and repr(handle) in caplog.text) == bool(handle)
 
 
-def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(make_job: MakeJob) -> None:
+def test_replaced_controller_leaves_the_nodes_alone(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     former = job.controller
@@ -507,7 +507,7 @@ def test_a_controller_that_was_replaced_leaves_the_nodes_to_the_one_that_acts(ma
     assert sorted(job.target.nodes) == ["node1", "node2", "node3"]
 
 
-def test_a_controller_that_was_stopped_ends_nothing_of_the_one_that_acts_now(make_job: MakeJob) -> None:
+def test_resumed_old_controller_ends_no_node_of_its_successor(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     former = job.controller
@@ -526,7 +526,7 @@ def test_a_controller_that_was_stopped_ends_nothing_of_the_one_that_acts_now(mak
     assert job.trains_with(2)()
 
 
-def test_a_controller_that_was_stopped_fails_no_job_that_another_one_runs(make_job: MakeJob) -> None:
+def test_resumed_old_controller_does_not_fail_its_successors_job(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     former = job.controller
@@ -548,7 +548,7 @@ def test_a_controller_that_was_stopped_fails_no_job_that_another_one_runs(make_j
 
 
 @pytest.mark.parametrize("lost", [("txn",), ("get",), ("get", "revoke")])
-def test_a_controller_acts_again_though_answers_were_lost_when_it_took_its_key_back(
+def test_controller_acts_again_after_lost_answers_about_its_key(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
 ) -> None:
     job = make_job()
@@ -585,7 +585,7 @@ def lose_one_answer(client: EtcdClient, name: str, key: str, monkeypatch: pytest
     monkeypatch.setattr(owner, name, call)
 
 
-def test_a_job_is_not_gone_on_with_on_another_target_while_nodes_may_live(make_job: MakeJob) -> None:
+def test_job_does_not_change_its_target_while_nodes_may_live(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a worker", job.trains_with(1))
     job.bury()
@@ -596,7 +596,7 @@ def test_a_job_is_not_gone_on_with_on_another_target_while_nodes_may_live(make_j
     assert job.hand.get(job.keys.controller) is None
 
 
-def test_a_job_that_somebody_wants_to_end_ends_with_all_its_nodes(make_job: MakeJob) -> None:
+def test_cancelled_job_ends_with_all_its_nodes(make_job: MakeJob) -> None:
     job = make_job()
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))

@@ -90,7 +90,7 @@ def test_a_job_on_slurm_is_one_small_slurm_job_called_as_its_number() -> None:
         assert word in script.partition("srun")[2], word
 
 
-def test_a_job_on_kubernetes_is_one_pod_that_may_start_others_like_itself() -> None:
+def test_job_on_kubernetes_is_one_pod_that_may_start_others() -> None:
     given = ["--script", "/work/train.py", "--image", "trainer:1", "--cpu", "4", "--memMB", "8192", "--namespace", "training"]
     given += ["--service_account", "trainer", "--node_selector", "pool=gpu,zone=a", "--env", "LEVEL=1,LIST=a,b"]
     given += ["--mounts", "type=volume,src=runs,dst=/runs,type=volume,src=data,dst=/data,readonly", "--run_dir", "/runs"]

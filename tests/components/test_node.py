@@ -101,7 +101,7 @@ def test_sigterm_ends_agent_and_worker(start: Start, tmp_path: Path) -> None:
     assert "handed over" in (tmp_path / "output").read_text()
 
 
-def test_sigterm_asks_the_worker_alone_to_leave_where_that_is_all_a_scheduler_says(start: Start, tmp_path: Path) -> None:
+def test_sigterm_from_a_scheduler_reaches_the_worker_alone(start: Start, tmp_path: Path) -> None:
     node = start(POLITE, **{LEAVE_VARIABLE: "1"})
     wait_for_output(tmp_path, "training")
     node.send_signal(signal.SIGTERM)

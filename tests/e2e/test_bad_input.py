@@ -51,7 +51,7 @@ def refused(dlrover: Dlrover, *arguments: object, **env: str) -> str:
         (("broken.py",), "broken.py' is not valid Python: invalid syntax"),
     ],
 )
-def test_what_can_be_seen_beforehand_is_refused_beforehand(
+def test_errors_visible_at_the_start_are_refused_at_the_start(
     dlrover: Dlrover, script: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     (dlrover.folder / "broken.py").write_text("def f(:\n")
@@ -100,7 +100,7 @@ def test_garbage_under_the_name_of_a_job_refuses_it_and_is_left_alone(
     assert entry.value == b"\xffgarbage"
 
 
-def test_status_shows_what_can_be_read_and_names_what_cannot(
+def test_status_shows_readable_records_and_names_unreadable_ones(
     dlrover: Dlrover, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys
 ) -> None:
     client.put(keys.job, encode(JobRecord("training", True, 1, 3, "0")))
@@ -113,7 +113,7 @@ def test_status_shows_what_can_be_read_and_names_what_cannot(
     assert "Traceback" not in done.stderr
 
 
-def test_a_second_controller_learns_who_the_first_is(
+def test_second_controller_is_refused_with_the_firsts_name(
     dlrover: Dlrover, script: Path, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys
 ) -> None:
     client.put(keys.controller, encode(ControllerRecord("elsewhere", 4711, "local")))

@@ -45,9 +45,7 @@ def test_garbage_in_a_record_of_a_running_job_does_not_stop_it(place: str, make_
 
 
 @pytest.mark.parametrize("place", ["plan", "convener", "workers/stranger", "agents/stranger", "drains/stranger"])
-def test_garbage_in_a_record_of_a_running_job_does_not_keep_it_from_changing(
-    place: str, make_job: MakeJob, client: EtcdClient
-) -> None:
+def test_garbage_in_a_record_does_not_keep_a_job_from_changing(place: str, make_job: MakeJob, client: EtcdClient) -> None:
     job = make_job(LONG)
     first = job.start()
     job.wait_for_step(1)
@@ -61,7 +59,7 @@ def test_garbage_in_a_record_of_a_running_job_does_not_keep_it_from_changing(
 
 
 @pytest.mark.parametrize("kind", list(GARBAGE))
-def test_a_job_whose_record_cannot_be_read_is_not_joined(kind: str, make_job: MakeJob, client: EtcdClient) -> None:
+def test_job_with_an_unreadable_record_is_not_joined(kind: str, make_job: MakeJob, client: EtcdClient) -> None:
     job = make_job(LONG)
     client.put(Keys(job.run_id).job, GARBAGE[kind])
     worker = job.start()
@@ -116,7 +114,7 @@ def test_an_endpoint_that_does_not_answer_is_an_error_within_seconds(endpoint: s
     assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.etcd.errors.EtcdUnavailableError")
 
 
-def test_two_jobs_on_one_etcd_whose_names_begin_alike_do_not_meet(make_job: MakeJob, client: EtcdClient) -> None:
+def test_jobs_whose_names_share_a_prefix_do_not_meet(make_job: MakeJob, client: EtcdClient) -> None:
     """Growth and loss in one job do not affect the other."""
     one, other = make_job(LONG), make_job(LONG)
     other.run_id = one.run_id + "1"

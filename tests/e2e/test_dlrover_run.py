@@ -108,7 +108,7 @@ def test_a_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover: Dlrov
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_workers_have_a_core_each_and_one_that_takes_too_much_memory_is_replaced(dlrover: Dlrover, tmp_path: Path) -> None:
+def test_workers_have_a_core_each_and_a_too_large_one_is_replaced(dlrover: Dlrover, tmp_path: Path) -> None:
     until, greedy = tmp_path / "enough", tmp_path / "greedy"
     options = ["--workers", "2:2", "--cpus", 1, "--mem", "1G"]
     run = dlrover.start(*options, SCRIPT, "--until", until, "--greedy", greedy)
@@ -223,7 +223,7 @@ def test_a_script_that_always_fails_in_training_is_not_started_for_ever(dlrover:
     assert any("tiny_script.py" in line and "training_step" in line for line in shown)
 
 
-def test_a_script_that_cannot_be_imported_is_run_once_and_its_traceback_comes_last(dlrover: Dlrover, tmp_path: Path) -> None:
+def test_script_that_fails_on_import_runs_once_and_its_traceback_is_last(dlrover: Dlrover, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')\nfrom nowhere import nothing\n")
     run = dlrover.start("--workers", "1:2", script)

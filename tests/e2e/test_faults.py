@@ -75,7 +75,7 @@ def proxy(etcd: EmbeddedEtcd) -> Iterator[EtcdProxy]:
 # --- etcd itself --------------------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it_is_back(
+def test_training_continues_without_etcd_and_changes_resume_with_it(
     start: Callable[..., Watched], private_etcd: EmbeddedEtcd
 ) -> None:
     watched = start(endpoint=private_etcd.endpoint, lease_ttl_s=5)
@@ -92,7 +92,7 @@ def test_training_goes_on_while_etcd_is_dead_and_changes_go_on_after_it_is_back(
 
 @pytest.mark.parametrize("outage_s", OUTAGES_S)
 @pytest.mark.parametrize("how", ["blackhole", "refuse"])
-def test_training_goes_on_while_etcd_is_out_of_reach_and_nobody_is_lost_by_it(
+def test_unreachable_etcd_costs_no_worker(
     start: Callable[..., Watched], etcd: EmbeddedEtcd, proxy: EtcdProxy, how: str, outage_s: float
 ) -> None:
     watched = start(endpoint=proxy.endpoint, history_endpoint=etcd.endpoint, lease_ttl_s=3)
@@ -109,7 +109,7 @@ def test_training_goes_on_while_etcd_is_out_of_reach_and_nobody_is_lost_by_it(
 
 
 @pytest.mark.parametrize("change", ["start", "drain", "kill"])
-def test_a_change_asked_for_while_etcd_is_out_of_reach_is_made_when_it_is_back(
+def test_change_requested_while_etcd_is_away_is_made_later(
     start: Callable[..., Watched], etcd: EmbeddedEtcd, proxy: EtcdProxy, change: str
 ) -> None:
     watched = start(endpoint=proxy.endpoint, history_endpoint=etcd.endpoint, lease_ttl_s=2)
@@ -140,9 +140,7 @@ def cluster() -> Iterator[EtcdCluster]:
         yield cluster
 
 
-def test_the_leader_of_a_cluster_may_die_while_a_job_trains_and_while_it_changes(
-    start: Callable[..., Watched], cluster: EtcdCluster
-) -> None:
+def test_leader_of_the_cluster_may_die_in_training_and_in_a_change(start: Callable[..., Watched], cluster: EtcdCluster) -> None:
     watched = start(endpoint=cluster.endpoint, lease_ttl_s=5)
     rounds = watched.num_rounds
     leader = cluster.leader()
@@ -187,9 +185,7 @@ def test_a_worker_stopped_for_less_than_its_lease_only_pauses_the_job(start: Cal
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_stopped_for_longer_than_its_lease_is_left_behind_and_disturbs_nobody_when_it_goes_on(
-    start: Callable[..., Watched], rank: int
-) -> None:
+def test_worker_stopped_beyond_its_lease_stays_out_when_it_resumes(start: Callable[..., Watched], rank: int) -> None:
     watched = start(size=3, lease_ttl_s=2)
     job = watched.job
     entry = next(r for r in job.records("done") if r["world"] == 3)

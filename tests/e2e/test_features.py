@@ -77,12 +77,12 @@ def grown_and_killed(make_job: MakeJob, feature: Feature, moment: str = "forward
 
 
 @pytest.mark.parametrize("name", ["by_name", "bf16", "batch_norm", "drop_last", "batch_sampler"])
-def test_workers_agree_at_every_step_across_growth_loss_and_move_of_rank_0_with(name: str, make_job: MakeJob) -> None:
+def test_workers_agree_across_growth_loss_and_move_of_rank_0_with(name: str, make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature(name))
     assert_all_agree(job, 3 * STEPS_PER_EPOCH)
 
 
-def test_gradient_accumulation_and_clipping_count_the_same_updates_as_an_unresized_run(make_job: MakeJob) -> None:
+def test_accumulation_and_clipping_match_an_unresized_run(make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature("clipping", epochs=4))
     assert_all_agree(job, 4 * STEPS_PER_EPOCH)
     assert job.step == 4 * STEPS_PER_EPOCH // 2
@@ -98,9 +98,7 @@ def test_a_scheduler_sets_the_rate_of_an_unresized_run_at_every_step(make_job: M
 
 
 @pytest.mark.parametrize("moment", ["forward", "second_forward"])
-def test_a_step_of_manual_optimization_is_taken_back_and_done_again_when_a_worker_dies_at(
-    moment: str, make_job: MakeJob
-) -> None:
+def test_step_of_manual_optimization_is_redone_when_a_worker_dies_at(moment: str, make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature("manual", epochs=4), moment)
     assert_all_agree(job, 4 * STEPS_PER_EPOCH)
     assert job.step == 2 * 4 * STEPS_PER_EPOCH
@@ -657,7 +655,7 @@ def test_a_worker_with_another_model_is_refused_and_the_job_goes_on(make_job: Ma
 
 
 @pytest.mark.long
-def test_a_job_all_of_whose_workers_died_goes_on_from_its_newest_checkpoint(make_job: MakeJob) -> None:
+def test_job_that_lost_all_workers_resumes_from_its_newest_checkpoint(make_job: MakeJob) -> None:
     job = make_job(Feature("resume", epochs=4), script=run_feature)
     worker = job.start()
     job.wait_for_step(45)

@@ -36,7 +36,7 @@ def by_pid(event: EventRecord) -> dict[int, dict[str, Any]]:
     return {worker["pid"]: worker for worker in event.data["workers"]}
 
 
-def test_of_an_endless_loop_in_the_users_code_all_workers_tell_where_they_stand(make_job: MakeJob) -> None:
+def test_endless_loop_in_user_code_is_reported_with_all_stacks(make_job: MakeJob) -> None:
     job = make_job(UnstableSettings(), script=train_unstable)
     workers = [job.start() for _ in range(3)]
     train(job, 3)
@@ -112,7 +112,7 @@ def _was_asked(job: Job) -> bool:
     return any(answer.phase == "debugger" for answer in job.stacks().values())
 
 
-def test_dlrover_stacks_shows_where_every_worker_stands(make_job: MakeJob, etcd: EmbeddedEtcd, capsys: Any) -> None:
+def test_dlrover_stacks_shows_the_stack_of_every_worker(make_job: MakeJob, etcd: EmbeddedEtcd, capsys: Any) -> None:
     job = make_job(UnstableSettings(num_steps=3000), script=train_unstable)
     workers = [job.start() for _ in range(2)]
     train(job, 2)
@@ -124,7 +124,7 @@ def test_dlrover_stacks_shows_where_every_worker_stands(make_job: MakeJob, etcd:
     assert job.events("hang") == []
 
 
-def test_a_straggler_is_named_and_without_a_controller_only_recommended_to_be_replaced(make_job: MakeJob) -> None:
+def test_straggler_is_only_recommended_for_replacement_without_controller(make_job: MakeJob) -> None:
     job = make_job(UnstableSettings(num_steps=3000, stragglers=("w1",)), script=train_unstable)
     workers = [job.start() for _ in range(3)]
     job.wait_for_world(3)

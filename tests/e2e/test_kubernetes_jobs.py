@@ -47,7 +47,7 @@ def cluster(
 @pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("has_volcano", [pytest.param(False, marks=pytest.mark.on_demand), True], ids=["plain", "volcano"])
-def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
+def test_kubernetes_job_survives_loss_of_controller_and_pods(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path, has_volcano: bool
 ) -> None:
     until = tmp_path / "enough"
@@ -93,7 +93,7 @@ def test_a_job_on_kubernetes_grows_loses_its_controller_and_pods_and_finishes(
 @pytest.mark.long
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("has_volcano", [True], ids=["volcano"])
-def test_a_job_that_torchx_starts_has_a_controller_and_nodes_that_are_apps_of_volcano(
+def test_torchx_job_has_a_controller_and_nodes_as_volcano_apps(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
 ) -> None:
     # The environment of pods.
@@ -143,7 +143,7 @@ def node_of(pid: int) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_a_job_on_kubernetes_that_nobody_looks_after_is_cancelled(
+def test_kubernetes_job_without_a_controller_is_cancelled(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
@@ -181,7 +181,7 @@ def test_the_error_of_a_script_ends_a_job_on_kubernetes_and_is_shown(
 
 @pytest.mark.on_demand
 @pytest.mark.timeout(600)
-def test_a_controller_that_is_killed_while_it_creates_a_job_loses_no_node_and_starts_none_twice(
+def test_controller_killed_while_it_creates_a_node_duplicates_none(
     dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
 ) -> None:
     until = tmp_path / "enough"

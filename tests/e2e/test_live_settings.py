@@ -72,7 +72,7 @@ def modes(job: Job) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("loader_workers", [0, 2])
-def test_settings_change_in_mid_epoch_and_the_losses_are_those_of_an_unchanged_run(
+def test_settings_changed_in_mid_epoch_leave_the_losses_unchanged(
     loader_workers: int, make_job: MakeJob, planner_of: Callable[[Job], Planner]
 ) -> None:
     toy = dataclasses.replace(TOY, loader_workers=loader_workers)
@@ -118,9 +118,7 @@ def test_a_worker_that_is_killed_while_settings_change_costs_no_sample(
     assert violations(job, toy) == []
 
 
-def test_a_joiner_works_as_the_plan_says_from_its_first_step_on(
-    make_job: MakeJob, planner_of: Callable[[Job], Planner]
-) -> None:
+def test_joiner_follows_the_plan_from_its_first_step(make_job: MakeJob, planner_of: Callable[[Job], Planner]) -> None:
     job = make_job(dataclasses.replace(TOY, max_epochs=6))
     job.start()
     job.wait_for_step(1)
@@ -159,9 +157,7 @@ def test_settings_outlive_all_workers(make_job: MakeJob, planner_of: Callable[[J
     "settings",
     [{"loader_workers": -1}, {"intra_op_threads": 100_000}, {"prefetch_factor": "many"}, {"threads": 2}],
 )
-def test_a_plan_that_nobody_can_carry_out_is_named_and_ignored(
-    settings: dict[str, Any], make_job: MakeJob, client: EtcdClient
-) -> None:
+def test_impossible_plan_is_named_and_ignored(settings: dict[str, Any], make_job: MakeJob, client: EtcdClient) -> None:
     job = make_job(TOY)
     worker = job.start()
     job.wait_for_step(1)

@@ -110,7 +110,7 @@ def run_in_namespace(recorder: Recorder, settings: tuple[str, PlainSettings]) ->
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["etcd", "peers", "both"])
-def test_a_node_that_is_cut_off_is_left_out_and_disturbs_nobody_and_another_takes_its_place_when_it_is_back(
+def test_severed_node_is_left_out_and_rejoins_when_it_is_back(
     what: str, network: Network, make_job: Callable[..., Job], run_id: str
 ) -> None:
     with EmbeddedEtcd(host="0.0.0.0") as etcd:

@@ -20,7 +20,7 @@ def assert_everyone_counted_the_same(job: Job, num_steps: int) -> None:
     assert states[num_steps] == [float(num_steps), sum(step * 0.5 for step in range(num_steps))]
 
 
-def test_a_plain_loop_grows_loses_a_worker_and_shrinks_without_a_wrong_count(make_job: MakeJob) -> None:
+def test_plain_loop_grows_loses_a_worker_and_shrinks_with_right_counts(make_job: MakeJob) -> None:
     settings = PlainSettings()
     job = make_job(settings, script=run_plain_loop)
     job.start()
@@ -46,9 +46,7 @@ def test_a_plain_loop_grows_loses_a_worker_and_shrinks_without_a_wrong_count(mak
 
 
 @pytest.mark.parametrize("moment", ["reduced", "made"])
-def test_a_worker_lost_between_a_collective_and_the_next_costs_the_others_no_step_and_makes_none_twice(
-    make_job: MakeJob, moment: str
-) -> None:
+def test_loss_between_collectives_neither_skips_nor_repeats_a_step(make_job: MakeJob, moment: str) -> None:
     settings = PlainSettings()
     job = make_job(settings, script=run_plain_loop)
     job.start(), job.start()
@@ -60,7 +58,7 @@ def test_a_worker_lost_between_a_collective_and_the_next_costs_the_others_no_ste
     assert_everyone_counted_the_same(job, settings.num_steps)
 
 
-def test_a_worker_that_gets_sigterm_leaves_with_0_and_runs_nothing_after_the_loop(make_job: MakeJob) -> None:
+def test_worker_with_sigterm_exits_0_and_runs_nothing_after_the_loop(make_job: MakeJob) -> None:
     settings = PlainSettings()
     job = make_job(settings, script=run_plain_loop)
     first = job.start()
@@ -75,7 +73,7 @@ def test_a_worker_that_gets_sigterm_leaves_with_0_and_runs_nothing_after_the_loo
     assert_everyone_counted_the_same(job, settings.num_steps)
 
 
-def test_a_loop_may_end_earlier_on_all_workers_alike_and_a_joiner_is_told_so(make_job: MakeJob) -> None:
+def test_loop_may_end_early_on_all_workers_and_joiners_learn_of_it(make_job: MakeJob) -> None:
     job = make_job(PlainSettings(num_steps=10_000, last_step=399), script=run_plain_loop)
     job.start()
     job.wait_for_step(3)

@@ -36,7 +36,7 @@ def profiles_of(job: Job, client: EtcdClient, num_workers: int) -> dict[int, Ste
 
 
 @pytest.mark.parametrize("with_tables", [False, True])
-def test_a_worker_that_waits_for_another_one_says_how_long(with_tables: bool, make_job: MakeJob, client: EtcdClient) -> None:
+def test_worker_that_waits_for_another_reports_how_long(with_tables: bool, make_job: MakeJob, client: EtcdClient) -> None:
     settings = Profiled(with_tables)
     job = make_job(settings, script=train_profiled)
     job.start(), job.start()

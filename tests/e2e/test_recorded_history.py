@@ -57,7 +57,7 @@ def test_a_violation_in_a_history_is_found(changes: tuple[tuple[str, bytes | Non
     assert what in found[0]
 
 
-def test_a_history_holds_every_change_in_order_also_those_around_a_crash_of_etcd(private_etcd: EmbeddedEtcd) -> None:
+def test_history_holds_every_change_in_order_across_a_crash_of_etcd(private_etcd: EmbeddedEtcd) -> None:
     followed = History(private_etcd.endpoint, "run")
     with EtcdClient(followed._client.config) as client:
         client.put(KEYS.round, b"1")

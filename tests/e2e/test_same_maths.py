@@ -19,7 +19,7 @@ def losses(job: Job) -> dict[int, float]:
     return {step: sum(loss * n for loss, n in each) / sum(n for _, n in each) for step, each in parts.items()}
 
 
-def test_a_run_resized_1_2_3_2_1_has_the_loss_of_an_unresized_run_at_each_of_200_steps(make_job: Callable[..., Job]) -> None:
+def test_run_resized_1_2_3_2_1_has_the_losses_of_an_unresized_run(make_job: Callable[..., Job]) -> None:
     still = make_job(SETTINGS)
     still.start()
     resized = make_job(SETTINGS)

@@ -137,7 +137,7 @@ def _kill_while_forming(action: Action, job: Job) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
-def test_every_sample_is_trained_on_exactly_once_whatever_happens(first: int, make_job: Callable[..., Job]) -> None:
+def test_every_sample_is_trained_on_exactly_once(first: int, make_job: Callable[..., Job]) -> None:
     schedules = [random_schedule(seed) for seed in range(first, first + BATCH)]
     jobs = [make_job(schedule.settings) for schedule in schedules]
     with ThreadPoolExecutor(AT_ONCE) as pool:

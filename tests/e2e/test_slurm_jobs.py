@@ -68,9 +68,7 @@ def kill_node(dlrover: Dlrover, job: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_on_slurm_grows_loses_its_controller_and_a_node_is_drained_and_finishes(
-    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
-) -> None:
+def test_slurm_job_survives_loss_of_its_controller_and_a_drain(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
     until = tmp_path / "enough"
     options: tuple[str, ...] = ("--target", "slurm", "--workers", "1:3", "--partition", "main", "--time", "30")
     options += ("--etcd-host", "127.0.0.1")
@@ -139,7 +137,7 @@ def left_planned(run: Run, worker: str) -> bool:
 
 
 @pytest.mark.timeout(120)
-def test_a_job_on_slurm_that_nobody_looks_after_is_cancelled(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_slurm_job_without_a_controller_is_cancelled(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
     run = dlrover.start("--target", "slurm", "--workers", "2:2", "--etcd-host", "127.0.0.1", script)
@@ -213,7 +211,7 @@ def test_the_app_on_slurm_has_failed_when_its_job_has(dlrover: Dlrover, slurm: S
 
 
 @pytest.mark.timeout(180)
-def test_a_node_that_needs_more_memory_than_it_has_asked_for_says_so(
+def test_node_that_exceeds_its_requested_memory_reports_it(
     dlrover: Dlrover, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_hosts=1, limits_memory=True) as strict:
@@ -254,7 +252,7 @@ def finish(run: Run, slurm: SlurmCluster, until: Path) -> None:
         pytest.param(("--partition", "requeued"), id="no grace"),
     ],
 )
-def test_a_preempted_node_hands_over_and_another_one_comes_when_there_is_room(
+def test_preempted_node_hands_over_and_is_replaced_later(
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     until = tmp_path / "enough"
@@ -277,7 +275,7 @@ def test_a_preempted_node_hands_over_and_another_one_comes_when_there_is_room(
 
 @pytest.mark.on_demand
 @pytest.mark.timeout(900)
-def test_nodes_that_slurm_requeues_or_whose_host_is_down_are_replaced_and_come_not_back(
+def test_requeued_nodes_and_nodes_of_dead_hosts_are_replaced_for_good(
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     until = tmp_path / "enough"
@@ -337,7 +335,7 @@ KILLS = {
 
 @pytest.mark.on_demand
 @pytest.mark.timeout(900)
-def test_a_controller_that_is_killed_while_it_submits_loses_no_node_and_starts_none_twice(
+def test_controller_killed_while_it_submits_duplicates_no_node(
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, etcd: EmbeddedEtcd
 ) -> None:
     real, until = shutil.which("sbatch"), tmp_path / "enough"
@@ -380,7 +378,7 @@ def test_a_controller_that_is_killed_while_it_submits_loses_no_node_and_starts_n
 @pytest.mark.on_demand
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("when", KILLS)
-def test_a_controller_that_is_killed_while_it_cancels_leaves_nothing_behind(
+def test_controller_killed_while_it_cancels_leaves_nothing_behind(
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, etcd: EmbeddedEtcd, when: str
 ) -> None:
     real, script = shutil.which("scancel"), tmp_path / "script.py"
@@ -418,7 +416,7 @@ exec {real} "$@"
 
 @pytest.mark.on_demand
 @pytest.mark.timeout(900)
-def test_commands_that_fail_hang_or_talk_nonsense_cost_no_node_and_start_none_twice(
+def test_failing_or_hanging_commands_duplicate_no_node(
     dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     until, folder = tmp_path / "enough", tmp_path / "bin"

@@ -41,9 +41,7 @@ def said(capsys: object, endpoint: str, run_id: str, pattern: str) -> re.Match[s
         raise AssertionError(f"{error}; the last answer was\n{last}") from None
 
 
-def test_of_a_worker_that_is_stopped_its_neighbour_says_that_it_waits_for_it(
-    make_job: MakeJob, etcd: EmbeddedEtcd, capsys: object
-) -> None:
+def test_stopped_worker_is_named_by_the_neighbour_that_waits(make_job: MakeJob, etcd: EmbeddedEtcd, capsys: object) -> None:
     job = make_job(PlainSettings(num_steps=3000), script=run_plain_loop)
     workers = [job.start() for _ in range(3)]
     job.wait_for_world(3)
@@ -61,7 +59,7 @@ def test_of_a_worker_that_is_stopped_its_neighbour_says_that_it_waits_for_it(
     job.wait_for_world(2)
 
 
-def test_of_a_node_that_waits_for_others_it_is_told_for_how_many_and_for_how_long_still(
+def test_waiting_node_shows_how_many_it_awaits_and_for_how_long(
     etcd: EmbeddedEtcd, run_id: str, tmp_path: Path, capsys: object
 ) -> None:
     command = [

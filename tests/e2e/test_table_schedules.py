@@ -140,7 +140,7 @@ def _act(action: Action, job: Job) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
-def test_tables_end_as_those_of_an_undisturbed_run_whatever_happens(first: int, make_job: Callable[..., Job]) -> None:
+def test_tables_end_as_in_an_undisturbed_run(first: int, make_job: Callable[..., Job]) -> None:
     schedules = [random_schedule(seed) for seed in range(first, min(first + BATCH, SCHEDULES))]
     references = [undisturbed(make_job, schedule.settings) for schedule in schedules]
     jobs = [make_job(schedule.settings, script=train_tables) for schedule in schedules]

@@ -85,7 +85,7 @@ def assert_fine(new_job: MakeJob, job: Job, settings: TableSettings, codes: list
 # --- planned changes ----------------------------------------------------------------------------------------------------------
 
 
-def test_workers_join_and_leave_and_each_step_is_that_of_an_undisturbed_run(new_job: MakeJob) -> None:
+def test_each_step_matches_an_undisturbed_run_while_workers_come_and_go(new_job: MakeJob) -> None:
     job = new_job()
     first, second, _ = started(job, 3)
     first.terminate()  # rank 0
@@ -158,7 +158,7 @@ def test_a_worker_that_holds_no_table_leaves_like_any_other(new_job: MakeJob) ->
 # --- kills --------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_costs_the_steps_since_the_last_snapshot_and_nothing_else(new_job: MakeJob) -> None:
+def test_killed_worker_costs_only_the_steps_since_the_last_snapshot(new_job: MakeJob) -> None:
     job = new_job()
     workers = started(job, 3)
     wait_for_snapshot(job)
@@ -189,7 +189,7 @@ def test_a_worker_is_killed_in_a_step(new_job: MakeJob, manual: bool, moment: st
 @pytest.mark.parametrize(
     "moment", some(["copying", "commit", "replicate", "swap0", "swap1", "swap2", "swap3", "commit_copy", "take_done"], 4)
 )
-def test_a_worker_is_killed_while_a_snapshot_is_taken_and_the_former_one_counts(new_job: MakeJob, moment: str) -> None:
+def test_snapshot_before_a_kill_in_mid_snapshot_counts(new_job: MakeJob, moment: str) -> None:
     job = new_job()
     workers = started(job, 3)
     wait_for_snapshot(job)
@@ -233,7 +233,7 @@ def test_a_survivor_is_killed_while_another_worker_hands_over(new_job: MakeJob, 
     assert_fine(new_job, job, SETTINGS, [0, 0, -9])
 
 
-def test_two_workers_at_once_are_lost_without_harm_when_there_are_two_copies(new_job: MakeJob) -> None:
+def test_two_lost_workers_do_no_harm_with_two_copies(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, replicas=2)
     job = new_job(settings)
     workers = started(job, 4)
@@ -286,7 +286,7 @@ def test_workers_are_killed_one_after_the_other_and_replaced(new_job: MakeJob) -
 
 
 @pytest.mark.parametrize("moment", ["save", "save_done"])
-def test_a_worker_is_killed_while_a_checkpoint_is_saved_and_the_others_save_it_again(new_job: MakeJob, moment: str) -> None:
+def test_checkpoint_is_saved_again_after_a_kill_in_mid_save(new_job: MakeJob, moment: str) -> None:
     settings = replace(SETTINGS, max_epochs=8, save_at=200)
     job = new_job(settings)
     workers = started(job, 2)
@@ -298,7 +298,7 @@ def test_a_worker_is_killed_while_a_checkpoint_is_saved_and_the_others_save_it_a
     assert {path.name for path in job.folder.glob(".checkpoint*")} == set()
 
 
-def test_a_stopped_worker_is_evicted_and_the_others_go_back_to_the_snapshot(new_job: MakeJob) -> None:
+def test_stopped_worker_is_evicted_and_others_return_to_the_snapshot(new_job: MakeJob) -> None:
     job = new_job(lease_ttl_s=2)
     workers = started(job, 3)
     wait_for_snapshot(job)
@@ -350,7 +350,7 @@ def test_a_worker_is_killed_in_the_validation_at_the_end_of_an_epoch(new_job: Ma
 # --- no snapshot --------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_complete_snapshot_survivors_end_and_say_what_to_do(new_job: MakeJob) -> None:
+def test_survivors_without_a_complete_snapshot_end_with_the_next_move(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, snapshot_s=0.0)
     job = new_job(settings)
     workers = started(job, 3)
@@ -365,7 +365,7 @@ def test_without_a_complete_snapshot_survivors_end_and_say_what_to_do(new_job: M
 
 
 @pytest.mark.parametrize("moment", some(["take", "copying", "commit"], 3))
-def test_a_kill_before_the_first_snapshot_is_complete_ends_all_workers_with_what_to_do(new_job: MakeJob, moment: str) -> None:
+def test_kill_before_the_first_snapshot_ends_all_with_the_next_move(new_job: MakeJob, moment: str) -> None:
     job = new_job(min_workers=2)
     workers = [job.start(), job.start()]
     workers[0].arm(moment)
@@ -420,7 +420,7 @@ def test_a_job_killed_as_a_whole_goes_on_from_shared_memory(new_job: MakeJob, be
 
 
 @pytest.mark.parametrize("world", some([2, 1], 2))
-def test_workers_that_are_all_asked_to_leave_do_so_at_once_and_others_go_on(new_job: MakeJob, world: int) -> None:
+def test_workers_all_asked_to_leave_do_so_at_once(new_job: MakeJob, world: int) -> None:
     job = new_job(replace(SETTINGS, apart=False), lease_ttl_s=8)
     workers = started(job, world)
     wait_for_snapshot(job)
@@ -437,7 +437,7 @@ def test_workers_that_are_all_asked_to_leave_do_so_at_once_and_others_go_on(new_
     assert not shared_memory_of(job)
 
 
-def test_a_worker_lost_after_the_last_step_makes_the_others_start_again_from_the_snapshot(new_job: MakeJob) -> None:
+def test_loss_after_the_last_step_restarts_from_the_snapshot(new_job: MakeJob) -> None:
     job = new_job(replace(SETTINGS, apart=False), lease_ttl_s=8)
     workers = started(job, 2)
     wait_for_snapshot(job)
@@ -452,7 +452,7 @@ def test_a_worker_lost_after_the_last_step_makes_the_others_start_again_from_the
 
 
 @pytest.mark.long
-def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_newest_checkpoint(new_job: MakeJob) -> None:
+def test_job_without_shared_memory_resumes_from_the_newest_checkpoint(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, save_at=20)
     job = new_job(settings, lease_ttl_s=8)
     started(job, 2)
@@ -466,7 +466,7 @@ def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_newest_checkpoint(ne
     assert judge(job, settings, undisturbed(new_job, settings), read_at=20) == [], job.report()
 
 
-def test_what_no_copy_covers_is_lost_and_the_job_goes_back_to_its_checkpoint(new_job: MakeJob) -> None:
+def test_loss_of_all_copies_returns_the_job_to_its_checkpoint(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, save_at=20, replicas=0)
     job = new_job(settings)
     started(job, 2)
@@ -482,7 +482,7 @@ def test_what_no_copy_covers_is_lost_and_the_job_goes_back_to_its_checkpoint(new
     assert any("cannot be used: no worker has the parts of" in event.text for event in job.events("snapshot"))
 
 
-def test_a_job_whose_shared_memory_is_gone_goes_on_from_the_snapshot_on_disk(new_job: MakeJob) -> None:
+def test_job_without_shared_memory_resumes_from_the_snapshot_on_disk(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, on_disk=True)
     job = new_job(settings, lease_ttl_s=8)
     started(job, 2)
@@ -512,7 +512,7 @@ def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: Make
     assert judge(job, settings, undisturbed(new_job, settings), read_at=25) == [], job.report()
 
 
-def test_a_checkpoint_of_the_users_that_is_newer_than_the_snapshot_left_is_preferred(new_job: MakeJob) -> None:
+def test_newer_checkpoint_of_the_user_is_preferred_to_the_snapshot(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, snapshot_s=1000.0, apart=False)  # one snapshot, at the beginning of each round
     donor = new_job(replace(settings, save_at=25), lease_ttl_s=8)
     started(donor, 1)

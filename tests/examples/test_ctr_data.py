@@ -42,7 +42,7 @@ def many_criteo_rows(num_rows: int = 200) -> list[str]:
     ]
 
 
-def test_a_model_that_knows_the_planted_clicks_reaches_the_auc_that_is_claimed() -> None:
+def test_model_with_the_planted_clicks_reaches_the_stated_auc() -> None:
     data = load(None, seed=3, rows=100_000)
     truth = generate(seed=3, num_rows=100_000).click_probability[-len(data.test) :]
     labels = data.test.labels.numpy()
@@ -53,7 +53,7 @@ def test_a_model_that_knows_the_planted_clicks_reaches_the_auc_that_is_claimed()
     assert 0.7 < data.best_auc < 0.95
 
 
-def test_generated_rows_say_so_and_have_criteos_schema() -> None:
+def test_generated_rows_are_labelled_and_have_criteos_schema() -> None:
     data = load(None, seed=1, rows=2000)
     assert "no --data given" in data.about
     assert "generating 2,000 rows" in data.about

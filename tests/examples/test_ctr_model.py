@@ -84,7 +84,7 @@ def test_the_largest_logits_are_counted_too() -> None:
     assert auc_of_counts(counts) == 1.0
 
 
-def test_measuring_the_auc_leaves_the_model_in_its_mode_and_without_gradients(generated: ClickData) -> None:
+def test_measuring_the_auc_leaves_the_models_mode_and_gradients(generated: ClickData) -> None:
     model = small_model(generated).train()
     auc = measure_auc(model, generated.test, batch_size=100)
     assert auc == measure_auc(model, generated.test, batch_size=7)

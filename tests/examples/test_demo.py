@@ -54,14 +54,14 @@ def put_worker(client: EtcdClient, keys: Keys, worker_id: str, pid: int) -> None
     client.put(keys.workers + worker_id, encode(record))
 
 
-def test_a_wait_ends_with_what_it_waited_for(watched: Demo, client: EtcdClient, keys: Keys) -> None:
+def test_wait_ends_with_the_awaited_value(watched: Demo, client: EtcdClient, keys: Keys) -> None:
     put_round(client, keys, 3, ["a", "b"])
     assert watched.wait("two workers", watched.round_of(2), timeout_s=5).number == 3
     assert watched.wait("a newer round", watched.round_of(2, after=2, without="c"), timeout_s=5).number == 3
 
 
 @pytest.mark.parametrize("number, members", [(2, ["a", "b"]), (4, ["a"]), (4, ["a", "gone"])])
-def test_a_wait_in_vain_says_what_it_waited_for(
+def test_wait_in_vain_names_the_awaited_value(
     watched: Demo, client: EtcdClient, keys: Keys, number: int, members: list[str]
 ) -> None:
     put_round(client, keys, number, members)

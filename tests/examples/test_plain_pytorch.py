@@ -128,7 +128,7 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_nodes_that_join_leave_and_die_change_neither_the_samples_nor_the_result(start_node: StartNode, tmp_path: Path) -> None:
+def test_joins_leaves_and_deaths_change_neither_samples_nor_result(start_node: StartNode, tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed.pt", tmp_path / "disturbed.pt"
     trace, step_s = Trace(tmp_path / "trace"), tmp_path / "step_s"
     step_s.write_text("0.5")  # the job outlasts the slowest joiner
@@ -167,7 +167,7 @@ def test_nodes_that_join_leave_and_die_change_neither_the_samples_nor_the_result
         assert sorted(rows) == list(range(NUM_ROWS))
 
 
-def test_started_by_another_backend_it_says_what_to_do(tmp_path: Path) -> None:
+def test_start_by_another_backend_is_an_error_with_the_next_move(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT), *SIZES]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 1

@@ -29,7 +29,7 @@ def clicks(tmp_path: Path) -> Path:
     return path
 
 
-def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: Path, tmp_path: Path) -> None:
+def test_plain_python_trains_as_one_worker_and_writes_its_metrics(clicks: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     done = train(
         "--data",

@@ -77,7 +77,7 @@ def logits_of(model: L.LightningModule, rows: ctr_data.ClickRows) -> torch.Tenso
 
 
 @pytest.mark.usefixtures("one_worker")
-def test_every_pair_of_vectors_is_multiplied_and_every_category_asks_its_own_table(generated: ClickData) -> None:
+def test_every_category_reads_its_own_table(generated: ClickData) -> None:
     model = built(generated)
     numbers, categories = generated.val.numbers[:5], generated.val.categories[:5]
     tables = {name.split(".")[-2]: table for name, table in model.state_dict().items() if name.startswith("ebc.")}
@@ -141,7 +141,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: Path, tmp_path: Path) -> None:
+def test_plain_python_trains_as_one_worker_and_writes_its_metrics(clicks: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     done = run(str(SCRIPT), *SMALL, "--epochs=8", f"--data={clicks}", f"--output={output}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -153,7 +153,7 @@ def test_plain_python_trains_as_one_worker_and_writes_what_it_measured(clicks: P
 
 
 @pytest.mark.on_demand
-def test_two_workers_measure_what_one_does(clicks: Path, tmp_path: Path) -> None:
+def test_two_workers_measure_the_same_as_one(clicks: Path, tmp_path: Path) -> None:
     metrics = []
     # The batch size is per initial worker, so both train on the same global batches.
     for workers, batch_size in ((1, 64), (2, 32)):
@@ -171,7 +171,7 @@ def test_two_workers_measure_what_one_does(clicks: Path, tmp_path: Path) -> None
     assert two["steps"] == one["steps"] == 4 * 13
 
 
-def test_no_data_means_generated_rows_and_says_the_best_that_can_be_reached(tmp_path: Path) -> None:
+def test_missing_data_means_generated_rows_with_their_best_auc(tmp_path: Path) -> None:
     done = run(str(SCRIPT), *SMALL, "--rows=1000", "--max-steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "generating 1,000 rows in Criteo's schema" in done.stdout

@@ -185,7 +185,7 @@ def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
     assert memory.spent(core_hours, 4.0) == pytest.approx(1.8, abs=0.03)
 
 
-def test_a_new_rank_0_knows_what_was_tried(start: StartJob) -> None:
+def test_new_rank_0_knows_the_earlier_trials(start: StartJob) -> None:
     first = start(history=None)
     first.run(30)
     tried = {d.chosen for d in first.decisions() if d.explored}
@@ -197,7 +197,7 @@ def test_a_new_rank_0_knows_what_was_tried(start: StartJob) -> None:
     assert not [d for d in later if d.explored and d.chosen in tried]
 
 
-def test_a_new_rank_0_of_a_long_job_knows_what_was_tried_though_the_events_of_it_have_gone(start: StartJob) -> None:
+def test_new_rank_0_knows_trials_whose_events_have_expired(start: StartJob) -> None:
     first = start()
     first.run(30)
     decisions = first.decisions()
@@ -216,9 +216,7 @@ def test_a_new_rank_0_of_a_long_job_knows_what_was_tried_though_the_events_of_it
     assert not [d for d in second.decisions() if d.explored and d.chosen in tried]
 
 
-def test_a_plan_for_more_threads_and_loader_workers_than_a_node_has_cores_asks_for_larger_nodes(
-    start: StartJob, client: EtcdClient, keys: Keys
-) -> None:
+def test_plan_beyond_a_nodes_cores_asks_for_larger_nodes(start: StartJob, client: EtcdClient, keys: Keys) -> None:
     client.put(keys.nodes, encode(NodesRecord("slurm", "mark", min_cpus=1, max_cpus=3)))
     job = start()
     job.cores = 1.0
@@ -229,7 +227,7 @@ def test_a_plan_for_more_threads_and_loader_workers_than_a_node_has_cores_asks_f
     assert plan.node_cpus == job.cores == min(3, job.settings.intra_op_threads + job.settings.loader_workers)
 
 
-def test_without_a_controller_workers_are_a_recommendation_and_the_rest_is_tuned(start: StartJob) -> None:
+def test_workers_are_only_recommended_without_a_controller(start: StartJob) -> None:
     job = start(with_controller=False, history=None)
     job.run(20)
     assert job.settings.num_workers == 1
@@ -239,9 +237,7 @@ def test_without_a_controller_workers_are_a_recommendation_and_the_rest_is_tuned
     assert any("no controller starts or ends nodes" in d.reason for d in job.decisions())
 
 
-def test_without_a_controller_a_job_starts_with_what_others_found_for_its_loader_workers(
-    start: StartJob, tmp_path: Path
-) -> None:
+def test_job_without_controller_starts_with_known_loader_workers(start: StartJob, tmp_path: Path) -> None:
     url, rng = f"sqlite:///{tmp_path / 'h.sqlite'}", random.Random(1)
     fast, own = Settings(4, 4, 1, 2), Settings(1, 4, 1, 2)  # several workers were best, but no controller can start them here
     times_s = {START: 0.1, own: 0.05, fast: 0.02}
@@ -257,7 +253,7 @@ def test_without_a_controller_a_job_starts_with_what_others_found_for_its_loader
     assert "most similar past jobs" in decision.reason
 
 
-def test_what_was_set_by_hand_stays(start: StartJob) -> None:
+def test_settings_made_by_hand_stay(start: StartJob) -> None:
     job = start(history=None)
     by_hand = PlanRecord(1, "user", "set by hand", True, loader_workers=0, created_at=0.0)
     job.membership.update_plan(lambda _: by_hand)
@@ -270,7 +266,7 @@ def test_what_was_set_by_hand_stays(start: StartJob) -> None:
     assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions())
 
 
-def test_a_broken_history_is_said_once_and_planning_goes_on(
+def test_broken_history_is_reported_once_and_planning_continues(
     start: StartJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "broken.sqlite"

@@ -36,7 +36,7 @@ def history(tmp_path: Path) -> JobHistory:
     return JobHistory(f"sqlite:///{tmp_path / 'deep' / 'history.sqlite'}")
 
 
-def test_what_was_recorded_is_read_back_once_however_often_it_was_given(history: JobHistory) -> None:
+def test_records_given_twice_are_read_back_once(history: JobHistory) -> None:
     windows = [window(1.0), window(2.0, 2, 0.06), window(3.0, 2, 0.05)]
     judged: Outcome = outcome(decision(1), 0.09)
     for _ in range(3):
@@ -55,7 +55,7 @@ def test_a_long_job_leaves_no_more_windows_than_teach_something(history: JobHist
     assert len(history.windows("a@1")) == 31
 
 
-def test_bringing_a_job_of_days_up_to_date_costs_no_more_than_what_is_new(history: JobHistory) -> None:
+def test_update_of_a_long_job_costs_only_its_new_records(history: JobHistory) -> None:
     decisions = [decision(number) for number in range(3000)]
     history.record(entry("a@1"), [window(1.0)], decisions)
     statements = []
@@ -93,7 +93,7 @@ for job in range(200 if name == "endless" else 8):
 """
 
 
-def test_jobs_write_at_once_and_one_that_is_killed_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
     file = tmp_path / "history.sqlite"
     script = tmp_path / "writer.py"
     script.write_text(WRITER.format(folder=str(Path(__file__).parents[1] / "support"), url=f"sqlite:///{file}"))
@@ -180,7 +180,7 @@ def test_rows_that_others_have_spoilt_are_left_out(history: JobHistory) -> None:
         "UPDATE dlrover_jobs SET num_settings = 'many' WHERE key = 'b@1'",
     ],
 )
-def test_a_new_job_learns_from_what_is_left_of_a_spoilt_history(history: JobHistory, spoilt: str) -> None:
+def test_new_job_learns_from_the_readable_part_of_a_damaged_history(history: JobHistory, spoilt: str) -> None:
     for key in ("a@1", "b@1"):
         history.record(entry(key), [window(1.0), window(2.0, 2, 0.06)], [decision(1), decision(2)])
     with sqlite3.connect(history.url.removeprefix("sqlite:///")) as connection:

@@ -11,7 +11,7 @@ from lightning_dlrover.live.checkpoints import replace_folder
 
 
 @pytest.mark.parametrize("former", ["folder", "file", "nothing"])
-def test_a_worker_killed_while_it_removes_the_former_checkpoint_leaves_one_that_is_complete(
+def test_kill_while_the_former_checkpoint_is_removed_leaves_a_complete_one(
     former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class KilledError(Exception):

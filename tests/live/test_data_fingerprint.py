@@ -83,11 +83,11 @@ def test_workers_with_equal_data_have_equal_fingerprints(num_workers: int) -> No
         (TensorDataset(torch.randn(9, 4)), TensorDataset(torch.randn(9, 4)), "9 samples, the first one"),
     ],
 )
-def test_other_data_are_told_apart(own: Dataset[Any], other: Dataset[Any], words: str) -> None:
+def test_different_data_have_different_fingerprints(own: Dataset[Any], other: Dataset[Any], words: str) -> None:
     assert words in difference(data_of(own), data_of(other))
 
 
-def test_unseeded_split_is_told_apart() -> None:
+def test_unseeded_split_has_another_fingerprint() -> None:
     rows = TensorDataset(torch.randn(100, 4))
     splits = [torch.utils.data.random_split(rows, [80, 20], torch.Generator().manual_seed(seed))[0] for seed in (0, 1)]
     assert difference(data_of(splits[0]), data_of(splits[1]))
@@ -188,7 +188,7 @@ class Row:
         ([], [None]),
     ],
 )
-def test_sketch_tells_samples_apart(sample: object, other: object) -> None:
+def test_sketch_differs_between_samples(sample: object, other: object) -> None:
     mine, theirs = sketch(sample), sketch(other)
     assert mine is not None
     assert theirs is not None

@@ -117,7 +117,7 @@ def test_logged_value_of_a_leaver_is_merged(reduce_fx: str, expected: float) -> 
     assert float(stays["training_step.x"].compute()) == expected
 
 
-def test_values_go_back_to_what_they_were() -> None:
+def test_values_return_to_their_earlier_state() -> None:
     results, holder = logged([2.0, 4.0]), Holder(MeanMetric())
     update(holder.metric, 0, 20)
     own, mean = sent(partial_values(results, holder)), holder.metric.compute()

@@ -12,7 +12,7 @@ from lightning_dlrover.rdzv.group import transfer
 
 
 @pytest.mark.parametrize("name, is_closed", [("w0", True), ("w1", False)])
-def test_only_the_source_of_a_state_that_cannot_be_sent_closes_the_job_to_joiners(
+def test_only_the_source_of_an_unsendable_state_closes_the_job(
     name: str, is_closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on_save_checkpoint() -> dict[str, Any]:

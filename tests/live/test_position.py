@@ -11,7 +11,7 @@ from lightning_dlrover.live.position import Position, can_meet
 
 
 @pytest.mark.parametrize("position", [BETWEEN, INSIDE, replace(INSIDE, collective=7, validation=2)])
-def test_a_position_is_understood_as_it_was_said(position: Position) -> None:
+def test_position_round_trips(position: Position) -> None:
     assert Position.decode(position.encode()) == position
 
 
@@ -38,7 +38,7 @@ def test_bytes_that_are_no_position_are_a_value_error(hello: bytes) -> None:
         ((JOINER, JOINER), True),  # no worker has a state: all begin
     ],
 )
-def test_joiners_are_let_in_only_where_all_others_stand_between_the_same_two_steps(
+def test_joiners_enter_only_where_all_others_are_between_the_same_steps(
     said: tuple[Position | bytes, ...], expected: bool
 ) -> None:
     assert can_meet(hellos(*said)) is expected

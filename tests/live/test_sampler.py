@@ -130,7 +130,7 @@ def test_epochs_differ_in_order() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 40), st.integers(1, 9))
-def test_a_global_batch_is_the_same_whatever_the_world_it_is_split_over(
+def test_global_batch_does_not_depend_on_the_number_of_workers(
     data: st.DataObject, length: int, global_batch_size: int
 ) -> None:
     alone = elastic(length, global_batch_size)
@@ -175,9 +175,7 @@ def test_weighted_losses_of_all_workers_average_to_the_loss_of_one(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
-def test_validation_sees_every_sample_once_and_a_worker_without_samples_ends_earlier(
-    length: int, global_batch_size: int, world_size: int
-) -> None:
+def test_validation_sees_every_sample_once(length: int, global_batch_size: int, world_size: int) -> None:
     seen: list[int] = []
     for rank in range(world_size):
         seen += [i for batch in elastic(length, global_batch_size, training=False, place=(rank, world_size)) for i in batch]
@@ -229,7 +227,7 @@ def test_a_sampler_derived_from_a_known_one_is_the_users_own(kind: type[Any]) ->
     assert rest_of(elastic(8, 4, sampler=Favourite(Numbers(8)))) == [[3] * 4] * 2
 
 
-def test_validation_gives_every_worker_samples_though_its_batches_are_smaller_than_the_world() -> None:
+def test_validation_gives_every_worker_samples_of_small_batches() -> None:
     ranks = [rest_of(elastic(7, 1, training=False, place=(rank, 3))) for rank in range(3)]
     assert [len(batches) > 0 for batches in ranks] == [True] * 3
     assert sorted(i for batches in ranks for batch in batches for i in batch) == list(range(7))
@@ -300,7 +298,7 @@ def test_loader_workers_survive_a_change_of_the_world() -> None:
         loader.close()
 
 
-def test_loader_workers_that_a_plan_has_asked_for_survive_a_change_of_the_world() -> None:
+def test_planned_loader_workers_survive_a_change_of_the_world() -> None:
     loader = elastic(80, 8)
     try:
         next(loader)
@@ -334,7 +332,7 @@ def test_loader_workers_work_however_they_are_started(context: str) -> None:
         loader.close()
 
 
-def test_loader_workers_deliver_though_the_path_for_temporary_files_is_too_long_for_a_socket(tmp_path: Path) -> None:
+def test_loader_workers_deliver_with_a_long_temporary_path(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     script = """
@@ -414,7 +412,7 @@ actions = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(actions, st.sampled_from([0, 1, 2]), st.booleans(), st.booleans())
-def test_no_sample_is_lost_or_doubled_however_loader_workers_and_the_world_change(
+def test_no_sample_is_lost_or_doubled_by_changes_of_loader_workers(
     todo: list[Any], num_workers: int, persistent: bool, shuffle: bool
 ) -> None:
     loader = elastic(23, 4, shuffle=shuffle, num_workers=num_workers, persistent_workers=persistent and num_workers > 0)
@@ -446,9 +444,7 @@ def test_no_sample_is_lost_or_doubled_however_loader_workers_and_the_world_chang
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (1, 0), (0, 2)])
-def test_what_old_loader_workers_have_begun_they_deliver_and_nobody_prepares_it_again(
-    before: int, after: int, tmp_path: Path
-) -> None:
+def test_batches_begun_by_old_loader_workers_are_prepared_once(before: int, after: int, tmp_path: Path) -> None:
     data = Prepared(40, tmp_path)
     users = DataLoader(data, 1, num_workers=before, prefetch_factor=3 if before else None)
     loader = ElasticLoader(users, 1, training=True)
@@ -472,7 +468,7 @@ def test_what_old_loader_workers_have_begun_they_deliver_and_nobody_prepares_it_
     assert len({pid for _, pid in prepared} - old) == (after or 1)
 
 
-def test_nobody_waits_for_new_loader_workers_while_old_ones_deliver(tmp_path: Path) -> None:
+def test_training_does_not_wait_for_new_loader_workers(tmp_path: Path) -> None:
     item_s, step_s = 0.25, 0.35
     loader = ElasticLoader(DataLoader(Prepared(30, tmp_path, item_s), 1, num_workers=1, prefetch_factor=3), 1, training=True)
     iter(loader)
@@ -507,7 +503,7 @@ def test_old_loader_workers_end_without_being_waited_for() -> None:
 
 
 @pytest.mark.parametrize("num_workers, persistent", [(0, False), (2, False), (2, True)])
-def test_a_model_draws_the_same_random_numbers_whatever_its_loader_workers_do(num_workers: int, persistent: bool) -> None:
+def test_random_numbers_of_the_model_ignore_loader_workers(num_workers: int, persistent: bool) -> None:
     def drawn(changes: dict[int, int]) -> list[float]:
         torch.manual_seed(5)
         loader = elastic(12, 1, num_workers=num_workers, persistent_workers=persistent)
@@ -527,7 +523,7 @@ def test_a_model_draws_the_same_random_numbers_whatever_its_loader_workers_do(nu
     assert drawn({3: 1, 17: 0, 29: 2}) == drawn({}) == drawn({0: 1, 24: 0})
 
 
-def test_loader_workers_that_came_later_stay_for_the_next_epoch_if_they_were_to_persist() -> None:
+def test_persistent_loader_workers_stay_for_the_next_epoch() -> None:
     for persistent in (False, True):
         loader = elastic(16, 1, num_workers=1, persistent_workers=persistent)
         loader.workers.retune(2)
@@ -579,7 +575,7 @@ class Unprepared(Numbers):
 
 
 @pytest.mark.parametrize("trouble", ["raises", "killed"])
-def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(trouble: str) -> None:
+def test_failure_of_planned_loader_workers_does_not_end_the_job(trouble: str) -> None:
     loader = ElasticLoader(DataLoader(Unprepared(60, trouble), 2), 2, training=True)
     iter(loader)
     try:
@@ -597,7 +593,7 @@ def test_loader_workers_that_nobody_but_a_plan_has_asked_for_do_not_end_the_job(
 
 
 @pytest.mark.parametrize("users, plans", [(1, None), (0, 1)])
-def test_an_error_of_the_dataset_is_the_users_whoever_prepares_its_batches(users: int, plans: int | None) -> None:
+def test_error_of_the_dataset_is_the_users_with_any_loader_workers(users: int, plans: int | None) -> None:
     loader = ElasticLoader(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1, training=True)
     iter(loader)
     try:
@@ -609,7 +605,7 @@ def test_an_error_of_the_dataset_is_the_users_whoever_prepares_its_batches(users
         loader.close()
 
 
-def test_only_what_is_open_keeps_loader_workers_away() -> None:
+def test_only_open_resources_prevent_loader_workers() -> None:
     assert open_handle(Reader(io.BytesIO(b"in memory"))) == ""
     assert open_handle(Reader(lambda row: row)) == ""
     assert open_handle(Reader(list(range(10**6)))) == ""
@@ -724,7 +720,7 @@ def test_user_code_reads_its_loader() -> None:
         _ = loader.no_such
 
 
-def test_lightning_tells_every_loader_its_epoch() -> None:
+def test_lightning_sets_the_epoch_of_every_loader() -> None:
     sampler = Backwards(20)
     for loader in (elastic(shuffle=True), elastic(sampler=sampler)):
         _set_sampler_epoch(loader, 3)
@@ -738,7 +734,7 @@ def test_a_change_that_would_have_no_effect_is_an_error(name: str) -> None:
         setattr(elastic(), name, 3)
 
 
-def test_state_of_a_loader_that_nobody_reads_is_not_saved() -> None:
+def test_state_of_an_unread_loader_is_not_saved() -> None:
     class Stateful(DataLoader[int]):
         def state_dict(self) -> dict[str, Any]:
             return {}

@@ -40,7 +40,7 @@ def follow(settings: SettingsInForce, plan: PlanRecord, loader: ElasticLoader, n
     return done
 
 
-def test_loaders_that_are_made_anew_work_as_the_plan_says_too() -> None:
+def test_rebuilt_loaders_follow_the_plan() -> None:
     """Lightning recreates loaders with `reload_dataloaders_every_n_epochs`."""
     settings = SettingsInForce(CORES)
     first, second = make_loader(), make_loader()
@@ -54,7 +54,7 @@ def test_loaders_that_are_made_anew_work_as_the_plan_says_too() -> None:
         second.close()
 
 
-def test_a_change_of_threads_is_not_charged_with_an_earlier_change_of_loader_workers() -> None:
+def test_change_of_threads_is_not_charged_with_an_earlier_change() -> None:
     settings, loader = SettingsInForce(CORES), make_loader()
     try:
         next(loader)

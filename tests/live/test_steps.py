@@ -12,7 +12,7 @@ from lightning_dlrover.live import steps as module
 from lightning_dlrover.rdzv.live.member import RoundEndedError
 
 
-def test_batches_that_a_loss_has_computed_again_are_not_counted_for_the_step_that_closes_their_window(
+def test_redone_batches_are_not_counted_for_the_closing_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     live = a_worker()

@@ -14,7 +14,7 @@ class Own:
 
 
 @pytest.mark.parametrize("value, is_readable", [({"best": 1.5}, True), ({"best": Own()}, False)])
-def test_a_state_that_could_not_be_gone_back_to_is_refused_when_it_is_packed(value: object, is_readable: bool) -> None:
+def test_state_that_cannot_be_restored_is_refused_when_packed(value: object, is_readable: bool) -> None:
     live = a_worker()
     live._state.message = lambda: {"callbacks": value}
     live._state.partial_values = dict

@@ -18,7 +18,7 @@ THREE = hellos(BETWEEN, BETWEEN, BETWEEN)
 
 
 @pytest.mark.parametrize("is_in_validation", [False, True])
-def test_all_workers_of_a_round_agree_whether_the_next_forward_pass_sends_buffers(
+def test_all_members_agree_whether_the_next_forward_sends_buffers(
     is_in_validation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The first one has ended a validation and is in the step after it. The second one may still be in its last collective.
@@ -45,7 +45,7 @@ def test_new_workers_that_all_have_a_left_state_are_not_given_one_again(has_left
     assert given == ([] if has_left_state else [[("w0", "w1")]])
 
 
-def test_what_was_sent_before_a_validation_stays_as_it_was_sent() -> None:
+def test_buffers_sent_before_a_validation_stay_unchanged() -> None:
     strategy = a_worker()._strategy
     strategy.configure_ddp()
     replica: Any = strategy.model

@@ -50,7 +50,7 @@ def test_manual_optimizers_of_separate_parts_need_the_search() -> None:
         assert unused.found is expected
 
 
-def test_workers_of_a_round_take_over_what_was_found() -> None:
+def test_workers_of_a_round_take_over_the_unused_parameters() -> None:
     unused = UnusedParameters({}, is_live=True)
     unused.agree(found=True, is_reporter=True)
     assert unused.found

@@ -58,7 +58,7 @@ def test_few_samples_go_to_some_where_steps_have_no_collectives() -> None:
     assert [[list(batch) for batch in batches] for batches in by_rank] == [[[5]], []]
 
 
-def test_buffers_sent_before_a_validation_reach_a_worker_that_a_loss_kept_from_receiving_them() -> None:
+def test_buffers_sent_before_a_validation_reach_all_despite_a_loss() -> None:
     live = a_worker("w1", a_formation("w1", hellos(BETWEEN, BETWEEN)))
     module = live._trainer.lightning_module
     module.register_buffer("mean", torch.zeros(3))

@@ -85,7 +85,7 @@ def test_a_step_that_is_made_again_counts_once() -> None:
     assert watch.descriptors(SAMPLES).dense_flops == 3 * 2 * 10 * 20
 
 
-def test_the_models_results_and_random_numbers_are_those_of_an_unwatched_pass() -> None:
+def test_observed_pass_has_the_results_of_an_unobserved_one() -> None:
     model = nn.Sequential(nn.Linear(10, 20), nn.Dropout(0.5))
     rows = torch.randn(SAMPLES, 10)
     results = []

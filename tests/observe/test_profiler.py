@@ -102,7 +102,7 @@ def test_the_parts_of_a_step_add_up_to_its_time(steps: list[tuple[float, float, 
         assert profile.samples_per_s == pytest.approx(64 / profile.step_time_s)
 
 
-def test_each_part_is_what_it_was_measured_as(bench: Bench) -> None:
+def test_each_part_has_its_measured_time(bench: Bench) -> None:
     for _ in range(5):
         bench.train(forward=0.01, backward=0.02, communication=0.007, rest=0.005, wait=0.003)
     profile = bench.close()
@@ -129,7 +129,7 @@ def test_the_first_step_after_a_change_of_place_belongs_to_no_window(bench: Benc
     assert profile.step_time_s == pytest.approx(0.03)
 
 
-def test_batches_that_lay_ready_when_loader_workers_were_changed_belong_to_no_window(bench: Bench) -> None:
+def test_batches_ready_at_a_change_of_loader_workers_count_in_no_window(bench: Bench) -> None:
     """They would make a slow input look fast enough."""
     bench.train()
     more = dataclasses.replace(PLACE, loader_workers=2, prefetch_factor=3)
@@ -157,7 +157,7 @@ def childless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_children", list)
 
 
-def test_memory_is_that_of_this_process_and_its_limit_is_shared_by_the_workers_of_a_node(childless: None, bench: Bench) -> None:
+def test_memory_limit_is_shared_by_the_workers_of_a_node(childless: None, bench: Bench) -> None:
     def window(**place: int) -> StepProfile:
         for _ in range(2):
             bench.train(place=dataclasses.replace(PLACE, **place))
@@ -201,7 +201,7 @@ def test_windows_follow_each_other_without_a_gap(bench: Bench) -> None:
     assert second.first_step == first.first_step + first.num_steps
 
 
-def test_a_device_whose_utilisation_is_not_known_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_known_utilisation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     class NVMLError(Exception):
         """As raised by pynvml on a slice of a device (MIG)."""
 

@@ -81,7 +81,7 @@ def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(tmp_path: Path, part: 
         ("7:cpu,cpuacct:/job\n5:memory:/other\n", "cpu,cpuacct/job/cpu.stat"),
     ],
 )
-def test_seconds_without_quota_are_those_of_the_control_group_that_has_one(tmp_path: Path, own: str, stat: str) -> None:
+def test_throttled_seconds_are_those_of_the_group_with_a_quota(tmp_path: Path, own: str, stat: str) -> None:
     proc, file = tmp_path / "proc/self/cgroup", tmp_path / "cgroup" / stat
     for each in (proc, file):
         each.parent.mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_seconds_without_quota_are_those_of_the_control_group_that_has_one(tmp_p
     assert throttled_s(tmp_path / "proc", tmp_path / "cgroup") == 2.5
 
 
-def test_time_without_a_core_is_told_apart() -> None:
+def test_time_without_a_core_is_measured_apart() -> None:
     if not os.path.exists("/proc/thread-self/schedstat"):
         pytest.skip("this kernel does not tell how long a thread waits for a core")
     clock = OwnClock()
@@ -150,7 +150,7 @@ def test_times_of_another_round_are_not_given_out_for_this_one() -> None:
     assert len(pulses[0].heard(2)) == 1
 
 
-def test_a_worker_that_says_nothing_yet_leaves_the_others_without_a_comparison() -> None:
+def test_silent_worker_leaves_the_others_without_a_comparison() -> None:
     pulses = [Pulse() for _ in range(2)]
     vote(pulses, 1)
     pulses[0].step_ended(OwnTime(0.1, 0.0), OwnTime(0.0, 0.0))

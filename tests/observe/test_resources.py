@@ -75,9 +75,7 @@ def test_without_a_limit_it_is_all_memory_of_the_machine(files: dict[str, str], 
         ({}, 0),
     ],
 )
-def test_what_slurm_grants_a_node_is_shared_by_its_workers_less_what_its_agent_takes(
-    environ: dict[str, str], mib: int, tmp_path: Path
-) -> None:
+def test_slurms_memory_less_the_agents_is_shared_by_the_workers(environ: dict[str, str], mib: int, tmp_path: Path) -> None:
     assert own_memory_limit_bytes(environ, *group(tmp_path, "0::/\n", {})) == mib * MIB
 
 
@@ -96,7 +94,7 @@ def test_what_slurm_grants_a_node_is_shared_by_its_workers_less_what_its_agent_t
     ],
 )
 @pytest.mark.parametrize("local_workers", [1, 2])
-def test_the_limit_of_a_group_of_one_node_is_shared_by_nobody_else(
+def test_limit_of_one_nodes_group_is_not_shared_with_others(
     own: str, files: dict[str, str], local_workers: int, tmp_path: Path
 ) -> None:
     shared = "memory/memory.limit_in_bytes" if "memory:" in own else "memory.max"
@@ -130,7 +128,7 @@ def test_a_quota_of_cpu_time_means_fewer_cores(own: str, files: dict[str, str], 
 @pytest.mark.parametrize(
     "files", [{}, {"cpu.max": "max 100000\n"}, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "1"}]
 )
-def test_without_a_quota_all_cores_are_there_that_the_process_is_bound_to(files: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_quota_all_cores_of_the_affinity_count(files: dict[str, str], tmp_path: Path) -> None:
     assert available_cores(*group(tmp_path, "0::/\n1:cpu:/\n", files)) == len(os.sched_getaffinity(0))
 
 
@@ -220,7 +218,7 @@ def test_cpu_time_of_children_counts_without_a_search(monkeypatch: pytest.Monkey
     assert own.cpu_s == pytest.approx(time.process_time(), abs=0.5)
 
 
-def test_load_of_others_is_what_this_job_does_not_use() -> None:
+def test_load_of_others_excludes_this_job() -> None:
     clock, busy = iter([0.0, 2.0, 4.0, 6.0]), iter([100.0, 103.0, 107.0, 107.5])
     load = MachineLoad(lambda: (next(busy), 0.0), lambda: next(clock), num_cores=4, cores=4.0, is_bound=False)
     assert [load.foreign_cores(0.5, num_workers) for num_workers in (2, 1, 2)] == [0.5, 1.5, 0.0]

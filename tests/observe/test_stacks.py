@@ -34,7 +34,7 @@ def test_the_main_thread_comes_first_and_threads_of_ours_are_left_out() -> None:
     assert ("thread user-0:" in text, "thread user-1:" in text, "dlrover-0" in text) == (True, True, False)
 
 
-def test_however_deep_and_many_the_text_stays_small_and_shows_the_innermost_calls() -> None:
+def test_text_of_deep_stacks_stays_small_with_the_innermost_calls() -> None:
     def deep(calls: int) -> str:
         return deep(calls - 1) if calls else innermost()
 
@@ -65,5 +65,5 @@ def test_the_innermost_place_is_one_of_the_users_code() -> None:
     assert found[0].endswith("in user_code")
 
 
-def test_nobody_debugs_this_test() -> None:
+def test_tests_run_without_a_debugger() -> None:
     assert not is_in_debugger()

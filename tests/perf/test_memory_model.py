@@ -48,7 +48,7 @@ def test_a_rule_of_named_terms_is_found_and_holds_far_beyond_the_samples() -> No
     assert predicted.low_bytes < far.peak_memory_bytes < predicted.high_bytes
 
 
-def test_one_sample_is_enough_and_more_batch_loaders_or_tables_never_need_less() -> None:
+def test_one_sample_suffices_and_larger_inputs_never_need_less() -> None:
     model = MemoryModel.fit([grown(batch=64)])
     here = configuration_of(grown(batch=64))
     peak = model.predict(here).peak_bytes
@@ -69,7 +69,7 @@ def test_more_workers_hold_less_of_the_tables_each() -> None:
     assert peaks[0] > 1.5 * peaks[-1]
 
 
-def test_the_interval_is_wider_beyond_what_was_measured() -> None:
+def test_interval_is_wider_beyond_the_measured_range() -> None:
     model = MemoryModel.fit([grown(batch=b) for b in (16, 32, 64, 128, 256)])
     near, far = (model.predict(configuration_of(grown(batch=b))) for b in (100, 10_000))
     assert far.high_bytes / far.peak_bytes > 1.05 * near.high_bytes / near.peak_bytes
@@ -117,7 +117,7 @@ def measured(configurations: Sequence[dict[str, int]]) -> list[StepProfile]:
 @pytest.mark.slow
 @pytest.mark.on_demand
 @pytest.mark.timeout(700)
-def test_peaks_of_processes_that_trained_are_predicted_for_configurations_left_out() -> None:
+def test_measured_peaks_of_held_out_configurations_are_predicted() -> None:
     grid = [
         {
             "local_batch": batch,

@@ -124,7 +124,7 @@ def test_a_larger_local_batch_is_never_faster_by_the_prior(times: list[float], w
 
 
 @pytest.mark.parametrize("asked", [2, 3, 4, 8])
-def test_from_one_size_the_interval_allows_for_no_gain_and_for_nearly_perfect_scaling(asked: int) -> None:
+def test_interval_from_one_size_spans_no_gain_to_perfect_scaling(asked: int) -> None:
     model = StepTimeModel.fit([window(1, 0.08)] * 5)
     there = replace(configuration_of(window(1, 0.08)), num_workers=asked, local_batch=64 // asked)
     prediction = model.predict(there)
@@ -142,7 +142,7 @@ def test_three_workers_on_two_cores_are_not_three_times_as_fast() -> None:
     assert three > 0.95 * two
 
 
-def test_a_measured_size_is_predicted_as_measured_however_wrong_the_formula_is() -> None:
+def test_measured_size_is_predicted_as_measured() -> None:
     odd_world = {1: 0.02, 2: 0.09, 3: 0.01, 4: 0.05}
     model = StepTimeModel.fit([window(size, t) for size, t in odd_world.items() for _ in range(4)])
     for size, t in odd_world.items():
@@ -150,9 +150,7 @@ def test_a_measured_size_is_predicted_as_measured_however_wrong_the_formula_is()
 
 
 @pytest.mark.parametrize("dense_bytes, faster", [(400_000_000, 1.0), (4_000_000, 1000.0), (400_000_000, 1000.0)])
-def test_links_a_hundred_times_faster_than_assumed_are_believed_once_they_were_measured(
-    dense_bytes: int, faster: float
-) -> None:
+def test_measured_fast_links_outweigh_the_assumption(dense_bytes: int, faster: float) -> None:
     """With gradients of 400 MB the assumed links take a second, on hardware with steps of 30 ms, or 30 us."""
 
     def world(workers: int, num_nodes: int, local_batch: int) -> StepProfile:
@@ -205,7 +203,7 @@ def various_windows(count: int, seed: int = 0) -> list[StepProfile]:
 
 @given(samples=st.integers(1, 40), seed=st.integers(0, 100), asked=st.integers(0, 10_000))
 @settings(max_examples=40, deadline=None)
-def test_predictions_are_positive_lie_within_their_interval_and_their_parts_add_up(samples: int, seed: int, asked: int) -> None:
+def test_predictions_are_positive_consistent_and_in_their_interval(samples: int, seed: int, asked: int) -> None:
     model = StepTimeModel.fit(various_windows(samples, seed))
     for prediction in model.predict_many([configuration_of(s) for s in various_windows(20, asked)]):
         assert 0 < prediction.low_s <= prediction.step_time_s <= prediction.high_s < math.inf
@@ -234,7 +232,7 @@ def windows_with_parts(rng: random.Random, bandwidth: float) -> list[StepProfile
     return samples
 
 
-def test_nine_of_ten_measured_parts_of_steps_lie_within_their_intervals_and_the_intervals_say_something() -> None:
+def test_intervals_cover_nine_of_ten_measured_parts_and_are_narrow() -> None:
     inside: dict[str, list[bool]] = {"compute": [], "data": [], "communication": []}
     widths = []
     for seed in range(8):
@@ -262,9 +260,7 @@ def test_parts_of_a_measured_configuration_are_those_that_were_measured() -> Non
 
 @given(seed=st.integers(0, 1000), factor=st.floats(1.0, 8.0), more=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
-def test_by_the_prior_more_cores_never_take_longer_and_more_workers_of_the_same_batch_are_never_faster(
-    seed: int, factor: float, more: int
-) -> None:
+def test_prior_is_monotonic_in_cores_and_workers(seed: int, factor: float, more: int) -> None:
     samples = various_windows(12, seed)
     prior = PhysicalPrior.of(samples)
     here = replace(configuration_of(samples[0]), intra_op_threads=0)
@@ -285,7 +281,7 @@ def test_trees_never_make_more_cores_slower() -> None:
     assert steps == sorted(steps, reverse=True)
 
 
-def test_many_predictions_are_what_single_ones_are() -> None:
+def test_predictions_in_bulk_equal_single_ones() -> None:
     model = StepTimeModel.fit(various_windows(60))
     asked = [configuration_of(sample) for sample in (*various_windows(60)[:5], *various_windows(20, 7))]
     for one, many in zip([model.predict(c) for c in asked], model.predict_many(asked), strict=True):
@@ -295,7 +291,7 @@ def test_many_predictions_are_what_single_ones_are() -> None:
     assert model.predict_many([]) == []
 
 
-def test_columns_hold_what_a_configuration_says_of_itself() -> None:
+def test_columns_hold_the_configurations_values() -> None:
     for here in [configuration_of(s, node_cores=3.0) for s in various_windows(30)]:
         columns = Columns.of([here])
         assert columns.fullest[0] == here.workers_on_node
@@ -310,7 +306,7 @@ def scaled(world_size: int, slow: float = 1.0) -> StepProfile:
     return window(world_size, slow * (0.01 + 0.06 / world_size))
 
 
-def test_an_earlier_job_tells_a_new_one_how_it_scales() -> None:
+def test_earlier_job_informs_the_scaling_of_a_new_one() -> None:
     earlier = [scaled(size) for size in (1, 2, 3, 4, 6, 8) for _ in range(3)]
     asked, truth = configuration_of(scaled(6)), scaled(6).step_time_s
     alone = StepTimeModel.fit([scaled(1)] * 3).predict(asked)
@@ -326,7 +322,7 @@ def test_earlier_jobs_alone_are_enough_but_nothing_counts_as_measured() -> None:
     assert model.measured(2, 32) is None
 
 
-def test_what_this_job_measured_outweighs_earlier_ones() -> None:
+def test_own_measurements_outweigh_those_of_earlier_jobs() -> None:
     model = StepTimeModel.fit([scaled(2, slow=2.0)] * 3, earlier=[scaled(size) for size in (1, 2, 4, 8) for _ in range(5)])
     assert model.predict(configuration_of(scaled(2))).step_time_s == pytest.approx(2 * scaled(2).step_time_s, rel=0.05)
 
@@ -372,13 +368,13 @@ def test_an_impossible_configuration_is_refused(field: str) -> None:
         replace(possible, **impossible)
 
 
-def test_windows_whose_parts_were_not_measured_still_fit() -> None:
+def test_windows_without_measured_parts_still_fit() -> None:
     samples = [replace(window(w, 0.01 + 0.08 / w), forward_s=0.0, backward_s=0.0) for w in (1, 2, 4) for _ in (0, 1)]
     prediction = StepTimeModel.fit(samples).predict(configuration_of(window(8, 1.0)))
     assert prediction.step_time_s == pytest.approx(0.02, rel=0.15)
 
 
-def test_two_thousand_windows_are_fitted_within_a_second_and_a_hundred_thousand_predicted_within_half_of_one() -> None:
+def test_fit_and_prediction_stay_within_their_times() -> None:
     # A separate process, measured by the processor time of all its threads: other load on this machine does not count, but
     # threads that wait for each other do. As in a job, no variable limits libraries to one thread. The best of three counts,
     # because neighbouring processes also take caches.
@@ -436,7 +432,7 @@ def mean_error(predicted: Sequence[float], windows: Sequence[StepProfile]) -> fl
 
 @needs_traces
 @pytest.mark.parametrize("name", ["ncf", "cifar10", "yolov3"])
-def test_the_model_beats_its_prior_and_trees_alone_on_a_quarter_of_a_trace(name: str) -> None:
+def test_model_beats_its_prior_and_trees_on_a_quarter_of_a_trace(name: str) -> None:
     from sklearn.ensemble import HistGradientBoostingRegressor
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
@@ -461,7 +457,7 @@ def test_the_model_beats_its_prior_and_trees_alone_on_a_quarter_of_a_trace(name:
 
 @needs_traces
 @pytest.mark.parametrize("name", ["ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3"])
-def test_eight_workers_predict_more_than_eight_within_ten_percent_and_within_the_interval(name: str) -> None:
+def test_eight_workers_predict_larger_sizes_within_ten_percent(name: str) -> None:
     windows = traced(name)
     model = StepTimeModel.fit([w for w in windows if w.num_workers <= 8])
     larger = [w for w in windows if w.num_workers > 8]

@@ -97,9 +97,7 @@ def rows(sizes: range) -> str:
     return "\n".join(["placement,local_bsz,step_time", *lines, ""])
 
 
-def test_the_command_prints_errors_of_model_prior_and_trees_and_the_coverage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_errors_of_three_models_and_the_coverage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train, test = written(tmp_path, rows(range(1, 8)), "a.csv"), written(tmp_path, rows(range(8, 10)), "b.csv")
     assert main(["evaluate", "--train", str(train), "--test", str(test)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -109,7 +107,7 @@ def test_the_command_prints_errors_of_model_prior_and_trees_and_the_coverage(
     assert 0 <= values["coverage"] <= 100
 
 
-def test_the_command_names_what_is_wrong_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_names_the_fault_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = written(tmp_path, rows(range(1, 4)), "a.csv"), written(tmp_path, "step_time\n1\n", "b.csv")
     assert main(["evaluate", "--train", str(good), "--test", str(bad)]) == 2
     assert "b.csv:2 has no num_workers" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_cold_starts_end_close_to_the_best_after_six_settings_and_stay(cores: in
 
 
 @pytest.mark.parametrize("cores, max_workers", [(2, 3), (4, 4)])
-def test_a_job_that_waits_for_storage_gets_more_loader_workers_than_there_are_cores_for(cores: int, max_workers: int) -> None:
+def test_job_that_waits_for_storage_gets_loader_workers_beyond_cores(cores: int, max_workers: int) -> None:
     truth = storage_bound(cores)
     limits = limits_of(truth, max_workers)
     job = SimulatedJob(truth, ours, limits, ONE, noise=0.05, seed=0)
@@ -103,7 +103,7 @@ def changes_of_mind(job: SimulatedJob) -> int:
 
 
 @pytest.mark.on_demand
-def test_a_machine_whose_speed_drifts_is_not_taken_for_a_reason_to_go_back_and_forth() -> None:
+def test_drifting_speed_does_not_make_the_planner_oscillate() -> None:
     changes, shares = [], []
     for kind in KINDS:
         truth = kind(2)
@@ -124,7 +124,7 @@ def test_a_machine_whose_speed_drifts_is_not_taken_for_a_reason_to_go_back_and_f
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=12, deadline=None)
-def test_the_planner_settles_from_anywhere_and_ends_no_worse_than_it_began(
+def test_planner_settles_from_anywhere_no_worse_than_it_began(
     kind: object, start: tuple[int, int, int], noise: float, seed: int
 ) -> None:
     truth: Truth = kind(4)  # type: ignore[operator]
@@ -223,9 +223,7 @@ def decide(situation: Situation, limits: Limits, objective: Objective = FASTEST,
     aim=st.sampled_from(["fastest", "cheapest", "efficient"]),
 )
 @settings(max_examples=25, deadline=None)
-def test_what_is_chosen_is_feasible_and_within_the_limits(
-    low: int, spread: int, now: int, left: float, cost: float, aim: str
-) -> None:
+def test_choice_is_feasible_and_within_the_limits(low: int, spread: int, now: int, left: float, cost: float, aim: str) -> None:
     situation = situation_of(dense_heavy(8), Settings(now, 0, 1, 0), remaining_samples=left, resize_cost_s=cost)
     decision = decide(situation, Limits(low, low + spread, loader_workers=(0, 1)), Objective(aim=aim))  # type: ignore[arg-type]
     assert low <= decision.chosen_workers <= low + spread
@@ -241,7 +239,7 @@ def test_nothing_is_tried_when_little_work_is_left_or_a_change_is_dear() -> None
         assert not decide(situation_of(truth, ONE, **change), limits).is_change
 
 
-def test_a_plan_says_how_many_cores_its_nodes_need_and_that_their_replacement_costs_a_stall_each() -> None:
+def test_plan_states_cores_per_node_and_the_stall_of_replacements() -> None:
     truth = dense_heavy(16)
     small = [replace(window(truth, Settings(2, 0, 1, 0), random.Random(0), 0.0), cores=1.0) for _ in range(3)]
     situation = situation_of(truth, windows=small, resize_cost_s=3.0, retune_cost_s=0.1)
@@ -258,7 +256,7 @@ def test_a_plan_says_how_many_cores_its_nodes_need_and_that_their_replacement_co
     assert more.node_cores == 0
 
 
-def test_settings_that_need_more_memory_than_a_node_has_are_for_larger_nodes_where_there_are_any() -> None:
+def test_settings_beyond_a_nodes_memory_need_larger_nodes() -> None:
     truth = dense_heavy(4)
     full = [
         replace(window(truth, ONE, random.Random(0), 0.0), memory_bytes=900, peak_memory_bytes=990, memory_limit_bytes=1000)
@@ -284,7 +282,7 @@ def test_an_unknown_end_counts_as_an_hour() -> None:
     assert "assumed to be left" in decision.reason
 
 
-def test_what_was_measured_worse_is_left_and_not_tried_again() -> None:
+def test_setting_measured_worse_is_left_and_not_repeated() -> None:
     truth = replace(dense_heavy(2), latency_s=0.2)
     two = Settings(2, 0, 1, 0)
     back = decide(situation_of(truth, ONE, two), Limits(1, 2))
@@ -299,7 +297,7 @@ def test_settings_that_were_explored_in_vain_are_not_explored_again() -> None:
     assert not decide(replace(situation, past=(first,)), Limits(1, 2)).is_change
 
 
-def test_every_return_to_settings_that_the_planner_has_left_needs_twice_the_gain() -> None:
+def test_return_to_abandoned_settings_needs_twice_the_gain() -> None:
     truth, two = dense_heavy(4), Settings(2, 0, 1, 0)
     move = decide(situation_of(truth, two, ONE), Limits(1, 2))
     assert move.chosen == two
@@ -307,7 +305,7 @@ def test_every_return_to_settings_that_the_planner_has_left_needs_twice_the_gain
     assert not decide(situation_of(truth, two, ONE, past=(left, move) * 6), Limits(1, 2)).is_change
 
 
-def test_a_job_that_stayed_for_an_hour_and_lost_a_worker_goes_back_to_where_it_was() -> None:
+def test_settled_job_that_lost_a_worker_returns_to_its_size() -> None:
     truth, two = dense_heavy(4), Settings(2, 0, 1, 0)
     stay = decide(situation_of(truth, ONE, two), Limits(1, 2))
     assert not stay.is_change
@@ -335,7 +333,7 @@ def test_more_workers_than_samples_in_a_batch_are_not_feasible() -> None:
     assert "without a sample" in decision.candidates[-1].note
 
 
-def test_settings_that_may_need_more_memory_than_there_is_are_not_considered() -> None:
+def test_settings_that_may_exceed_memory_are_not_considered() -> None:
     truth = input_bound(4)
     situation = situation_of(truth, ONE)
     memory = MemoryModel.fit(situation.windows)
@@ -396,7 +394,7 @@ def test_the_fastest_within_the_budget_is_chosen() -> None:
     assert knowing(Objective("fastest", budget=enough_for_two, prices=PRICES), spent=spent).chosen_workers == 1
 
 
-def test_a_budget_that_nobody_can_keep_is_said_to_be_none() -> None:
+def test_impossible_budget_is_reported_as_none() -> None:
     on_gpus = [replace(w, device="accelerator") for w in situation_of(dense_heavy(8), *SIZES).windows]
     for prices, kept in ((PRICES, False), (Prices(core_hour=1.0, gpu_hour=2.0), True)):
         objective = Objective("fastest", budget=1.0, prices=prices)
@@ -417,7 +415,7 @@ def test_costs_follow_the_prices_and_are_unknown_without() -> None:
 # --- records ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_of_hundreds_of_settings_stays_small_and_holds_what_matters() -> None:
+def test_record_of_hundreds_of_settings_stays_small() -> None:
     truth = embedding_heavy(16)
     decision = decide(situation_of(truth, ONE), limits_of(truth, 16))
     assert decision.num_considered > 400
@@ -434,7 +432,7 @@ def test_the_same_question_gets_the_same_answer() -> None:
     assert decide(situation, limits_of(input_bound(4), 4)) == decide(situation, limits_of(input_bound(4), 4))
 
 
-def test_a_reason_names_the_change_the_times_their_interval_and_what_a_trial_costs() -> None:
+def test_reason_names_change_times_interval_and_cost_of_a_trial() -> None:
     decision = decide(situation_of(dense_heavy(4), ONE), Limits(1, 4))
     chosen, now = decision.choice, decision.observed_step_time_s
     assert f"1 -> {decision.chosen_workers} workers: never tried; {1e3 * chosen.step_time_s:.3g} ms" in decision.reason
@@ -456,7 +454,7 @@ def test_a_job_without_a_window_cannot_be_planned() -> None:
         Situation([])
 
 
-def test_expected_improvement_is_the_mean_of_what_is_saved() -> None:
+def test_expected_improvement_is_the_mean_saving() -> None:
     import numpy as np
 
     rng = np.random.default_rng(0)

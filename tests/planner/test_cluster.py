@@ -76,7 +76,7 @@ def test_a_job_that_counts_more_is_served_first() -> None:
     assert {name: o.settings.num_workers for name, o in chosen.items()} == {"low": 1, "high": 2}
 
 
-def test_what_lies_below_the_hull_fills_what_is_left_over() -> None:
+def test_points_below_the_hull_fill_the_remainder() -> None:
     job = ClusterJob("only", (option(1, 100.0), option(3, 120.0), option(8, 800.0)))
     assert divide([job], 5)["only"].settings.num_workers == 3
     assert divide([job], 8)["only"].settings.num_workers == 8

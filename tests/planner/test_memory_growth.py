@@ -53,7 +53,7 @@ def test_memory_that_only_fluctuates_does_not_grow(seed: int) -> None:
     assert forecast_memory(growing(0.0, num=30, noise_mib=20.0, seed=seed)) is None
 
 
-def test_what_is_allocated_when_a_round_begins_is_no_growth() -> None:
+def test_allocations_at_the_start_of_a_round_are_no_growth() -> None:
     settling = [window(0, 300), window(1, 500), *[window(i, 600) for i in range(2, 12)]]
     assert forecast_memory(settling) is None
     changed = [window(i, 300, 1) for i in range(10)] + [window(10 + i, 600, 2) for i in range(10)]
@@ -94,7 +94,7 @@ def test_a_peak_inside_of_a_window_counts() -> None:
     assert low.steps_left - high.steps_left == pytest.approx(400, rel=0.1)  # 200 MiB at half a MiB a step
 
 
-def test_what_a_process_takes_in_its_first_seconds_is_no_growth() -> None:
+def test_allocations_of_a_process_first_seconds_are_no_growth() -> None:
     windows = growing(0.5)
     assert forecast_memory(windows) is not None
     assert forecast_memory([replace(w, step_time_s=0.02) for w in windows]) is None
@@ -130,7 +130,7 @@ def test_it_is_acted_on_early_enough_and_not_earlier() -> None:
     assert choose_remedy(FORECAST, replace(SITUATION, lead_s=20.0 / LEADS + 0.1)).act == "replace"
 
 
-def test_a_leak_ends_with_its_process_and_tables_get_smaller_with_more_workers() -> None:
+def test_leak_ends_with_its_process_and_tables_shrink_with_workers() -> None:
     assert choose_remedy(FORECAST, SITUATION).act == "replace"
     more = choose_remedy(FORECAST, replace(SITUATION, has_sharded_tables=True))
     assert (more.act, more.num_workers) == ("add_workers", 4)
@@ -139,7 +139,7 @@ def test_a_leak_ends_with_its_process_and_tables_get_smaller_with_more_workers()
     assert (some.act, some.num_workers) == ("add_workers", 3)
 
 
-def test_who_came_in_the_place_of_another_and_is_as_large_has_its_forecast() -> None:
+def test_replacement_of_the_same_size_inherits_the_forecast() -> None:
     same = inherited_forecast(window(3, 750), FORECAST)
     assert same is not None
     assert same.steps_left == pytest.approx(200)  # 950 - 750 MiB, 1 MiB a step
@@ -147,7 +147,7 @@ def test_who_came_in_the_place_of_another_and_is_as_large_has_its_forecast() -> 
     assert inherited_forecast(window(3, 450), FORECAST) is None
 
 
-def test_what_did_not_help_is_not_done_again() -> None:
+def test_measure_that_did_not_help_is_not_repeated() -> None:
     second = choose_remedy(FORECAST, replace(SITUATION, tried=["replace"]))
     assert second.act == "add_workers"
     assert "a new worker in its place did not help" in second.reason
@@ -156,7 +156,7 @@ def test_what_did_not_help_is_not_done_again() -> None:
 
 
 @pytest.mark.parametrize(("remaining", "expected_mib"), [(4000, 3072), (None, 2304), (40_000, 4000)])
-def test_a_larger_node_has_what_is_foreseen_until_the_end_as_far_as_it_may(remaining: int | None, expected_mib: int) -> None:
+def test_larger_node_covers_the_forecast_within_its_limit(remaining: int | None, expected_mib: int) -> None:
     forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.3875 * MIB, 600, 500, 0.1)
     situation = Situation(remaining, 30.0, 2, 4, True, True, True, max_memory_bytes=4000 * MIB)
     remedy = choose_remedy(forecast, situation)
@@ -165,7 +165,7 @@ def test_a_larger_node_has_what_is_foreseen_until_the_end_as_far_as_it_may(remai
     assert f"a node of {expected_mib} instead of 1000 MiB" in remedy.reason
 
 
-def test_a_larger_node_is_asked_for_only_where_the_limits_have_one_and_a_leak_is_left_behind_first() -> None:
+def test_larger_node_is_requested_only_within_limits_and_after_leaks() -> None:
     forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.4 * MIB, 600, 500, 0.1)
     situation = Situation(4000, 30.0, 2, 4, True, True, False, max_memory_bytes=4000 * MIB)
     assert choose_remedy(forecast, situation).act == "replace"
@@ -176,7 +176,7 @@ def test_a_larger_node_is_asked_for_only_where_the_limits_have_one_and_a_leak_is
     assert choose_remedy(forecast, replace(situation, can_replace=False, can_add=False)).act == "checkpoint"
 
 
-def test_without_anybody_who_starts_workers_a_checkpoint_is_written() -> None:
+def test_checkpoint_is_written_where_no_controller_starts_workers() -> None:
     remedy = choose_remedy(FORECAST, replace(SITUATION, can_add=False, can_replace=False))
     assert remedy.act == "checkpoint"
     assert "nobody starts workers" in remedy.reason

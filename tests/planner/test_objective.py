@@ -17,7 +17,7 @@ from lightning_dlrover.planner.plan import Settings
 PROFILE = window(dense_heavy(8), Settings(3, 1, 2, 2), random.Random(0), 0.0)
 
 
-def test_a_core_is_asked_for_each_thread_and_loader_worker_up_to_those_of_the_node() -> None:
+def test_one_core_per_thread_and_loader_worker_up_to_the_nodes() -> None:
     assert resources_of(configuration_of(PROFILE, 16.0)).cores == 3 * (2 + 1)
     assert resources_of(configuration_of(PROFILE, 8.0)).cores == 8
     assert resources_of(configuration_of(PROFILE, 0.0)).cores == 9

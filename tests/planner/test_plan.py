@@ -79,7 +79,7 @@ def test_a_decision_comes_back_from_json_as_it_was(decision: Decision) -> None:
         {"surprise": 1},
     ],
 )
-def test_what_is_no_decision_is_refused(change: dict[str, object]) -> None:
+def test_malformed_decision_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Decision.from_data({**GROW.to_data(), **change})
 
@@ -91,7 +91,7 @@ def test_a_missing_field_is_named() -> None:
         Decision.from_data(data)
 
 
-def test_an_outcome_compares_what_was_measured_with_what_was_predicted() -> None:
+def test_outcome_compares_measurement_with_prediction() -> None:
     good, bad = outcome(GROW, 0.05), outcome(GROW, 0.1)
     assert good.ratio == pytest.approx(1.25)
     assert good.expected

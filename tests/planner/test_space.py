@@ -34,7 +34,7 @@ LARGE = Limits(1, 2048, loader_workers=tuple(range(9)), intra_op_threads=(1, 2, 
 
 @given(points=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=30))
 @settings(max_examples=200)
-def test_the_front_holds_exactly_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+def test_front_holds_exactly_the_undominated_settings(points: list[tuple[int, int]]) -> None:
     gain, cost = np.array([p[0] for p in points], float), np.array([p[1] for p in points], float)
     front = pareto_front(gain, cost)
 
@@ -47,20 +47,20 @@ def test_the_front_holds_exactly_what_nothing_beats(points: list[tuple[int, int]
     assert list(cost[front]) == sorted(cost[front])
 
 
-def test_all_settings_are_the_product_of_the_axes_without_prefetching_where_nothing_prefetches() -> None:
+def test_settings_are_the_product_of_the_axes() -> None:
     limits = Limits(1, 2, loader_workers=(0, 1), intra_op_threads=(1, 2), prefetch_factors=(2, 4))
     found = all_settings(limits, ONE)
     assert len(found) == len(set(found)) == 2 * 2 * (1 + 2)
     assert all((s.prefetch_factor == 0) == (s.loader_workers == 0) for s in found)
 
 
-def test_what_no_axis_is_given_for_stays_as_it_is() -> None:
+def test_setting_without_an_axis_stays_unchanged() -> None:
     now = Settings(2, 3, 5, 7)
     assert all_settings(Limits(1, 3), now) == [Settings(w, 3, 5, 7) for w in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 6, 16, 64])
-def test_threads_of_all_workers_never_exceed_the_cores_unless_they_run_already(cores: int) -> None:
+def test_threads_exceed_the_cores_only_if_they_run_already(cores: int) -> None:
     truth = dense_heavy(cores)
     limits = limits_of(truth, 8)
     now = Settings(2, 0, cores, 0)
@@ -76,7 +76,7 @@ def test_threads_of_all_workers_never_exceed_the_cores_unless_they_run_already(c
     assert max(tunable_axes(cores, cores)["intra_op_threads"]) == cores
 
 
-def test_a_worker_has_a_core_for_each_thread_and_loader_worker_where_nodes_may_be_larger() -> None:
+def test_worker_has_a_core_per_thread_and_loader_worker_on_larger_nodes() -> None:
     current = replace(window(dense_heavy(8), ONE, random.Random(0), 0.0), cores=2.0)
 
     def cores(limits: Limits, threads: int, loaders: int) -> float:

@@ -37,7 +37,7 @@ def test_one_that_takes_twice_as_long_is_named_in_a_world_of_any_size(size: int,
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_nobody_is_named_however_much_the_times_of_equal_workers_vary(seed: int) -> None:
+def test_equal_workers_are_never_named_despite_varying_times(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 6)
     # Log-normal with a heavy tail: one in fifty takes five times as long.
@@ -48,7 +48,7 @@ def test_nobody_is_named_however_much_the_times_of_equal_workers_vary(seed: int)
     assert [find_straggler(seen[:end]) for end in range(1, 101)] == [None] * 100
 
 
-def test_it_is_named_within_thirty_steps_also_if_steps_are_observed_one_by_one() -> None:
+def test_straggler_is_named_within_thirty_steps() -> None:
     before, after = observed([0.05] * 3, 30), observed([0.05, 0.1, 0.05], 30)
     for num_steps in (1, 2, 5):
         seen = [OwnTimes(num_steps, o.step_time_s, o.compute_s, o.data_s, o.queued_s) for o in (*before, *after)]
@@ -56,19 +56,19 @@ def test_it_is_named_within_thirty_steps_also_if_steps_are_observed_one_by_one()
         assert named * num_steps <= 30
 
 
-def test_too_few_observations_name_nobody() -> None:
+def test_too_few_observations_name_no_worker() -> None:
     assert find_straggler(observed([0.05, 0.2, 0.05], 5)) is None
     assert find_straggler([]) is None
 
 
-def test_who_waits_for_its_data_is_named_for_that() -> None:
+def test_worker_that_waits_for_data_is_named_for_that() -> None:
     found = find_straggler(observed([0.05] * 3, data_s=[0.001, 0.001, 0.08]))
     assert found is not None
     assert (found.global_rank, found.part) == (2, "data")
     assert "waiting for its data" in found.text
 
 
-def test_a_lone_worker_makes_nobody_wait() -> None:
+def test_lone_worker_is_no_straggler() -> None:
     assert find_straggler(observed([0.05])) is None
 
 
@@ -80,7 +80,7 @@ def test_waiting_for_cores_counts_only_on_a_host_of_its_own() -> None:
     assert found.global_rank == 2
 
 
-def test_a_slow_worker_that_nobody_waits_for_is_no_straggler() -> None:
+def test_slow_worker_without_waiting_peers_is_no_straggler() -> None:
     """The others need as long because they share too few cores, and this worker uses less of them."""
     seen = observed([0.05, 0.05, 0.1], queued_s=[0.06, 0.06, 0.0])
     assert find_straggler(seen, hosts=["a"] * 3) is None
@@ -95,7 +95,7 @@ def test_more_work_or_fewer_cores_are_no_fault_of_the_worker() -> None:
     assert found.ratio == pytest.approx(2, rel=0.2)
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_incomparable_times_are_refused() -> None:
     seen = observed([0.05] * 3)
     with pytest.raises(ValueError, match="2 hosts were given for 3 workers"):
         find_straggler(seen, hosts=["a", "b"])

@@ -57,7 +57,7 @@ def test_without_similar_jobs_nothing_is_suggested() -> None:
     assert suggest(NOW, [], LIMITS, node_cores=4.0, at=0.0) is None
 
 
-def test_the_settings_that_most_similar_jobs_found_best_are_suggested_with_their_speedup() -> None:
+def test_best_settings_of_similar_jobs_are_suggested() -> None:
     past = [job(name, 0.0, {ONE: 0.1, TWO: 0.06, FOUR: 0.04}) for name in "abc"]
     past.append(job("d", 0.0, {ONE: 0.1, TWO: 0.05, FOUR: 0.07}))
     found = suggest(NOW, past, LIMITS, node_cores=4.0, at=DAY_S)
@@ -75,7 +75,7 @@ def test_new_jobs_count_more_than_old_ones() -> None:
     assert found.settings == TWO
 
 
-def test_what_others_did_with_more_workers_than_allowed_does_not_count() -> None:
+def test_jobs_with_more_workers_than_allowed_do_not_count() -> None:
     past = [job("a", 0.0, {ONE: 0.1, TWO: 0.06, FOUR: 0.04})]
     found = suggest(NOW, past, Limits(1, 2), node_cores=4.0, at=0.0)
     assert found is not None
@@ -83,7 +83,7 @@ def test_what_others_did_with_more_workers_than_allowed_does_not_count() -> None
     assert suggest(NOW, [job("b", 0.0, {FOUR: 0.04})], Limits(1, 2), node_cores=4.0, at=0.0) is None
 
 
-def test_whoever_wants_it_cheap_is_not_started_where_others_were_fast() -> None:
+def test_cheapest_objective_does_not_start_at_the_fastest_settings() -> None:
     past = [job("a", 0.0, {ONE: 0.1, FOUR: 0.04})]
     for aim, ends in (("fastest", FOUR), ("cheapest", None), ("efficient", None)):
         objective = Objective(aim)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_whoever_wants_it_cheap_is_not_started_where_others_were_fast() -> None:
         assert decision.chosen == (ends or ONE), f"{aim}: {decision.reason}"
 
 
-def test_a_suggestion_that_would_spend_more_than_the_budget_is_not_followed() -> None:
+def test_suggestion_beyond_the_budget_is_not_followed() -> None:
     told = job("a", 0.0, {ONE: 0.1, FOUR: 0.04})
     past = [replace(told, windows=tuple(replace(w, local_batch=512 // w.num_workers) for w in told.windows))]
     found = suggest(NOW, past, LIMITS, node_cores=4.0, at=0.0)
@@ -108,7 +108,7 @@ def test_a_suggestion_that_would_spend_more_than_the_budget_is_not_followed() ->
         assert decision.chosen == ends, decision.reason
 
 
-def test_distance_is_zero_to_oneself_symmetric_and_infinite_between_devices() -> None:
+def test_distance_is_a_semimetric_and_infinite_between_devices() -> None:
     other = replace(TWIN, dense_flops=3e6, global_batch=1024.0)
     assert distance(TWIN, TWIN) == 0.0
     assert distance(TWIN, other) == pytest.approx(distance(other, TWIN))
@@ -138,7 +138,7 @@ def learned(truth: Truth, limits: Limits, seed: int) -> PastJob:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_a_history_the_first_plan_is_as_good_as_what_the_earlier_job_ended_with(kind: object) -> None:
+def test_first_plan_with_a_history_equals_the_earlier_jobs_last(kind: object) -> None:
     truth: Truth = kind(8)  # type: ignore[operator]
     limits = limits_of(truth, 8)
     past = learned(truth, limits, seed=3)

@@ -25,7 +25,7 @@ with World(dataclasses.replace(config, wait_timeout_s=7.0)) as world:
 CAUSE = "ArithmeticError: a mistake of the user's"
 
 
-def test_the_first_failure_is_what_every_node_shows_last_and_what_it_waits_for_meanwhile(
+def test_every_node_shows_the_first_failure_last(
     start_agent: Callable[..., Agent],
 ) -> None:
     agents = [start_agent(SOURCE, nnodes="2:2", conf="live=1") for _ in range(2)]

@@ -78,9 +78,7 @@ def test_a_job_that_has_finished_leaves_its_history_which_ends_by_itself(
     assert "start a new job with another --rdzv-id" in late.output
 
 
-def test_a_job_whose_processes_are_all_killed_leaves_nothing_that_stays(
-    start_agent: StartAgent, client: EtcdClient, keys: Keys
-) -> None:
+def test_job_with_all_processes_killed_leaves_nothing_behind(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
     agents = [start_agent(LIVE.replace("STEPS", "100000"), nnodes="1:2", conf="live=1,lease_ttl=2") for _ in range(2)]
     eventually(lambda: any(" 2" in line for line in agents[0].lines("STEP")), "both train")
     for agent in agents:
@@ -108,7 +106,7 @@ def test_a_job_that_is_stopped_by_hand_leaves_nothing_that_stays(
 # --- the lease --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_several_clients_write_ends_together_after_the_last_of_them(etcd: EmbeddedEtcd, keys: Keys) -> None:
+def test_keys_of_several_clients_end_with_the_last_client(etcd: EmbeddedEtcd, keys: Keys) -> None:
     first, second = EtcdClient(EtcdConfig(etcd.endpoint)), EtcdClient(EtcdConfig(etcd.endpoint))
     with EtcdClient(EtcdConfig(etcd.endpoint)) as observer:
         for client in (first, second):

@@ -19,7 +19,7 @@ SIMULATE = Path(__file__).parent / "simulate.py"
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_no_invariant_is_violated_whatever_goes_wrong(first: int) -> None:
+def test_no_invariant_is_violated_under_faults(first: int) -> None:
     """100,000 seeds: `python tests/rdzv/simulate.py --seeds 100000 --processes 8`."""
     outcomes = [play(seed) for seed in range(first, first + CHUNK)]
     failed = [outcome for outcome in outcomes if outcome.invariant]
@@ -63,7 +63,7 @@ def test_a_seed_gives_the_same_trace_in_every_process() -> None:
         assert f"seed 7: trace {here.trace_hash}" in done.stdout.splitlines()
 
 
-def test_a_failure_says_what_is_violated_and_how_to_play_it_again() -> None:
+def test_failure_names_the_invariant_and_its_seed() -> None:
     name = "a number is skipped after a loss"
     with planted(name):
         found: Outcome = next(o for o in map(play, range(2000)) if o.invariant)

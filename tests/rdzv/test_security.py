@@ -44,9 +44,7 @@ dist.destroy_process_group()
 """
 
 
-def test_torchrun_trains_with_a_certificate_a_user_and_a_role_for_its_prefix(
-    secured: SecureEtcd, start_agent: StartAgent
-) -> None:
+def test_torchrun_trains_with_certificate_user_and_role(secured: SecureEtcd, start_agent: StartAgent) -> None:
     conf = f"last_call_timeout=0,{conf_of(secured.access)}"
     agents = [start_agent(GLOO, nnodes="2", conf=conf, endpoint=secured.endpoint) for _ in range(2)]
     assert [agent.wait(90) for agent in agents] == [0, 0], agents[0].output + agents[1].output
@@ -73,7 +71,7 @@ def join(endpoint: str, run_id: str, access: dict[str, str]) -> None:
         ({"key_prefix": "/others"}, "permission denied; grant the user readwrite there, or change key_prefix"),
     ],
 )
-def test_who_lacks_something_is_told_within_seconds_what(
+def test_missing_credential_is_named_within_seconds(
     changed: dict[str, str | None], told: str, secured: SecureEtcd, run_id: str
 ) -> None:
     access: dict[str, Any] = {**secured.access, "etcd_timeout": "3", "join_timeout": "5", "last_call_timeout": "0"}

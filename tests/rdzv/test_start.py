@@ -55,7 +55,7 @@ def test_live_workers_start_as_soon_as_the_fewest_are_there(start_agent: StartAg
     assert arrivals.nth(keys.round, 1) - arrivals.nth(keys.workers, 2) < AT_ONCE_S
 
 
-def test_scripts_that_know_nothing_of_us_wait_for_the_last_call_unless_all_are_there(
+def test_plain_scripts_wait_for_the_last_call_unless_all_are_there(
     start_agent: StartAgent, keys: Keys, arrivals: Arrivals
 ) -> None:
     agents = [start_agent("print('RAN')", nnodes="1:2", conf="last_call_timeout=60") for _ in range(2)]

@@ -110,7 +110,7 @@ def test_every_worker_gets_the_ranks_of_its_agent_and_role(agents: ElasticAgents
     assert sorted(ranks) == list(range(len(starts)))
 
 
-def test_agents_that_promise_to_be_identical_get_the_same_ranks_without_asking(agents: ElasticAgents) -> None:
+def test_identical_agents_get_the_same_ranks(agents: ElasticAgents) -> None:
     node = Node("", min_nodes=2, max_nodes=2, nproc=2, environ={"TORCH_ELASTIC_WORKER_IDENTICAL": "1"})
     succeeded(agents.start(node, 2))
     assert_ranks(agents.starts())
@@ -186,7 +186,7 @@ def test_workers_of_two_roles_call_each_other(agents: ElasticAgents) -> None:
 
 
 @pytest.mark.parametrize("_attempt", range(3))
-def test_a_gloo_job_whose_worker_was_killed_finishes_every_time(agents: ElasticAgents, _attempt: int) -> None:
+def test_gloo_job_with_a_killed_worker_finishes(agents: ElasticAgents, _attempt: int) -> None:
     node = Node(elastic_functions.step_with_one_killed, min_nodes=2, max_nodes=2, nproc=2, max_restarts=1, start_method="fork")
     outcomes = succeeded(agents.start(node, 2), timeout_s=90)
     assert sorted(rank for outcome in outcomes for rank in outcome.return_values) == [0, 1, 2, 3]
@@ -196,7 +196,7 @@ def test_a_gloo_job_whose_worker_was_killed_finishes_every_time(agents: ElasticA
 # -- failures and restarts
 
 
-def test_a_failing_worker_restarts_its_group_as_often_as_allowed_and_then_fails_it(agents: ElasticAgents) -> None:
+def test_failing_worker_restarts_its_group_as_often_as_allowed(agents: ElasticAgents) -> None:
     source = "(me.wait_for_all(), sys.exit(7)) if me.rank == 1 else me.wait_for('never')"
     node = Node(source, nproc=2, max_restarts=2)
     outcome = agents.start_one(node).wait()
@@ -218,7 +218,7 @@ def test_a_group_that_succeeds_after_a_restart_has_succeeded(agents: ElasticAgen
     assert sorted(outcome.return_values) == [0, 1]
 
 
-def test_a_failure_on_one_agent_restarts_all_and_costs_only_that_one_a_restart(agents: ElasticAgents) -> None:
+def test_failure_on_one_agent_costs_only_that_agent_a_restart(agents: ElasticAgents) -> None:
     source = """
 me.wait_for_all()
 if me.rank == 2 and not me.has("failed"):
@@ -237,20 +237,20 @@ me.wait_for("done")
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
-def test_the_signal_that_ended_a_worker_is_told(agents: ElasticAgents, how: signal.Signals) -> None:
+def test_signal_that_ended_a_worker_is_named(agents: ElasticAgents, how: signal.Signals) -> None:
     source = f"(me.wait_for_all(), os.kill(os.getpid(), {int(how)})) if me.rank == 0 else me.wait_for('never')"
     outcome = agents.start_one(Node(source, nproc=2)).wait()
     assert outcome.state == "FAILED"
     assert outcome.exit_codes == {0: -how, 1: -signal.SIGTERM}  # the agent ended the other worker
 
 
-def test_a_failure_without_restarts_left_is_not_held_up_by_the_exit_barrier(agents: ElasticAgents) -> None:
+def test_final_failure_is_not_delayed_by_the_exit_barrier(agents: ElasticAgents) -> None:
     source = "sys.exit(1) if me.rank % 2 else me.wait_for('never')"
     running = agents.start(Node(source, min_nodes=2, max_nodes=2, nproc=2, exit_barrier_timeout_s=300), 2)
     assert [agent.wait(SOON_S).state for agent in running] == ["FAILED", "FAILED"]
 
 
-def test_an_agent_left_below_the_minimum_waits_and_then_says_who_is_missing(agents: ElasticAgents) -> None:
+def test_agent_below_the_minimum_waits_and_names_the_missing(agents: ElasticAgents) -> None:
     # Agent 0 may fail only once. The other one is then alone.
     source = "me.wait_for('started'); sys.exit(1)"
     conf = {"join_timeout": "3"}
@@ -265,7 +265,7 @@ def test_an_agent_left_below_the_minimum_waits_and_then_says_who_is_missing(agen
 # -- workers that end at different times
 
 
-def test_an_agent_whose_workers_are_done_waits_for_the_others(agents: ElasticAgents) -> None:
+def test_agent_with_finished_workers_waits_for_the_others(agents: ElasticAgents) -> None:
     running = agents.start(Node("me.wait_for('slow') if me.rank else None", min_nodes=2, max_nodes=2), 2)
     first = min(agents.wait_for_starts(2), key=lambda start: start.rank)
     eventually(lambda: not psutil.pid_exists(first.pid), "the first worker is done")
@@ -276,7 +276,7 @@ def test_an_agent_whose_workers_are_done_waits_for_the_others(agents: ElasticAge
     assert len(agents.starts()) == 2
 
 
-def test_an_agent_that_ends_long_before_the_others_neither_stops_nor_restarts_them(agents: ElasticAgents) -> None:
+def test_early_end_of_an_agent_neither_stops_nor_restarts_others(agents: ElasticAgents) -> None:
     node = Node("me.wait_for('slow') if me.rank else None", min_nodes=2, max_nodes=2, exit_barrier_timeout_s=0.1)
     running = agents.start(node, 2)
     first = min(agents.wait_for_starts(2), key=lambda start: start.rank)
@@ -288,9 +288,7 @@ def test_an_agent_that_ends_long_before_the_others_neither_stops_nor_restarts_th
 
 
 @pytest.mark.parametrize("exit_barrier_timeout_s", [0.1, 60.0], ids=["it has gone", "it waits for the others"])
-def test_a_worker_that_fails_when_another_agent_is_done_starts_again_without_it(
-    agents: ElasticAgents, exit_barrier_timeout_s: float
-) -> None:
+def test_worker_that_fails_late_restarts_without_finished_agents(agents: ElasticAgents, exit_barrier_timeout_s: float) -> None:
     source = "(me.wait_for('fail'), sys.exit(1)) if me.rank else None"
     node = Node(source, min_nodes=1, max_nodes=2, max_restarts=1, exit_barrier_timeout_s=exit_barrier_timeout_s)
     running = agents.start(node, 2)
@@ -321,7 +319,7 @@ def test_a_worker_that_fails_late_fails_its_finished_siblings_with_it(agents: El
     assert (outcome.state, outcome.exit_codes) == ("FAILED", {1: 5})
 
 
-def test_an_etcd_that_is_gone_at_the_end_does_not_fail_workers_that_succeeded(
+def test_dead_etcd_at_the_end_does_not_fail_successful_workers(
     nursery: Nursery, private_etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
 ) -> None:
     agents = ElasticAgents(nursery, private_etcd.endpoint, run_id, tmp_path / "job")
@@ -424,7 +422,7 @@ while not me.has("done"):
     assert [outcome.restarts_left for outcome in succeeded([running[0], running[2]])] == [0, 0]
 
 
-def test_nodes_go_on_without_one_that_nothing_is_heard_of_and_take_it_back(agents: ElasticAgents) -> None:
+def test_nodes_continue_without_a_silent_one_and_take_it_back(agents: ElasticAgents) -> None:
     running = agents.start(Node("me.wait_for('done')", min_nodes=1, max_nodes=2), 2)
     agents.wait_for_starts(2, world_size=2)
     running[1].signal(signal.SIGSTOP)
@@ -437,9 +435,7 @@ def test_nodes_go_on_without_one_that_nothing_is_heard_of_and_take_it_back(agent
     succeeded(running)
 
 
-def test_a_node_beyond_the_maximum_disturbs_nobody_and_is_admitted_when_one_leaves(
-    agents: ElasticAgents, client: EtcdClient, keys: Keys
-) -> None:
+def test_node_beyond_the_maximum_is_admitted_when_one_leaves(agents: ElasticAgents, client: EtcdClient, keys: Keys) -> None:
     node = Node("me.wait_for('done')", min_nodes=1, max_nodes=2, max_restarts=1)
     running = agents.start(node, 2)
     agents.wait_for_starts(2, world_size=2)
@@ -527,7 +523,7 @@ def test_workers_of_a_closed_run_go_on_and_are_not_started_again(
     assert len(agents.starts()) == 2
 
 
-def test_a_run_that_cannot_be_closed_says_so_within_its_timeout(private_etcd: EmbeddedEtcd, make_handler: MakeHandler) -> None:
+def test_run_that_cannot_be_closed_reports_it_within_its_timeout(private_etcd: EmbeddedEtcd, make_handler: MakeHandler) -> None:
     handler = make_handler(private_etcd.endpoint, etcd_timeout="0.5", close_timeout="1")
     private_etcd.kill()
     begun = time.monotonic()
@@ -541,7 +537,7 @@ def test_a_run_that_cannot_be_closed_says_so_within_its_timeout(private_etcd: Em
 # -- logs
 
 
-def test_output_of_workers_goes_where_it_was_told_to_go(agents: ElasticAgents) -> None:
+def test_output_of_workers_goes_to_its_given_place(agents: ElasticAgents) -> None:
     source = """
 me.wait_for_all()
 print("to stdout", me.rank, me.restart)

@@ -40,13 +40,13 @@ def written(folder: Path) -> JobPlace:
     return place
 
 
-def test_a_job_is_found_where_its_run_folder_says(tmp_path: Path) -> None:
+def test_job_is_found_through_its_run_folder(tmp_path: Path) -> None:
     place = written(tmp_path)
     assert find_job("job", None, None, tmp_path) == place
     assert [each.name for each in (tmp_path / "job").iterdir()] == ["job.json"]
 
 
-def test_what_is_given_counts_more_than_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_options_outrank_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path)
     monkeypatch.setenv("DLROVER_ENDPOINT", "environment:1")
     assert find_job("job", "given:1", None, tmp_path).endpoint == "given:1"

@@ -129,7 +129,7 @@ def page_of(events: list[EventRecord], tmp_path: Path, run_id: str = "job") -> P
     return Page(path)
 
 
-def test_a_whole_job_has_four_pictures_and_a_row_for_every_round_and_decision(tmp_path: Path) -> None:
+def test_report_has_four_pictures_and_a_row_per_round_and_decision(tmp_path: Path) -> None:
     page = page_of(whole_job(), tmp_path)
     assert page.tags.count("svg") == 4
     assert page.tags.count("table") == 3  # rounds, decisions, the others
@@ -211,7 +211,7 @@ def test_a_job_cut_short_anywhere_still_has_a_report(num_events: int, tmp_path: 
     assert ("not reported that it finished" in page.text) == (num_events > 0)
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_parts_are_reported(tmp_path: Path) -> None:
     assert "No events were recorded" in page_of([], tmp_path).text
     only_round = page_of([round_event(0, 4, 1, "start")], tmp_path)
     assert "The log begins with round 4" in only_round.text
@@ -280,7 +280,7 @@ def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
     assert "Job second" in page_of(whole_job()[:3], tmp_path, run_id="second").text
 
 
-def test_an_explanation_names_what_was_seen_chosen_and_got() -> None:
+def test_explanation_names_measurement_choice_and_result() -> None:
     text = " ".join(explain_text(tell("job", whole_job())).split())
     for part in (
         "1 plans, 1 of them changes; 1 of 1 that were measured came out as predicted",
@@ -303,7 +303,7 @@ def test_a_job_without_plans_is_explained_as_one() -> None:
     assert explain_text(tell("job", [])) == "job job: the planner recorded no decision."
 
 
-def test_costs_are_told_where_prices_are_known() -> None:
+def test_costs_are_shown_where_prices_are_known() -> None:
     event = decision_event(10, 1)
     candidates = [{**c, "cost_per_hour": 0.5 * n, "cost_to_end": 3.0 / n} for n, c in enumerate(event.data["candidates"], 1)]
     priced = dataclasses.replace(event, data={**event.data, "candidates": candidates, "spent": 0.25})

@@ -57,7 +57,7 @@ def test_all_addresses_can_be_seen_as_any_type(arena: Arena, dtype: torch.dtype)
     assert behind.data_ptr() - values.data_ptr() == 64 * SIZE == 4 * 64 * SIZE - behind.nbytes
 
 
-def test_rows_that_are_kept_stay_where_they_are_and_the_others_memory_is_given_back(arena: Arena) -> None:
+def test_kept_rows_stay_in_place_and_other_memory_is_released(arena: Arena) -> None:
     quarter = SIZE // 4
     rows(arena, "a", 0, 2 * quarter).fill_(3.0)
     arena.begin()
@@ -69,7 +69,7 @@ def test_rows_that_are_kept_stay_where_they_are_and_the_others_memory_is_given_b
     assert not now[quarter // 4 :].any()
 
 
-def test_what_no_layout_has_any_more_comes_back_as_zeros(arena: Arena) -> None:
+def test_rows_outside_the_layout_come_back_as_zeros(arena: Arena) -> None:
     filled(arena, "a")
     filled(arena, "b")
     arena.begin()
@@ -91,7 +91,7 @@ def test_a_layout_given_up_half_way_leaves_nothing_behind(arena: Arena) -> None:
     assert resident() - before < SIZE // 4
 
 
-def test_places_do_not_overlap_whatever_comes_and_goes() -> None:
+def test_slots_never_overlap() -> None:
     small = Arena(6 * MIB)
     generator = torch.Generator().manual_seed(0)
     for number in range(100):
@@ -124,7 +124,7 @@ def test_more_rows_than_addresses_are_refused() -> None:
         small.place("a", 4 * MIB, 0, 0)
 
 
-def test_addresses_that_the_system_refuses_say_what_to_allow() -> None:
+def test_refused_address_space_is_an_error_with_the_remedy() -> None:
     with pytest.raises(MemoryError, match="ulimit -v unlimited"):
         Arena(1 << 60)
 
@@ -139,7 +139,7 @@ def test_a_table_whose_size_has_changed_is_refused(arena: Arena) -> None:
 # --- released early -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_released_part_is_given_back_and_the_rest_keeps_its_values(arena: Arena) -> None:
+def test_releasing_a_part_keeps_the_values_of_the_rest(arena: Arena) -> None:
     table = filled(arena).view(-1, 16)
     before = resident()
     num_rows = table.shape[0]
@@ -211,7 +211,7 @@ def test_tensors_outlive_the_arena() -> None:
 # --- memory ahead of time -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_placed_takes_memory_that_was_touched_before(arena: Arena) -> None:
+def test_placed_rows_use_memory_touched_before(arena: Arena) -> None:
     before = resident()
     arena.reserve(SIZE)
     reserved = resident()

@@ -25,7 +25,7 @@ from lightning_dlrover.tables.snapshot_store import SnapshotStore
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 
-def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_copy_stops_before_a_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     header = part_header(5, 1, ["a"], "a", {}, [], 0)
     elastic = ElasticTables.__new__(ElasticTables)
@@ -45,7 +45,7 @@ def test_a_copy_still_being_made_stops_before_a_rollback_changes_the_rows(monkey
     assert calls == ["stop", "replan"]
 
 
-def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_snapshot_with_lost_parts_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     events: list[tuple[Event, str]] = []
     headers = [part_header(5, 1, ["a", "b", "c"], owner, {}, [], 0) for owner in ("a", "b")]
     elastic = ElasticTables.__new__(ElasticTables)
@@ -66,7 +66,7 @@ def test_a_snapshot_of_which_parts_are_lost_is_not_passed_over_in_silence(caplog
     assert text in caplog.text
 
 
-def test_all_workers_initialise_tables_alike_whatever_their_own_seeds_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_initialise_tables_alike_with_any_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "all_gather", lambda formation, seed: [3, seed])
     seeds: list[int] = []
     tables: Any = SimpleNamespace(

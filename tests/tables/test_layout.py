@@ -84,7 +84,7 @@ def test_every_move_takes_from_a_shard_that_its_source_holds(
 
 @quick
 @given(changes())
-def test_no_worker_is_sent_what_it_holds_already(change: tuple[dict[str, list[Shard]], dict[str, list[Shard]]]) -> None:
+def test_no_worker_receives_rows_that_it_holds(change: tuple[dict[str, list[Shard]], dict[str, list[Shard]]]) -> None:
     old, new = change
     for move in plan_moves(old, new):
         if move.source != move.target:
@@ -132,7 +132,7 @@ def by_rows(workers: list[str], rows: int, cols: int = 4) -> list[Shard]:
     return [Shard(w, Region(min(i * block, rows), min((i + 1) * block, rows), 0, cols)) for i, w in enumerate(workers)]
 
 
-def test_a_joiner_in_the_middle_of_two_is_sent_a_third_and_nothing_else_travels() -> None:
+def test_third_worker_receives_a_third_and_nothing_else_moves() -> None:
     old, new = {"t": by_rows(["w0", "w1"], 600)}, {"t": by_rows(["w0", "w2", "w1"], 600)}
     travels = [m for m in plan_moves(old, new) if m.source != m.target]
     into = Region(200, 400, 0, 4)
@@ -156,7 +156,7 @@ def test_a_joiner_at_the_end_costs_more_than_one_in_the_middle() -> None:
 
 @quick
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 500))
-def test_least_bytes_is_below_what_any_change_of_row_blocks_moves(before: int, after: int, rows: int) -> None:
+def test_least_bytes_is_a_lower_bound_of_any_move(before: int, after: int, rows: int) -> None:
     workers = [f"w{i}" for i in range(12)]
     old, new = {"t": by_rows(workers[:before], rows)}, {"t": by_rows(workers[:after], rows)}
     held = {s.owner: 4.0 * s.region.num_values for s in old["t"]}
@@ -179,7 +179,7 @@ def test_replicas_share_the_sending() -> None:
     [[], [Shard("w0", Region(0, 3, 0, 4))], [Shard("w0", Region(0, 10, 0, 3))], [Shard("w0", Region(5, 10, 0, 4))]],
     ids=["nothing", "only its first rows", "not its last column", "only its last rows"],
 )
-def test_a_table_that_nobody_holds_in_whole_is_an_error_that_names_it(held: list[Shard]) -> None:
+def test_incomplete_table_is_an_error_that_names_it(held: list[Shard]) -> None:
     with pytest.raises(LayoutError, match=r"table 'clicks': no worker has rows (0 to 9|3 to 9|0 to 4), columns [03] to 3"):
         plan_moves({"clicks": held}, {"clicks": [Shard("w1", Region(0, 10, 0, 4))]})
 

@@ -13,7 +13,7 @@ layouts = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 
 @settings(deadline=None)
 @given(hosts=layouts, count=st.integers(0, 2))
-def test_copies_are_with_as_many_other_workers_as_were_asked_for_and_on_other_hosts_first(hosts: list[str], count: int) -> None:
+def test_copies_are_on_the_requested_number_of_workers_other_hosts_first(hosts: list[str], count: int) -> None:
     for rank in range(len(hosts)):
         kept_by = others(rank, hosts, count)
         assert len(kept_by) == len(set(kept_by)) == min(count, len(hosts) - 1)
@@ -24,9 +24,7 @@ def test_copies_are_with_as_many_other_workers_as_were_asked_for_and_on_other_ho
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("num_hosts, per_host", [(1, 4), (2, 1), (2, 2), (2, 8), (3, 1), (3, 2), (4, 8)])
-def test_no_worker_keeps_more_copies_than_another_where_all_hosts_have_as_many(
-    num_hosts: int, per_host: int, count: int
-) -> None:
+def test_copies_are_balanced_over_equal_hosts(num_hosts: int, per_host: int, count: int) -> None:
     hosts = [str(rank // per_host) for rank in range(num_hosts * per_host)]
     kept = [r for rank in range(len(hosts)) for r in others(rank, hosts, count)]
     assert {kept.count(r) for r in range(len(hosts))} == {min(count, len(hosts) - 1)}

@@ -110,9 +110,7 @@ def test_a_part_that_is_overwritten_while_it_is_copied_is_not_kept(tmp_path: Pat
     assert list(target.parent.iterdir()) == []
 
 
-def test_a_copy_whose_process_was_killed_before_it_had_looked_whether_the_part_was_overwritten_is_no_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_killed_before_verification_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path)
     source, target = write_part(store, 1, 1.0)
 
@@ -153,7 +151,7 @@ def put_on_disk(tmp_path: Path, holder: str, batch: int, members: tuple[str, ...
     return target.parent
 
 
-def test_parts_of_workers_that_have_left_go_once_newer_snapshots_are_complete(tmp_path: Path) -> None:
+def test_parts_of_departed_workers_go_once_newer_snapshots_are_complete(tmp_path: Path) -> None:
     for batch in (1, 2):
         for holder in ("gone", "a"):
             put_on_disk(tmp_path, holder, batch, ("gone", "a"))
@@ -165,7 +163,7 @@ def test_parts_of_workers_that_have_left_go_once_newer_snapshots_are_complete(tm
     assert sorted(folders.iterdir()) == [first, second]
 
 
-def test_a_worker_whose_disk_is_slow_never_leaves_the_others_without_a_complete_snapshot(tmp_path: Path) -> None:
+def test_slow_disk_always_leaves_a_complete_snapshot(tmp_path: Path) -> None:
     for holder in ("fast", "slow"):
         put_on_disk(tmp_path, holder, 1, ("fast", "slow"))
     for batch in range(2, 9):
@@ -221,7 +219,7 @@ def test_a_persister_is_busy_until_all_parts_are_copied_and_no_longer(tmp_path: 
     persister.close()
 
 
-def test_no_snapshot_overwrites_the_one_that_is_being_written_to_a_disk_that_works(tmp_path: Path) -> None:
+def test_snapshot_being_written_to_disk_is_not_overwritten(tmp_path: Path) -> None:
     world: Any = SimpleNamespace(worker_id="a")
     config = SnapshotConfig(1e-9, memory=tmp_path, disk=tmp_path / "disk", disk_interval_s=1000.0)
     snapshots = Snapshots(world, make_store(tmp_path), config)
@@ -238,7 +236,7 @@ def test_no_snapshot_overwrites_the_one_that_is_being_written_to_a_disk_that_wor
     assert snapshots.wishes()[1] == 1
 
 
-def test_a_job_that_has_finished_does_not_wait_for_a_copy_that_nobody_will_read(tmp_path: Path) -> None:
+def test_finished_job_does_not_wait_for_a_useless_copy(tmp_path: Path) -> None:
     world: Any = SimpleNamespace(worker_id="a")
     snapshots = Snapshots(world, make_store(tmp_path), SnapshotConfig(memory=tmp_path, disk=tmp_path / "disk"))
     fifo = tmp_path / "slow"

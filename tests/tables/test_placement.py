@@ -187,7 +187,7 @@ def test_a_worker_with_far_more_than_the_others_gives_some_of_it_away(num_worker
     assert max(of_worker.values()) <= (1 + TOLERANCE) * mean + largest
 
 
-def test_one_overloaded_worker_among_many_gives_away_though_the_others_are_near_the_mean() -> None:
+def test_one_overloaded_worker_among_many_gives_rows_away() -> None:
     members = [f"w{i:02}" for i in range(20)]
     # Nineteen workers have 19 small tables each, one has 39, so the mean is 20.
     plan = {f"t{i:02}-{j:02}": whole(w) for i, w in enumerate(members) for j in range(39 if i == 0 else 19)}
@@ -236,6 +236,6 @@ def test_no_worker_is_an_error() -> None:
         replan({"t": whole("w0")}, [])
 
 
-def test_a_kind_that_cannot_be_placed_anew_is_an_error_that_names_the_table() -> None:
+def test_sharding_kind_without_a_new_place_is_an_error() -> None:
     with pytest.raises(PlanError, match="'clicks': kind 'grid_shard'"):
         replan({"clicks": TablePlan("grid_shard", "fused", 4, 8, (Shard("w0", Region(0, 4, 0, 8)),))}, ["w0"])

@@ -57,7 +57,7 @@ def check(outcomes: dict[str, Outcome]) -> set[str]:
     return {kind for outcome in outcomes.values() for kind in outcome.kinds}
 
 
-def test_walks_have_every_pair_of_sizes_leaders_that_leave_and_replacements() -> None:
+def test_walks_cover_all_pairs_of_sizes_and_departures_of_leaders() -> None:
     for seed in range(len(OPTIMIZERS)):
         changes = list(itertools.pairwise(walk(seed)))
         assert {(len(a), len(b)) for a, b in changes} == set(itertools.product([1, 2, 3, 4], repeat=2))
@@ -79,12 +79,12 @@ def test_plans_by_hand_turn_every_kind_into_every_other() -> None:
 @pytest.mark.parametrize(
     "optimizer", ["rowwise_adagrad", *(pytest.param(o, marks=pytest.mark.on_demand) for o in ("sgd", "adagrad"))]
 )
-def test_states_and_the_next_step_are_stock_torchrecs_for_every_change_of_size(pool: WorkerPool, optimizer: str) -> None:
+def test_states_and_next_step_equal_stock_torchrec_for_every_resize(pool: WorkerPool, optimizer: str) -> None:
     kinds = check(pool.play(play, Case(optimizer, "constrained", walk(OPTIMIZERS.index(optimizer)))))
     assert kinds == {*BAG_KINDS, "data_parallel"}
 
 
-def test_states_and_the_next_step_are_stock_torchrecs_where_its_planner_chose_freely(pool: WorkerPool) -> None:
+def test_states_and_next_step_equal_stock_torchrec_with_its_own_planner(pool: WorkerPool) -> None:
     worlds = (("w0", "w1"), ("w0", "w2", "w1"), ("w3", "w2"), ("w2",), ("w1", "w3", "w2", "w0"), ("w0", "w3", "w1"))
     check(pool.play(play, Case("rowwise_adagrad", "planner", worlds)))
 
@@ -92,9 +92,7 @@ def test_states_and_the_next_step_are_stock_torchrecs_where_its_planner_chose_fr
 @pytest.mark.parametrize(
     "optimizer", ["sgd", *(pytest.param(o, marks=pytest.mark.on_demand) for o in ("rowwise_adagrad", "adagrad"))]
 )
-def test_states_and_the_next_step_are_stock_torchrecs_where_kinds_change_with_the_workers(
-    pool: WorkerPool, optimizer: str
-) -> None:
+def test_states_and_next_step_equal_stock_torchrec_across_kinds(pool: WorkerPool, optimizer: str) -> None:
     worlds = (("w0", "w1"), ("w1", "w2", "w3"), ("w3", "w0"), ("w2", "w3", "w1", "w0"), ("w0",), ("w1", "w0", "w2"))
     kinds = check(pool.play(play, Case(optimizer, "by_hand", worlds)))
     assert kinds == {*BAG_KINDS, "data_parallel"}
@@ -115,7 +113,7 @@ def test_first_values_do_not_depend_on_how_tables_are_sharded(pool: WorkerPool) 
     [(128 << 10, None), (128 << 10, 9), (8 << 20, 0)],
     ids=["before it", "between messages", "in the middle of a message"],
 )
-def test_a_peer_that_dies_in_an_exchange_is_an_error_of_all_others_within_seconds(
+def test_death_in_an_exchange_is_an_error_of_all_within_seconds(
     pool: WorkerPool, message_bytes: int, after_messages: int | None
 ) -> None:
     raised = pool.play(exchange_with_a_death, "w3", message_bytes, after_messages, timeout_s=30.0, may_die=["w3"])

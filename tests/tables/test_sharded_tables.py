@@ -70,9 +70,7 @@ def train(tables: ShardedTables, seed: int, backward: bool = True, of_b: Sequenc
         out.pow(2).sum().backward()
 
 
-def test_every_row_that_changed_since_a_moment_is_noted_and_hardly_another(
-    tables: ShardedTables, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_rows_are_noted_and_hardly_any_other(tables: ShardedTables, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dlrover.tables.touched.MAX_CHANGED", 1.0)
     touched = tables.track()
     for step in range(6):
@@ -93,9 +91,7 @@ def test_every_row_that_changed_since_a_moment_is_noted_and_hardly_another(
 
 
 @pytest.mark.parametrize("rows", [[ROWS["b"], 7], [10_000, 7], [-5, 7]])
-def test_rows_that_a_table_does_not_have_harm_nobody_and_what_fbgemm_trains_instead_is_noted(
-    tables: ShardedTables, rows: list[int]
-) -> None:
+def test_rows_out_of_range_are_noted_as_fbgemm_trains_them(tables: ShardedTables, rows: list[int]) -> None:
     train(tables, 1, of_b=rows)  # logs a warning at most
     touched = tables.track()
     touched.mark(0)
@@ -120,9 +116,7 @@ def test_before_a_moment_nothing_is_known(tables: ShardedTables) -> None:
     assert all(touched.since(0, block) is None for block in tables.blocks())
 
 
-def test_rows_are_not_followed_where_most_of_a_table_is_trained_until_the_next_moment(
-    tables: ShardedTables, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_not_tracked_where_most_of_a_table_is_trained(tables: ShardedTables, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dlrover.tables.touched.NUM_NOTED", 4)
     touched = tables.track()
     (block,) = (b for b in tables.blocks() if b.table == "tables.b" and b.what == "weight")
@@ -150,9 +144,7 @@ def test_rows_that_are_only_read_are_not_noted(tables: ShardedTables) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_a_copy_that_is_made_while_tables_are_trained_is_as_they_were_when_it_was_begun(
-    tables: ShardedTables, steps_before: int
-) -> None:
+def test_copy_made_during_training_shows_the_state_at_its_start(tables: ShardedTables, steps_before: int) -> None:
     touched = tables.track()
     for first in (0, 100):  # rows kept for one copy must not appear in the next
         blocks = [block for block in tables.blocks() if touched.is_tracked(block)]
@@ -202,7 +194,7 @@ def test_tables_of_different_precisions_have_memory_of_their_own(tables: Sharded
 
 
 @pytest.mark.parametrize("other", ["rows", "columns", "fewer tables", "more tables"])
-def test_a_plan_of_other_tables_such_as_a_snapshots_of_a_former_script_is_refused(tables: ShardedTables, other: str) -> None:
+def test_plan_of_other_tables_is_refused(tables: ShardedTables, other: str) -> None:
     assert tables.plan is not None
     plan = dict(tables.plan)
     b = plan.pop("tables.b")

@@ -160,7 +160,7 @@ def test_the_snapshot_that_counts_stays_though_there_is_a_newer_one(new_store: M
     written=st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 2)), max_size=12),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
-def test_whatever_is_interrupted_the_snapshot_that_counts_stays(tmp_path: Path, written: list[tuple[bool, bool, int]]) -> None:
+def test_interruptions_never_damage_the_valid_snapshot(tmp_path: Path, written: list[tuple[bool, bool, int]]) -> None:
     """Each entry: is it committed, does it then count, do all change to another round."""
     store = SnapshotStore(f"{JOB}/{time.monotonic_ns()}", "w0", root=tmp_path)
     keep, round_ = None, 1
@@ -186,7 +186,7 @@ def test_a_part_grows_when_a_worker_is_given_more_rows(new_store: MakeStore) -> 
         assert torch.equal(part.blocks()[0].values, torch.full((rows, 4), float(batch)))
 
 
-def test_a_reserved_part_is_not_there_and_needs_no_more_room_when_it_is_written(new_store: MakeStore) -> None:
+def test_reserved_part_is_invisible_and_needs_no_more_room(new_store: MakeStore) -> None:
     store = new_store()
     store.reserve("w0", 100_000)
     reserved = store.num_bytes
@@ -257,9 +257,7 @@ def test_a_region_with_anything_in_it_is_refused_or_can_be_read(tmp_path: Path, 
 
 @given(length=st.integers(0, 2**64 - 1), start=st.integers(0, 2**64 - 1), is_complete=st.integers(0, 2**64 - 1))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
-def test_a_file_with_any_numbers_at_its_beginning_is_refused_or_can_be_read(
-    tmp_path: Path, length: int, start: int, is_complete: int
-) -> None:
+def test_file_with_any_header_is_refused_or_readable(tmp_path: Path, length: int, start: int, is_complete: int) -> None:
     encoded = header_of(1).encode()
     _assert_file_refused_or_readable(tmp_path, PREFIX.pack(b"DLRSNAP1", is_complete, length, start) + encoded + bytes(4096))
 
@@ -310,7 +308,7 @@ def test_other_files_in_the_folder_are_ignored(new_store: MakeStore) -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_part_beyond_the_limit_is_refused_and_what_is_there_stays(new_store: MakeStore) -> None:
+def test_part_beyond_the_limit_is_refused(new_store: MakeStore) -> None:
     store = new_store(max_bytes=50_000)
     write(store, 1)
     header = part_header(2, 1, MEMBERS, "w0", {}, blocks(0.0, 10_000), 0)
@@ -359,14 +357,14 @@ def test_room_beyond_the_limit_is_not_reserved(new_store: MakeStore) -> None:
     assert store.num_bytes == 0
 
 
-def test_more_memory_than_there_is_is_an_error_and_not_the_end_of_the_process(new_store: MakeStore) -> None:
+def test_too_large_a_part_is_an_error_and_not_the_end(new_store: MakeStore) -> None:
     store = new_store(max_bytes=1 << 60)
     with pytest.raises(SnapshotError, match="shared memory"):
         store.reserve("w0", 1 << 50)
     store.clear()
 
 
-def test_the_limit_is_half_of_what_is_free_unless_it_is_said(new_store: MakeStore, tmp_path: Path) -> None:
+def test_limit_is_half_of_the_free_memory_by_default(new_store: MakeStore, tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert abs(new_store().max_bytes - free // 2) < 1 << 30
     assert new_store(max_bytes=5).max_bytes == 5
@@ -408,12 +406,12 @@ def test_a_folder_of_another_user_is_refused(new_store: MakeStore) -> None:
         new_store()
 
 
-def test_a_system_without_shared_memory_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_system_without_shared_memory_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="shared memory"):
         SnapshotStore(JOB, "w0", root=tmp_path / "nowhere")
 
 
-def test_parts_are_readable_by_nobody_else(new_store: MakeStore) -> None:
+def test_parts_are_readable_by_their_user_only(new_store: MakeStore) -> None:
     store = new_store()
     write(store, 1)
     assert store.folder.stat().st_mode & 0o077 == 0
@@ -432,7 +430,7 @@ def test_jobs_do_not_see_each_other(new_store: MakeStore) -> None:
 # --- cleaning up -----------------------------------------------------------------------------------------------------------
 
 
-def test_parts_held_by_those_who_left_and_copies_no_longer_wanted_are_dropped(new_store: MakeStore) -> None:
+def test_parts_of_departed_workers_and_unwanted_copies_are_dropped(new_store: MakeStore) -> None:
     for holder in ("w0", "w1", "w2"):
         for owner in ("w0", "w1", "w2"):
             write(new_store(holder), 1, owner=owner)
@@ -448,7 +446,7 @@ def _holders(store: SnapshotStore) -> list[tuple[str, set[str]]]:
     return [("w0", {p.holder for p in store.parts()} - wanted), ("w2", wanted)]
 
 
-def test_what_was_dropped_can_be_written_again(new_store: MakeStore) -> None:
+def test_dropped_part_can_be_written_again(new_store: MakeStore) -> None:
     store = new_store()
     write(store, 1, owner="w1")
     new_store("w9").drop_others(["w9"], [])  # regards w0 as gone
@@ -459,7 +457,7 @@ def test_what_was_dropped_can_be_written_again(new_store: MakeStore) -> None:
 
 
 @pytest.mark.parametrize("what", ["its folder", "all folders"])
-def test_what_somebody_has_cleaned_away_is_written_again(new_store: MakeStore, what: str) -> None:
+def test_part_removed_by_someone_else_is_written_again(new_store: MakeStore, what: str) -> None:
     store = new_store()
     for batch in (1, 2):
         write(store, batch)
@@ -487,7 +485,7 @@ def test_a_part_that_is_held_in_hand_outlives_its_file(new_store: MakeStore) -> 
     assert torch.equal(part.blocks()[0].values, blocks(4.0)[0].values)
 
 
-def test_a_job_that_has_ended_leaves_nothing_whoever_cleans_up_first(new_store: MakeStore) -> None:
+def test_ended_job_leaves_nothing_with_any_order_of_cleanup(new_store: MakeStore) -> None:
     stores = [new_store(holder) for holder in ("w0", "w1", "w2")]
     for store in stores:
         write(store, 1)
@@ -506,7 +504,7 @@ def test_closed_store_creates_no_file(new_store: MakeStore) -> None:
     assert not store.folder.exists()
 
 
-def test_what_dead_jobs_have_left_is_swept_when_it_is_old_and_not_before(new_store: MakeStore) -> None:
+def test_leftovers_of_dead_jobs_are_swept_only_when_old(new_store: MakeStore) -> None:
     dead, mine = new_store(job="/dlrover/dead"), new_store()
     write(dead, 1)
     write(mine, 1)
@@ -529,9 +527,7 @@ def test_a_job_that_lives_for_long_is_not_swept(new_store: MakeStore) -> None:
     assert names(living) == [(1, 2), (1, 3)]
 
 
-def test_a_job_with_a_short_history_of_its_own_sweeps_nothing_of_others_within_a_day(
-    new_store: MakeStore, tmp_path: Path
-) -> None:
+def test_sweep_spares_others_leftovers_for_a_day(new_store: MakeStore, tmp_path: Path) -> None:
     other = new_store(job="/dlrover/other")
     write(other, 1)
     _age(other, 3600)
@@ -564,7 +560,7 @@ def _age(store: SnapshotStore, seconds: float) -> None:
 # --- which snapshot ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_snapshot_of_which_every_part_is_held_is_found() -> None:
+def test_newest_complete_snapshot_is_found() -> None:
     held = {
         "w0": [header_of(1), header_of(2), header_of(3, owner="w0")],
         "w1": [header_of(1, owner="w1"), header_of(2, owner="w1"), header_of(1, owner="w0")],
@@ -575,7 +571,7 @@ def test_the_newest_snapshot_of_which_every_part_is_held_is_found() -> None:
     assert newest_complete({}) is None
 
 
-def test_a_later_rounds_snapshot_is_newer_whatever_its_batch() -> None:
+def test_snapshot_of_a_later_round_is_newer_with_any_batch() -> None:
     held = {"w0": [header_of(50, members=("w0",)), header_of(40, round_=2, members=("w0",))]}
     assert newest_complete(held) == {"w0": ["w0"]}
     assert max(h.name for h in held["w0"]) == (2, 40)

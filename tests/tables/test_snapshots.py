@@ -42,9 +42,7 @@ def snapshots(tmp_path: Path) -> Snapshots:
     return Snapshots(world, SnapshotStore("job", "w0", 1 << 28, root=tmp_path), SnapshotConfig(memory=tmp_path))
 
 
-def test_a_copy_that_was_told_to_stop_writes_nothing_more_into_the_memory_that_the_next_round_writes(
-    snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_copy_writes_nothing_into_the_next_rounds_memory(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block("t", "weight", Region(0, ROWS, 0, 64), torch.ones(ROWS, 64))
     writer = snapshots.store.begin(part_header(1, 1, ["w0"], "w0", {}, [block], 0))
     snapshots._changed = [None]
@@ -121,9 +119,7 @@ def test_every_group_of_neighbours_has_a_name_of_its_own_in_its_round(
     assert len(set(names)) == 5
 
 
-def test_memory_that_a_waiting_worker_has_touched_stays_and_that_of_those_who_left_goes(
-    snapshots: Snapshots, tmp_path: Path
-) -> None:
+def test_memory_of_waiting_workers_stays_and_of_departed_ones_goes(snapshots: Snapshots, tmp_path: Path) -> None:
     for holder in ("gone", "spare"):
         SnapshotStore("job", holder, 1 << 28, root=tmp_path).reserve(holder, 1000)
     snapshots.store.reserve("w0", 1000)
@@ -140,7 +136,7 @@ def test_memory_that_a_waiting_worker_has_touched_stays_and_that_of_those_who_le
     assert holders == {store_module.short(name) for name in ("w0", "spare")}
 
 
-def test_rows_are_noted_once_where_a_later_fit_goes_on_with_the_same_tables(
+def test_rows_are_noted_once_across_two_fits_of_the_same_tables(
     snapshots: Snapshots,
 ) -> None:
     following: set[int] = set()

@@ -90,7 +90,7 @@ class Growing:
             self.watch.look(self.now)
 
 
-def test_memory_is_saved_by_a_checkpoint_if_the_worker_that_was_asked_for_does_not_come() -> None:
+def test_checkpoint_saves_the_job_if_the_requested_worker_is_missing() -> None:
     membership = FakeMembership()
     worker = Growing(membership)
     worker.train(450.0)  # 100 s before the limit, less a reserve
@@ -104,7 +104,7 @@ def test_memory_is_saved_by_a_checkpoint_if_the_worker_that_was_asked_for_does_n
     assert worker.mib < 950
 
 
-def test_a_replacement_of_another_worker_that_never_comes_does_not_keep_memory_from_being_saved() -> None:
+def test_missing_replacement_does_not_prevent_the_memory_measure() -> None:
     membership = FakeMembership()
     worker = Growing(membership)
     membership.view = replace(membership.view, replacements=frozenset({"a straggler"}))
@@ -126,7 +126,7 @@ def test_one_worker_at_a_time_is_replaced_while_there_is_time() -> None:
     assert membership.view.replacements == {"w"}
 
 
-def test_a_larger_node_is_planned_and_asked_for_where_a_new_worker_alone_has_not_helped() -> None:
+def test_larger_node_is_requested_after_a_new_worker_did_not_help() -> None:
     plan = PlanRecord(1, "planner", "", binding=True)
     nodes = NodesRecord("slurm", "mark", min_memory_mb=1000, max_memory_mb=3000)
     membership = FakeMembership(view=View(job=JOB, plan=plan), nodes=nodes)
@@ -144,7 +144,7 @@ def test_a_larger_node_is_planned_and_asked_for_where_a_new_worker_alone_has_not
 
 @pytest.mark.parametrize("skew_s", [-86_400.0, 0.0, 86_400.0])
 @pytest.mark.parametrize("is_successor", [True, False])
-def test_forecast_is_inherited_whatever_the_clocks_show(skew_s: float, is_successor: bool) -> None:
+def test_forecast_is_inherited_with_any_clocks(skew_s: float, is_successor: bool) -> None:
     """The first worker's clock differs; only who came in the next round with newcomers has taken its place."""
     first = FakeMembership()
     Growing(first).train(470.0)

@@ -161,9 +161,7 @@ def make_job(client: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Callabl
 MakeJob = Callable[..., Job]
 
 
-def test_a_job_starts_with_the_fewest_workers_and_says_so_in_the_plan(
-    make_job: MakeJob, client: EtcdClient, keys: Keys
-) -> None:
+def test_job_starts_with_the_minimum_of_workers_as_its_plan(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job(low=2)
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     entry = client.get(keys.plan)
@@ -172,7 +170,7 @@ def test_a_job_starts_with_the_fewest_workers_and_says_so_in_the_plan(
     assert (plan.num_workers, plan.source, plan.binding) == (2, "initial", True)
 
 
-def test_a_plan_that_comes_while_the_controller_is_busy_is_not_waited_for(make_job: MakeJob) -> None:
+def test_plan_written_while_the_controller_is_busy_is_seen_at_once(make_job: MakeJob) -> None:
     job = make_job()
     job.run_until("a node", lambda: job.target.living)
     job.train_with("node1")
@@ -226,9 +224,7 @@ def test_nodes_have_the_size_that_is_planned_within_the_limits(make_job: MakeJob
     assert (record.cpus, record.memory_mb) == (4, 1024)
 
 
-def test_nodes_smaller_than_planned_are_replaced_one_at_a_time_and_larger_ones_stay(
-    make_job: MakeJob, client: EtcdClient, keys: Keys
-) -> None:
+def test_nodes_smaller_than_planned_are_replaced_one_at_a_time(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(2, 4096))
 
     def drained() -> list[str]:
@@ -256,9 +252,7 @@ def test_nodes_smaller_than_planned_are_replaced_one_at_a_time_and_larger_ones_s
     job.stays(lambda: not drained() and job.target.living == ["node3", "node4"])
 
 
-def test_a_node_that_waits_for_more_than_is_planned_any_more_is_withdrawn(
-    make_job: MakeJob, client: EtcdClient, keys: Keys
-) -> None:
+def test_pending_node_larger_than_planned_is_withdrawn(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 65536))
     job.run_until("a node", lambda: job.target.living)
     job.train_with("node1")
@@ -279,9 +273,7 @@ def test_a_node_that_waits_for_more_than_is_planned_any_more_is_withdrawn(
     assert job.target.sizes["node3"] == NodeSize(1, 2048)
 
 
-def test_a_request_to_leave_that_a_lost_worker_has_left_behind_holds_up_nobody(
-    make_job: MakeJob, client: EtcdClient, keys: Keys
-) -> None:
+def test_drain_request_of_a_lost_worker_delays_no_other(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 4096))
     job.run_until("a node", lambda: job.target.living)
     job.train_with("node1")
@@ -290,7 +282,7 @@ def test_a_request_to_leave_that_a_lost_worker_has_left_behind_holds_up_nobody(
     job.run_until("a larger node", lambda: "node2" in job.target.living)
 
 
-def test_refused_starts_while_others_train_are_forgotten_when_these_are_gone(make_job: MakeJob) -> None:
+def test_refused_starts_are_forgotten_once_the_training_nodes_are_gone(make_job: MakeJob) -> None:
     job = make_job(low=2)
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     job.train_with("node1", "node2")
@@ -305,7 +297,7 @@ def test_refused_starts_while_others_train_are_forgotten_when_these_are_gone(mak
 
 
 @pytest.mark.parametrize(("most", "given"), [(8192, 2048), (1536, 1536), (1024, 1024)])
-def test_once_a_node_was_killed_for_want_of_memory_nodes_have_more_as_far_as_the_limits_allow(
+def test_nodes_get_more_memory_after_one_ran_out_up_to_the_limit(
     make_job: MakeJob, client: EtcdClient, keys: Keys, most: int, given: int
 ) -> None:
     job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most))
@@ -330,9 +322,7 @@ def test_a_plan_that_is_only_a_recommendation_is_not_carried_out(make_job: MakeJ
     job.stays(lambda: len(job.target.living) == 1)
 
 
-def test_another_node_is_started_for_a_worker_to_be_replaced_above_the_limit_too(
-    make_job: MakeJob, client: EtcdClient, keys: Keys
-) -> None:
+def test_replacement_is_started_even_above_the_maximum(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job(low=3, high=3)
     job.run_until("three nodes", lambda: len(job.target.living) == 3)
     job.train_with("node1", "node2", "node3")
@@ -361,7 +351,7 @@ def test_shrinking_is_left_to_the_workers(make_job: MakeJob) -> None:
     assert job.target.cancelled == []
 
 
-def test_a_node_whose_worker_has_left_is_ended_when_it_does_not_end(make_job: MakeJob) -> None:
+def test_node_that_outlives_its_worker_is_ended(make_job: MakeJob) -> None:
     job = make_job(low=1)
     job.plan(2)
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
@@ -600,9 +590,7 @@ def test_leaving_the_controller_ends_all_its_nodes(make_job: MakeJob) -> None:
     assert job.target.is_closed
 
 
-def test_nodes_that_end_with_their_controller_end_before_etcd_is_told_and_it_is_told_once(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_end_before_their_end_is_recorded_once(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(low=2)
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     lived = []
@@ -617,9 +605,7 @@ def test_nodes_that_end_with_their_controller_end_before_etcd_is_told_and_it_is_
     assert lived == [[]]
 
 
-def test_the_end_is_not_kept_waiting_by_a_node_that_was_just_being_started(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_that_is_just_starting_does_not_delay_the_end(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(patience=replace(QUICK, submit_s=20.0, cancel_s=20.0))
 
     def interrupted(node: str, size: NodeSize) -> str:
@@ -692,9 +678,7 @@ def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtc
         job.controller.close()
 
 
-def test_a_job_whose_nodes_have_ended_ends_when_its_etcd_does_not_come_back(
-    private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
-) -> None:
+def test_job_without_nodes_ends_when_its_etcd_stays_away(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
         job = Job(client, keys, FakeTarget(tmp_path), patience=replace(QUICK, etcd_s=0.5))
         job.run_until("a node", lambda: job.target.living)
@@ -711,9 +695,7 @@ def test_a_job_whose_nodes_have_ended_ends_when_its_etcd_does_not_come_back(
         job.controller.close()
 
 
-def test_nodes_that_end_with_their_controller_are_not_expected_of_the_next_one(
-    make_job: MakeJob, client: EtcdClient, keys: Keys
-) -> None:
+def test_nodes_ended_by_a_controller_are_not_awaited_by_the_next(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     client.put(keys.nodes, encode(NodesRecord("fake", "mark", num_started=4)))
     client.put(f"{keys.each_node}node3", encode(NodeRecord("started", "x", 1.0)))
     client.put(f"{keys.each_node}node4", encode(NodeRecord("asked")))
@@ -722,9 +704,7 @@ def test_nodes_that_end_with_their_controller_are_not_expected_of_the_next_one(
     assert [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]] == ["node5"]
 
 
-def test_a_node_is_in_etcd_from_before_it_is_started_until_after_it_has_ended(
-    make_job: MakeJob, client: EtcdClient, keys: Keys
-) -> None:
+def test_node_is_in_etcd_from_before_its_start_until_after_its_end(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     def record(node: str) -> NodeRecord:
         entry = client.get(keys.each_node + node)
         assert entry is not None

@@ -22,11 +22,11 @@ SAME = [
 
 
 @pytest.mark.parametrize("text", SAME)
-def test_likeness_leaves_out_what_varies(text: str) -> None:
+def test_likeness_ignores_variable_parts(text: str) -> None:
     assert likeness(text.replace("{}", "1")) == likeness(text.replace("{}", "2"))
 
 
-def test_likeness_keeps_what_was_wrong() -> None:
+def test_likeness_keeps_the_cause() -> None:
     texts = [
         "KeyError: 'label'",
         "KeyError: 'added'",  # hex digits alone are not a number

@@ -100,7 +100,7 @@ def test_why_a_place_has_ended_a_node_is_its_last_line(output: str, by: str) -> 
         ("/venv/bin/python: nothing\n" + SCRIPT, "ValueError: bad"),
     ],
 )
-def test_an_error_of_the_script_or_its_agent_is_told(output: str, error: str) -> None:
+def test_error_of_the_script_or_its_agent_is_shown(output: str, error: str) -> None:
     assert examine(output).error == error
 
 

@@ -280,9 +280,7 @@ def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit
         ([], 500.0, False),
     ],
 )
-def test_a_job_without_etcd_ends_only_when_its_nodes_have_and_after_a_while(
-    nodes: list[Node], away_s: float, gives_up: bool
-) -> None:
+def test_job_without_etcd_ends_after_its_nodes_and_a_pause(nodes: list[Node], away_s: float, gives_up: bool) -> None:
     actions = reconcile(JobView("training", 1, nodes, may_act=False, etcd_away_s=away_s))
     assert [type(action) for action in actions] == ([Give] if gives_up else [])
 
@@ -335,7 +333,7 @@ def test_there_are_never_more_nodes_than_planned_because_of_us(view: JobView) ->
 
 
 @given(views)
-def test_missing_nodes_are_added_or_it_is_said_why_not(view: JobView) -> None:
+def test_missing_nodes_are_added_or_the_reason_is_given(view: JobView) -> None:
     living = [node for node in view.nodes if node.is_living]
     patience = Patience(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
     actions = reconcile(view, patience)
@@ -395,7 +393,7 @@ def test_failure_after_training_is_named() -> None:
 
 
 @pytest.mark.parametrize(("phase", "reason"), [("none", "no worker joined"), ("starting", "no Trainer reached")])
-def test_end_without_training_is_told(phase: Any, reason: str) -> None:
+def test_end_without_training_is_reported(phase: Any, reason: str) -> None:
     [end] = reconcile(JobView(phase, 1, [ended()]))
     assert isinstance(end, Give)
     assert (end.exit_code, end.is_trained) == (0, False)
@@ -419,7 +417,7 @@ def waiting(name: str, size: NodeSize) -> Node:
     return sized(Node(name, "pending", idle_s=1.0, asked_s=1.0), size)
 
 
-def test_node_that_waits_for_too_much_is_withdrawn_before_another_is_added() -> None:
+def test_oversized_pending_node_is_withdrawn_before_another_is_added() -> None:
     view = planned(SMALL, 2, sized(member("a"), SMALL), waiting("b", LARGE))
     assert reconcile(view) == [WithdrawNode("b"), AddNode()]
 
@@ -453,7 +451,7 @@ def test_small_node_stays_while_the_job_changes() -> None:
     assert reconcile(replace(view, phase="starting")) == []
 
 
-def test_member_whose_node_is_wanted_back_is_replaced_once() -> None:
+def test_member_on_a_reclaimed_node_is_replaced_once() -> None:
     node = replace(sized(member("a"), SMALL), wanted_back=True)
     view = replace(planned(SMALL, 1, node), target="slurm")
     assert reconcile(view) == [ReplaceWorker("worker-a", "slurm wants a back")]

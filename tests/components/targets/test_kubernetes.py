@@ -124,7 +124,7 @@ MUCH = KubernetesOptions(
 )
 
 
-def test_a_node_is_a_job_of_one_pod_with_what_was_asked_for() -> None:
+def test_node_is_a_job_of_one_pod_with_the_requested_resources() -> None:
     options = dataclasses.replace(MUCH, grace_s=300)
     spec = dataclasses.replace(SPEC, script_args=("--lr", "0.1", "${HOME}", "$(HOME)"), environment={"LEVEL": "5$"})
     manifest = job_manifest(spec, options, NodeSize(4, 16384), "node3", MARK)
@@ -157,7 +157,7 @@ def test_any_run_id_makes_names_and_labels_that_kubernetes_takes(
     assert [app.handle for app in target.apps()] == [handle]
 
 
-def test_what_etcd_wants_comes_from_a_secret_and_is_nowhere_in_the_manifest(tmp_path: Path) -> None:
+def test_etcd_credentials_come_from_a_secret_and_not_the_manifest(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("hunter2\n")
     files = {name: str(tmp_path / name) for name in ("password_file", "ca_cert", "cert", "cert_key")}
     spec = dataclasses.replace(SPEC, access={"user": "trainer", **files})
@@ -181,7 +181,7 @@ def test_what_etcd_wants_comes_from_a_secret_and_is_nowhere_in_the_manifest(tmp_
         KubernetesTarget(spec, PLAIN, tmp_path)
 
 
-def test_a_template_adds_what_there_is_no_option_for() -> None:
+def test_template_adds_fields_without_an_option() -> None:
     toleration = {"key": "gpu", "operator": "Exists"}
     template = {
         "metadata": {"annotations": {"team": "ads"}},
@@ -236,7 +236,7 @@ def test_a_job_of_that_name_that_is_not_ours_is_no_node_of_ours(make_target: Mak
     ],
     ids=lambda answer: f"{answer.status}{'-done' if answer.is_carried_out else ''}",
 )
-def test_a_request_whose_answer_is_lost_or_put_off_starts_one_node(
+def test_request_whose_answer_is_lost_starts_one_node(
     make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
 ) -> None:
     cluster.answer_next("POST", "jobs", failure)
@@ -249,7 +249,7 @@ def test_a_request_whose_answer_is_lost_or_put_off_starts_one_node(
     assert list(target.apps()) == [App("node1", HANDLE, True)]
 
 
-def test_throttling_is_waited_out_as_long_as_the_server_says(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+def test_throttling_is_waited_out_for_the_servers_time(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     cluster.answer_next("POST", "jobs", Answer(429, "slow down", headers={"Retry-After": "1"}))
     began = time.monotonic()
     assert make_target().start("node1") == HANDLE
@@ -295,9 +295,7 @@ def test_a_quota_refuses_in_the_servers_own_words(make_target: MakeTarget, clust
     ],
     ids=lambda answer: str(answer.status),
 )
-def test_what_admission_denies_is_refused_in_its_words_and_not_asked_again(
-    make_target: MakeTarget, cluster: KubernetesCluster, refusal: Answer
-) -> None:
+def test_denied_admission_is_final_and_quoted(make_target: MakeTarget, cluster: KubernetesCluster, refusal: Answer) -> None:
     cluster.answer_next("POST", "jobs", refusal)
     with pytest.raises(NotTakenError, match=re.escape(refusal.message)):
         make_target().start("node1")
@@ -305,9 +303,7 @@ def test_what_admission_denies_is_refused_in_its_words_and_not_asked_again(
 
 
 @with_and_without_volcano
-def test_a_field_of_a_template_that_kubernetes_does_not_know_is_an_error_and_not_left_out(
-    make_target: MakeTarget, cluster: KubernetesCluster
-) -> None:
+def test_unknown_field_of_a_template_is_an_error(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     target = make_target(dataclasses.replace(PLAIN, template={"spec": {"tolerration": []}}))
     with pytest.raises(NotTakenError, match=r"unknown field .*template\.spec\.tolerration"):
         target.start("node1")
@@ -408,7 +404,7 @@ def test_each_state_of_a_pod_has_its_meaning_and_its_reason_is_kept(
         assert not (tmp_path / "logs/node1/stderr.log").exists()
 
 
-def test_a_pod_that_hands_over_is_running_whatever_its_job_says(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+def test_pod_that_hands_over_counts_as_running(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     target = make_target()
     target.start("node1")
     cluster.set_pod("node1", "Running")
@@ -420,7 +416,9 @@ def test_a_pod_that_hands_over_is_running_whatever_its_job_says(make_target: Mak
     wait_for_status(target, "failed")
 
 
-def test_a_job_without_a_pod_is_no_end_before_it_says_so(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+def test_job_without_a_pod_has_not_ended_before_its_status_shows_it(
+    make_target: MakeTarget, cluster: KubernetesCluster
+) -> None:
     target = make_target()
     target.start("node1")
     cluster.set_pod("node1", "Running")
@@ -450,7 +448,7 @@ def test_a_pod_on_a_lost_host_is_given_up_long_after_its_grace(
     assert target.status(HANDLE) == "failed"
 
 
-def test_lists_are_put_off_as_long_as_a_throttling_server_says(
+def test_lists_wait_as_long_as_a_throttling_server_asks(
     make_target: MakeTarget, cluster: KubernetesCluster, clock: ShiftedClock
 ) -> None:
     target = make_target(poll_s=0.1)
@@ -475,7 +473,7 @@ def test_lists_are_put_off_as_long_as_a_throttling_server_says(
         ),
     ],
 )
-def test_it_is_said_once_why_a_node_waits(
+def test_reason_why_a_node_waits_is_given_once(
     make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, details: dict[str, Any], why: str
 ) -> None:
     target = make_target()
@@ -486,7 +484,7 @@ def test_it_is_said_once_why_a_node_waits(
     assert caplog.text.count(why) == 1
 
 
-def test_events_tell_why_a_job_gets_no_pod(
+def test_events_explain_why_a_job_gets_no_pod(
     make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, clock: ShiftedClock
 ) -> None:
     cluster.has_room_for_pods = False
@@ -597,7 +595,7 @@ def test_the_next_controller_goes_on_where_the_output_was_left(make_target: Make
     wait_for_output(make_target(), "one\nsame time\nanother\ntwo\n")
 
 
-def test_an_end_is_told_though_the_output_cannot_be_read(
+def test_end_is_reported_though_the_output_cannot_be_read(
     make_target: MakeTarget, cluster: KubernetesCluster, clock: ShiftedClock
 ) -> None:
     target = make_target()
@@ -613,7 +611,7 @@ def test_an_end_is_told_though_the_output_cannot_be_read(
 
 
 @with_and_without_volcano
-def test_volcano_is_used_where_the_cluster_has_it_unless_plain_jobs_are_wanted(
+def test_volcano_is_used_where_present_unless_plain_jobs_are_asked_for(
     make_target: MakeTarget, cluster: KubernetesCluster, has_volcano: bool
 ) -> None:
     target, plain = make_target(), make_target(dataclasses.replace(PLAIN, plain_jobs=True))
@@ -632,9 +630,7 @@ def test_a_queue_needs_volcano(make_target: MakeTarget, cluster: KubernetesClust
 
 @with_volcano
 @pytest.mark.parametrize("failure", [Answer(503, "starting"), Answer(), Answer(200, body=b"nonsense")])
-def test_a_cluster_that_does_not_say_whether_it_has_volcano_is_not_guessed_at(
-    make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer
-) -> None:
+def test_unknown_presence_of_volcano_is_an_error(make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer) -> None:
     cluster.answer_next("GET", "apis", failure)
     if failure.status == 200:  # the request was answered, so it is not repeated
         with pytest.raises(TargetError, match=r"whether the cluster has Volcano cannot be asked .*--plain-jobs"):
@@ -647,7 +643,7 @@ def test_a_cluster_that_does_not_say_whether_it_has_volcano_is_not_guessed_at(
     make_target(dataclasses.replace(PLAIN, plain_jobs=True))
 
 
-def test_a_node_of_volcano_has_the_same_pod_in_a_job_that_nothing_restarts() -> None:
+def test_volcano_job_has_the_same_pod_and_never_restarts() -> None:
     options = dataclasses.replace(PLAIN, queue="ads", template={"spec": {"priorityClassName": "low"}})
     plain = job_manifest(SPEC, options, NodeSize(2, 1024), "node3", MARK)
     job = job_manifest(SPEC, options, NodeSize(2, 1024), "node3", MARK, VOLCANO_JOBS)
@@ -737,7 +733,7 @@ def test_a_queue_that_is_missing_or_closed_refuses_in_volcanos_words(
 
 
 @with_volcano
-def test_a_queue_that_nobody_checks_is_named_when_its_node_waits(
+def test_missing_queue_is_named_when_its_node_waits(
     make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, clock: ShiftedClock
 ) -> None:
     cluster.has_webhook = False
@@ -752,7 +748,7 @@ def test_a_queue_that_nobody_checks_is_named_when_its_node_waits(
 
 
 @with_volcano
-def test_a_full_queue_is_said_to_be_what_a_node_waits_for(
+def test_full_queue_is_named_when_its_node_waits(
     make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, clock: ShiftedClock
 ) -> None:
     cluster.has_room_for_pods = False
@@ -774,9 +770,7 @@ def test_a_full_queue_is_said_to_be_what_a_node_waits_for(
 
 
 @with_volcano
-def test_whoever_comes_later_finds_nodes_of_volcano_by_the_name_of_their_target(
-    make_target: MakeTarget, cluster: KubernetesCluster
-) -> None:
+def test_later_controllers_find_nodes_of_volcano_by_their_target(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     first = make_target()
     first.start("node1")
     later = known_target(SPEC, first.name, None, poll_s=0.0)
@@ -836,21 +830,19 @@ def test_an_app_that_torchx_starts_runs_in_this_cluster(
 # --- setting up ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(TargetError, match=re.escape("pip install 'lightning-dlrover[kubernetes]'")):
         KubernetesApi()
 
 
-def test_without_a_cluster_it_is_said_where_one_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cluster_is_an_error_that_names_the_places_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(TargetError, match="no Kubernetes cluster is configured"):
         KubernetesApi()
 
 
-def test_inside_a_cluster_its_own_server_is_asked_with_the_token_of_the_pod(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inside_a_cluster_its_own_server_is_asked_with_the_pods_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = trustme.CA()
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(tls)
@@ -881,7 +873,7 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((EXAMPLES / name).read_text()))
 
 
-def test_the_example_role_allows_what_the_target_asks_and_no_more(
+def test_example_role_allows_exactly_the_targets_requests(
     make_target: MakeTarget, cluster: KubernetesCluster, clock: ShiftedClock
 ) -> None:
     [role] = [d for d in documents("rbac.yaml") if d["kind"] == "Role"]
@@ -931,7 +923,7 @@ def test_example_manifests_have_no_field_that_kubernetes_does_not_know(name: str
 
 
 @pytest.mark.parametrize("api_version", [PLAIN_JOBS, VOLCANO_JOBS])
-def test_a_node_with_every_option_has_no_field_that_kubernetes_does_not_know(api_version: str, tmp_path: Path) -> None:
+def test_node_with_every_option_has_only_known_fields(api_version: str, tmp_path: Path) -> None:
     options = dataclasses.replace(
         MUCH,
         secret="etcd-access",

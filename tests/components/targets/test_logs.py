@@ -36,7 +36,7 @@ def test_a_line_is_given_once_and_when_it_is_whole(tmp_path: Path) -> None:
     assert list(file.new_lines(whole=True)) == []
 
 
-def test_what_was_there_can_be_left_out(tmp_path: Path) -> None:
+def test_earlier_output_can_be_left_out(tmp_path: Path) -> None:
     file = LogFile(write(tmp_path / "stdout.log", "old\n"))
     file.skip()
     with file.file.open("a") as stream:

@@ -54,7 +54,7 @@ def row(job: int, state: str, node: str = "node1") -> str:
     return f"{job} {state} run.{node}.{MARK}"
 
 
-def test_a_node_is_submitted_with_what_was_asked_for(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
+def test_node_is_submitted_with_the_requested_options(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     options = SlurmOptions(partition="p", account="a", qos="q", time="10", gres="gpu:1", extra=("--exclusive",))
     target = make_target(options, script_args=("--lr", "0.1", "a b", "${HOME}", "it's"))
     assert target.start("node1", NodeSize(3, 2048)) == "17/node1"
@@ -86,7 +86,7 @@ def test_no_notice_is_asked_for_if_none_is_wanted(make_target: MakeTarget, comma
     assert "--signal" not in commands.calls("sbatch")[0]
 
 
-def test_the_number_comes_last_whatever_a_site_prints_before_it(make_target: MakeTarget, commands: SlurmCommands) -> None:
+def test_job_number_is_read_after_a_sites_own_output(make_target: MakeTarget, commands: SlurmCommands) -> None:
     commands.set("sbatch", "echo 'Welcome! Your project has 3 hours left.'; echo '4711;cluster2'")
     assert make_target().start("node1") == "4711/node1"
 
@@ -106,7 +106,7 @@ def test_the_number_comes_last_whatever_a_site_prints_before_it(make_target: Mak
         ("exit 0", TargetError, "has not given the job's number"),
     ],
 )
-def test_what_sbatch_says_tells_whether_the_node_may_come(
+def test_error_of_sbatch_decides_whether_the_node_may_still_come(
     make_target: MakeTarget, commands: SlurmCommands, shell: str, error: type[TargetError], message: str
 ) -> None:
     commands.set("sbatch", shell)
@@ -125,7 +125,7 @@ def test_a_submission_that_did_not_reach_slurm_is_repeated(
 
 
 @pytest.mark.parametrize("command", ["sbatch", "squeue", "scancel"])
-def test_a_command_that_hangs_is_given_up_with_what_it_has_started(
+def test_hanging_command_is_ended_with_its_children(
     make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path, command: str
 ) -> None:
     commands.set(command, f"sleep 600 & echo $! > {tmp_path}/child; wait")
@@ -191,7 +191,7 @@ def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: 
         ("FAILED", "ValueError: the script's own", ""),
     ],
 )
-def test_why_slurm_has_ended_a_node_is_said_below_what_it_has_printed(
+def test_slurms_reason_for_an_end_follows_the_nodes_output(
     make_target: MakeTarget,
     commands: SlurmCommands,
     tmp_path: Path,
@@ -213,9 +213,7 @@ def test_why_slurm_has_ended_a_node_is_said_below_what_it_has_printed(
     assert target.ran_out_of_memory(handle) == ("MEMORY" in why.upper())
 
 
-def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
-    make_target: MakeTarget, commands: SlurmCommands
-) -> None:
+def test_requeued_node_has_failed_but_is_listed_as_living(make_target: MakeTarget, commands: SlurmCommands) -> None:
     """It is replaced and ended, because it would return under its old name."""
     commands.queue(row(1, "RUNNING"))
     target = make_target()
@@ -227,7 +225,7 @@ def test_a_node_that_was_requeued_has_failed_and_is_listed_as_one_that_lives(
     assert target.status("1/node1") == "failed"
 
 
-def test_a_controller_that_has_not_seen_a_requeued_node_run_knows_that_it_has(
+def test_requeued_node_has_run_even_if_never_seen_running(
     make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
 ) -> None:
     commands.queue(row(1, "PENDING"), row(2, "PENDING"))
@@ -237,9 +235,7 @@ def test_a_controller_that_has_not_seen_a_requeued_node_run_knows_that_it_has(
     assert [target.status(f"{number}/node{number}") for number in (1, 2)] == ["failed", "pending"]
 
 
-def test_a_node_that_was_requeued_while_it_was_to_be_cancelled_is_cancelled_again(
-    make_target: MakeTarget, commands: SlurmCommands
-) -> None:
+def test_node_requeued_during_its_cancellation_is_cancelled_again(make_target: MakeTarget, commands: SlurmCommands) -> None:
     commands.queue(row(1, "RUNNING"))
     target = make_target()
     assert target.status("1/node1") == "running"
@@ -277,9 +273,7 @@ def test_a_job_that_squeue_does_not_list_is_looked_up(
     assert target.status("1/node1") == status
 
 
-def test_a_node_that_has_said_how_it_ended_is_not_waited_for(
-    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
-) -> None:
+def test_node_with_a_recorded_end_is_not_awaited(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     commands.queue(row(1, "COMPLETING"))
     target = make_target()
     assert target.status("1/node1") == "running"
@@ -288,7 +282,7 @@ def test_a_node_that_has_said_how_it_ended_is_not_waited_for(
     assert target.status("1/node1") == "succeeded"
 
 
-def test_what_an_earlier_job_of_this_name_has_left_says_nothing_about_a_new_node(
+def test_leftovers_of_an_earlier_job_do_not_end_a_new_node(
     make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
 ) -> None:
     (tmp_path / "logs/node1").mkdir(parents=True)
@@ -343,7 +337,7 @@ def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: 
     assert commands.calls("scancel") == ["scancel -- 1", f"scancel --jobname=run.node2.{MARK} -- 7"]
 
 
-def test_what_narrows_squeue_for_its_user_does_not_narrow_it_for_us(
+def test_users_squeue_settings_do_not_narrow_our_lists(
     make_target: MakeTarget, commands: SlurmCommands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
@@ -353,7 +347,7 @@ def test_what_narrows_squeue_for_its_user_does_not_narrow_it_for_us(
     assert len(make_target().apps()) == 1
 
 
-def test_without_slurm_the_target_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TargetError, match="sbatch, squeue, scancel, scontrol not found on PATH"):
         SlurmTarget(NodeSpec("s", (), "h:1", "run", "/d", 1, 1), SlurmOptions(), tmp_path)

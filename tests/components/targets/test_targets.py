@@ -73,7 +73,7 @@ def pids(target: LocalTarget, handle: str) -> list[int]:
     return [int(word) for word in line.split()[1:]]
 
 
-def test_a_node_runs_the_script_with_its_arguments_and_variables_untouched(make_target: MakeTarget) -> None:
+def test_node_runs_the_script_with_its_arguments_and_variables(make_target: MakeTarget) -> None:
     target = make_target(
         "import os, sys; print(sys.argv[1:], os.environ['LEVEL'])", "--lr", "0.1", "--", "-x", "a b", "${app_id}", "a$$b"
     )
@@ -217,7 +217,7 @@ def two_cores() -> Iterator[tuple[int, int]]:
     os.sched_setaffinity(0, before)
 
 
-def test_each_node_has_cores_and_gpus_of_its_own_until_nothing_of_it_is_left(
+def test_each_node_keeps_its_own_cores_and_gpus_until_it_is_gone(
     two_cores: tuple[int, int], make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
@@ -257,9 +257,7 @@ time.sleep(600)
 """
 
 
-def test_a_node_that_takes_more_memory_than_it_has_is_ended_and_the_reason_told(
-    make_target: MakeTarget, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_node_above_its_memory_is_ended_with_the_reason(make_target: MakeTarget, caplog: pytest.LogCaptureFixture) -> None:
     try:
         MemoryGroups().close()
     except NoMemoryGroupsError as error:

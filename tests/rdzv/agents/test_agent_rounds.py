@@ -44,9 +44,7 @@ ONE_TO_TWO = Limits(1, 2)
     choices=st.data(),
     limits=st.tuples(st.integers(1, 3), st.integers(0, 2)).map(lambda t: Limits(t[0], t[0] + t[1])),
 )
-def test_whatever_agents_do_no_round_starts_beside_a_running_one(
-    num_steps: int, choices: st.DataObject, limits: Limits
-) -> None:
+def test_no_round_starts_beside_a_running_one(num_steps: int, choices: st.DataObject, limits: Limits) -> None:
     """Agents come, enter, leave and die in any order, and any of them convenes from the records alone. Rounds that have
     started never overlap, respect the limits and have all their members inside when they start."""
     view = _view(None)
@@ -129,7 +127,7 @@ def test_a_round_waits_for_last_call_unless_it_is_full() -> None:
     assert members_of_next_round(full, ONE_TO_TWO, last_call_is_over=False) == ["a", "b"]
 
 
-def test_running_agents_are_told_of_a_late_one() -> None:
+def test_running_agents_learn_of_a_late_one() -> None:
     round_ = AgentRound(1, ["a"], "complete")
     late = next_notice(_view(round_, _agent("a", "running", 1), _agent("b", "waiting", 1)), term=2)
     assert (late.round_number, late.num_inside, late.num_waiting, late.num_members_waiting) == (1, 1, 1, 0)
@@ -142,7 +140,7 @@ def test_survivors_keep_their_order_and_come_before_newcomers() -> None:
     assert members_of_next_round(view, Limits(1, 3), last_call_is_over=True) == ["c", "b", "a"]
 
 
-def test_an_admitted_agent_that_has_not_noticed_yet_still_belongs_to_the_round() -> None:
+def test_admitted_agent_belongs_to_the_round_before_it_notices() -> None:
     round_ = AgentRound(2, ["a", "b"], "complete")
     view = _view(round_, _agent("a", "running", 2), _agent("b", "waiting", 1))
     assert participants(view) == ["a", "b"]
@@ -160,7 +158,7 @@ def test_a_closed_run_forms_no_round() -> None:
     assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=True) == []
 
 
-def test_each_waiting_agent_says_what_it_waits_for() -> None:
+def test_each_waiting_agent_shows_the_reason() -> None:
     first, second = _agent("a", "waiting"), _agent("b", "waiting")
     first = dataclasses.replace(first, record=dataclasses.replace(first.record, min_nodes=3))
     assert waits(_view(None, first)) == {"a": "waits for 2 more nodes of at least 3"}
@@ -170,7 +168,7 @@ def test_each_waiting_agent_says_what_it_waits_for() -> None:
     assert waits(_view(AgentRound(1, [], "closed"), second)) == {"b": "the run is closed: about to end"}
 
 
-def test_a_round_is_confirmed_with_the_address_of_its_first_node_once_all_have_entered() -> None:
+def test_round_is_confirmed_once_all_have_entered() -> None:
     first = SeenAgent(AgentRecord("a", "host", 1, 1, "running", round_number=2, address="10.0.0.1", port=99), 0)
     round_ = AgentRound(2, ["a", "b"], "complete")
     notice = next_notice(_view(round_, first, _agent("b", "waiting", 1), is_confirmed=False), term=5)
@@ -179,7 +177,7 @@ def test_a_round_is_confirmed_with_the_address_of_its_first_node_once_all_have_e
     assert (notice.confirmed_round, notice.master_address, notice.master_port, notice.term) == (2, "10.0.0.1", 99, 5)
 
 
-def test_a_round_that_lost_a_member_before_it_was_confirmed_is_void_and_its_members_wait() -> None:
+def test_round_with_a_loss_before_confirmation_is_void() -> None:
     view = _view(
         AgentRound(2, ["dead", "b", "c"], "complete"), _agent("b", "running", 2), _agent("c", "waiting", 1), is_confirmed=False
     )
@@ -195,7 +193,7 @@ def test_a_confirmed_round_goes_on_without_a_member_that_died() -> None:
     assert next_notice(view, term=1).num_inside == 1
 
 
-def test_all_are_told_when_the_last_living_member_has_finished() -> None:
+def test_all_agents_learn_when_the_last_living_member_has_finished() -> None:
     round_ = AgentRound(1, ["a", "dead", "c"], "complete")
     assert next_notice(_view(round_, _agent("a", "finished", 1), _agent("c", "running", 1)), term=1).num_unfinished == 1
     assert next_notice(_view(round_, _agent("a", "finished", 1), _agent("c", "finished", 1)), term=1).num_unfinished == 0
@@ -208,7 +206,7 @@ def test_no_round_forms_in_a_live_job_or_one_that_has_ended() -> None:
     assert members_of_next_round(waiting, ONE_TO_TWO, last_call_is_over=True) == ["a"]
 
 
-def test_all_are_told_of_a_member_that_was_lost_but_not_of_one_that_signed_off() -> None:
+def test_agents_learn_of_lost_members_but_not_of_departed_ones() -> None:
     round_ = AgentRound(1, ["a", "b", "c"], "complete")
     view = _view(round_, _agent("a", "running", 1), _agent("b", "running", 1))
     assert next_notice(view, term=1).num_lost == 1
@@ -226,7 +224,7 @@ def test_no_round_is_held_open_when_only_members_of_the_last_one_wait() -> None:
     assert members_of_next_round(_view(round_, *members, newcomer), Limits(1, 4), last_call_is_over=False) == []
 
 
-def test_agents_are_told_at_once_of_what_they_act_on_and_of_mere_counts_later() -> None:
+def test_agents_learn_of_actionable_changes_at_once_and_counts_later() -> None:
     told = AgentNotice(1, confirmed_round=3, num_agents=9, num_inside=9)
     assert is_urgent(told, None)
     assert is_urgent(dataclasses.replace(told, confirmed_round=4), told)

@@ -164,7 +164,7 @@ def test_an_agent_ended_by_a_signal_is_gone_at_once(start_agent: StartAgent, cli
     assert client.get_prefix(keys.agents)[1] == []
 
 
-def test_a_worker_is_told_where_the_jobs_state_is(
+def test_worker_inherits_the_address_of_the_jobs_state(
     start_agent: StartAgent, etcd: EmbeddedEtcd, keys: Keys, tmp_path: Any
 ) -> None:
     (tmp_path / "pw").write_text("hush\n")
@@ -220,7 +220,7 @@ print("DONE", flush=True)
 """
 
 
-def test_in_a_live_job_nodes_come_and_go_and_nobody_restarts(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
+def test_nodes_of_a_live_job_come_and_go_without_restarts(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
     first = start_agent(LIVE, nnodes="1:3", nproc=2)
     _started(first, "STARTED 1/2")
     second = start_agent(LIVE, nnodes="1:3")
@@ -251,9 +251,7 @@ def test_garbage_in_a_record_of_a_running_job_does_not_end_its_agents(
     assert agent.lines("DONE")
 
 
-def test_first_round_agents_of_a_live_job_do_not_wait_for_each_other_at_exit(
-    start_agent: StartAgent, client: EtcdClient, keys: Keys
-) -> None:
+def test_first_agents_of_a_live_job_exit_without_waiting(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
     agents = [start_agent(LIVE, nnodes="2") for _ in range(2)]
     for agent in agents:
         eventually(lambda agent=agent: agent.lines("STARTED"), "both started", 60)  # type: ignore[misc]
@@ -264,7 +262,7 @@ def test_first_round_agents_of_a_live_job_do_not_wait_for_each_other_at_exit(
     assert second.wait(15) == 0, second.output
 
 
-def test_a_killed_live_worker_is_reported_and_replaced_without_touching_the_others(
+def test_killed_live_worker_is_replaced_without_touching_others(
     start_agent: StartAgent, client: EtcdClient, keys: Keys
 ) -> None:
     first = start_agent(LIVE, nnodes="1:2")
@@ -283,9 +281,7 @@ def test_a_killed_live_worker_is_reported_and_replaced_without_touching_the_othe
     assert [first.wait(15), second.wait(15)] == [0, 0]
 
 
-def test_with_the_live_hint_a_late_node_starts_beside_workers_that_are_still_importing(
-    start_agent: StartAgent, tmp_path: Any
-) -> None:
+def test_late_node_starts_beside_workers_that_still_import(start_agent: StartAgent, tmp_path: Any) -> None:
     enough = tmp_path / "enough"
     script = f"import os, time\nprint('STARTED', flush=True)\nwhile not os.path.exists({str(enough)!r}): time.sleep(0.05)"
     first = start_agent(script, nnodes="1:2", conf="live=1,last_call_timeout=60")
@@ -337,7 +333,7 @@ def test_dropped_handler_ends_its_threads(etcd: EmbeddedEtcd, run_id: str) -> No
     store.close()  # type: ignore[attr-defined]
 
 
-def test_too_few_nodes_is_a_timeout_that_says_how_many_came(make_handler: MakeHandler) -> None:
+def test_too_few_nodes_end_in_a_timeout_with_their_number(make_handler: MakeHandler) -> None:
     with pytest.raises(RendezvousTimeoutError, match="only 1 of at least 2"):
         make_handler(2, 2, join_timeout="1").next_rendezvous()
 
@@ -353,9 +349,7 @@ def test_node_waits_while_a_controller_is_there(make_handler: MakeHandler, clien
             waiting.result(10)
 
 
-def test_every_round_has_a_store_and_a_port_of_its_own_and_old_stores_are_deleted(
-    make_handler: MakeHandler, client: EtcdClient, keys: Keys
-) -> None:
+def test_every_round_has_its_own_store_and_port(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
     handler = make_handler()
     ports = set()
     for number in range(1, 5):
@@ -394,7 +388,7 @@ def test_an_agent_taken_for_dead_registers_again(make_handler: MakeHandler, clie
     eventually(is_back, "the agent is registered again", 10)
 
 
-def test_a_closed_run_admits_nobody_and_wakes_those_who_wait(make_handler: MakeHandler) -> None:
+def test_closed_run_admits_no_agent_and_wakes_waiting_ones(make_handler: MakeHandler) -> None:
     waiting, other = make_handler(2, 2), make_handler(2, 2)
     assert not other.is_closed()
     with ThreadPoolExecutor(1) as pool:
@@ -462,7 +456,7 @@ def test_agent_of_several_workers_has_a_folder_in_memory_until_it_ends(
     assert not folder.exists()
 
 
-def test_the_record_of_an_agent_says_what_it_does(
+def test_record_of_an_agent_shows_its_activity(
     make_handler: MakeHandler, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLROVER_NODE", "node-7")
@@ -527,7 +521,7 @@ def doomed(etcd: EmbeddedEtcd, run_id: str, client: EtcdClient, keys: Keys) -> I
 
 
 @pytest.mark.parametrize("when", [AT_A_ROUND, WHILE_NODES_WAIT], ids=lambda when: when[0])
-def test_a_convener_killed_before_its_round_began_is_replaced_and_the_others_form_one(
+def test_killed_convener_is_replaced_and_the_others_form_a_round(
     when: tuple[str, str], doomed: Callable[..., subprocess.Popen[bytes]], make_handler: MakeHandler
 ) -> None:
     convener = doomed(*when)
@@ -546,7 +540,7 @@ def test_a_convener_killed_before_its_round_began_is_replaced_and_the_others_for
     assert len({(store.master_addr, store.master_port) for store in stores if store}) == 1
 
 
-def test_nodes_whose_ranks_were_to_be_assigned_by_a_killed_one_start_again_without_it(
+def test_ranks_are_assigned_again_when_the_assigning_node_dies(
     doomed: Callable[..., subprocess.Popen[bytes]], start_agent: StartAgent
 ) -> None:
     convener = doomed(*AT_ITS_CONFIRMATION)
@@ -557,7 +551,7 @@ def test_nodes_whose_ranks_were_to_be_assigned_by_a_killed_one_start_again_witho
     assert all("a node was lost while ranks were assigned" in agent.output for agent in agents)
 
 
-def test_a_running_round_goes_on_when_its_convener_dies_and_a_late_node_is_still_told_of(
+def test_running_round_survives_its_convener_and_admits_a_late_node(
     make_handler: MakeHandler, client: EtcdClient, keys: Keys
 ) -> None:
     handlers = [make_handler(2, 3) for _ in range(2)]

@@ -38,7 +38,7 @@ def store(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Ite
     on_etcd.close()
 
 
-def test_what_was_set_is_got(store: Any) -> None:
+def test_value_set_is_returned(store: Any) -> None:
     for value in ("text", b"\x00\xff", b"", "x" * 100_000):
         store.set("k", value)
         assert store.get("k") == (value.encode() if isinstance(value, str) else value)
@@ -61,7 +61,7 @@ def test_get_waits_for_another_thread_to_set(store: Any) -> None:
         lambda s: s.wait(["missing"], timedelta(seconds=0.1)),
     ],
 )
-def test_waiting_in_vain_raises_what_torch_expects(store: Any, ask: Callable[[Any], object]) -> None:
+def test_wait_in_vain_raises_torchs_error(store: Any, ask: Callable[[Any], object]) -> None:
     with pytest.raises(dist.DistStoreError, match=r"timeout after .*\n?.*missing"):
         ask(store)
 
@@ -77,7 +77,7 @@ def test_no_addition_is_lost_or_made_twice_among_many(store: Any) -> None:
     assert sorted(sums) == list(range(1, 41))
 
 
-def test_compare_set_changes_only_what_was_expected(store: Any) -> None:
+def test_compare_set_changes_only_the_expected_value(store: Any) -> None:
     assert store.compare_set("k", "expected", "new") == b"expected"  # the key is missing although a value was expected
     assert not store.check(["k"])
     assert store.compare_set("k", "", "first") == b"first"
@@ -138,7 +138,7 @@ def test_any_key_holds_any_value(store: Any, key: str | bytes) -> None:
     assert not store.check([key])
 
 
-def test_keys_that_differ_only_by_how_they_could_be_escaped_are_different_keys(plain: Any) -> None:
+def test_keys_that_differ_only_by_escaping_are_different(plain: Any) -> None:
     names = [ALL_BYTES, b"\xff", "\x02ff", b"\0\x02ff", "\0", "\0\1", "\x03", b"\0\x03", "a", "a/", "a/b"]
     for index, name in enumerate(names):
         plain.set(name, str(index))
@@ -153,7 +153,7 @@ def test_nothing_asked_for_is_there_at_once(store: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [1, None, 2.5])
-def test_what_is_neither_text_nor_bytes_is_refused(store: Any, wrong: object) -> None:
+def test_value_that_is_neither_text_nor_bytes_is_refused(store: Any, wrong: object) -> None:
     with pytest.raises(TypeError):
         store.set("k", wrong)
     with pytest.raises(TypeError):
@@ -232,7 +232,7 @@ def plain(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Ite
     on_etcd.close()
 
 
-def test_a_queue_gives_back_in_order_what_was_pushed(plain: Any) -> None:
+def test_queue_returns_values_in_order(plain: Any) -> None:
     for i in range(5):
         plain.queue_push("q", str(i))
     assert plain.queue_len("q") == 5
@@ -256,7 +256,7 @@ def test_an_empty_queue_is_waited_for_or_refused_as_asked(plain: Any) -> None:
         assert waiting.result(30) == b"\xff"
 
 
-def test_what_many_pop_was_pushed_once(plain: Any) -> None:
+def test_concurrent_pops_return_each_value_once(plain: Any) -> None:
     for i in range(20):
         plain.queue_push("q", str(i))
     with ThreadPoolExecutor(4) as pool:
@@ -469,7 +469,7 @@ print(sums)
 """
 
 
-def test_subgroups_and_barriers_of_a_group_formed_over_it_are_those_of_any_store(etcd: EmbeddedEtcd, keys: Keys) -> None:
+def test_subgroups_and_barriers_work_as_over_any_store(etcd: EmbeddedEtcd, keys: Keys) -> None:
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", SUBGROUP_WORKER, etcd.endpoint, keys.store, str(global_rank)],

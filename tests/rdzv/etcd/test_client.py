@@ -79,7 +79,7 @@ def test_a_transaction_acts_only_when_all_its_conditions_hold(client: EtcdClient
     assert client.get(other) == KeyValue(other, b"new", done.revision, done.revision, 1, 0)
 
 
-def test_of_many_writers_that_compare_and_swap_exactly_one_wins_each_time(client: EtcdClient, keys: Keys) -> None:
+def test_exactly_one_of_many_compare_and_swaps_wins(client: EtcdClient, keys: Keys) -> None:
     key = keys.root + "counter"
 
     def increase(_: int) -> None:
@@ -129,7 +129,7 @@ def one_lost_answer(client: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield
 
 
-def test_a_transaction_whose_answer_got_lost_is_not_reported_as_failed(
+def test_transaction_with_a_lost_answer_is_not_reported_as_failed(
     client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = keys.root + "election"
@@ -141,7 +141,7 @@ def test_a_transaction_whose_answer_got_lost_is_not_reported_as_failed(
     assert found.version == 1
 
 
-def test_a_lost_answer_does_not_hide_that_somebody_else_was_first(
+def test_lost_answer_does_not_hide_that_another_writer_was_first(
     client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = keys.root + "election"

@@ -123,7 +123,7 @@ def test_a_client_finds_its_way_between_two_endpoints_that_never_answer(etcd: Em
                 assert client.put(keys.root + "k", b"1") > 0
 
 
-def test_forked_loader_workers_neither_disturb_the_mirror_nor_print_anything(
+def test_forked_loader_workers_leave_the_mirror_alone(
     client: EtcdClient, keys: Keys, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fork = multiprocessing.get_context("fork")
@@ -187,7 +187,7 @@ def test_forked_process_reaches_etcd_or_is_refused(etcd: EmbeddedEtcd, run_id: s
     assert reached == "CHILD REACHED", ran
 
 
-def test_client_lease_and_mirror_recover_when_etcd_is_killed_and_restarted(
+def test_client_lease_and_mirror_recover_from_a_restart_of_etcd(
     private_etcd: EmbeddedEtcd,
 ) -> None:
     prefix = "/recover/"

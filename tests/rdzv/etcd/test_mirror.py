@@ -19,7 +19,7 @@ from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 from lightning_dlrover.rdzv.job.records import Keys
 
 
-def test_a_mirror_shows_what_was_there_and_what_comes(client: EtcdClient, keys: Keys) -> None:
+def test_mirror_shows_existing_and_later_keys(client: EtcdClient, keys: Keys) -> None:
     client.put(keys.root + "a", b"1")
     client.put(keys.root + "b", b"1")
     changes = threading.Semaphore(0)
@@ -63,7 +63,7 @@ def test_a_transaction_of_several_keys_is_seen_at_once_or_not_at_all(client: Etc
     assert not torn
 
 
-def test_a_mirror_whose_watch_died_silently_reads_again(client: EtcdClient, keys: Keys) -> None:
+def test_mirror_whose_watch_died_silently_reads_again(client: EtcdClient, keys: Keys) -> None:
     with Mirror(client, keys.root, check_interval_s=0.2) as mirror:
         # Simulate a half-open connection: the stream stays, but delivers nothing any more.
         mirror._apply = lambda events: None  # type: ignore[method-assign]

@@ -24,13 +24,13 @@ def test_limits_are_counted_in_workers_not_nodes() -> None:
 
 
 @pytest.mark.parametrize("missing", ["DLROVER_ENDPOINT", "DLROVER_AGENT_ID"])
-def test_a_missing_variable_is_named_with_what_to_do(missing: str) -> None:
+def test_missing_variable_is_named_with_the_next_move(missing: str) -> None:
     environ = {name: value for name, value in JOB.items() if name != missing}
     with pytest.raises(ValueError, match=f"{missing}.*torchrun --rdzv-backend=etcd-v3"):
         WorldConfig.from_environment(environ, "1")
 
 
-def test_a_worker_learns_from_its_agent_who_it_is_to_etcd() -> None:
+def test_worker_inherits_its_etcd_credentials_from_its_agent() -> None:
     config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD_FILE": "/secret"}, "1")
     assert config is not None
     assert config.etcd.access == {"user": "me", "password_file": "/secret"}

@@ -48,7 +48,7 @@ def test_a_connection_is_shut_down_so_that_both_ends_notice() -> None:
         assert not is_open(accepted)
 
 
-def test_a_descriptor_that_belongs_to_another_socket_by_now_is_left_alone() -> None:
+def test_descriptor_reused_by_another_socket_is_left_alone() -> None:
     listener, client, accepted = connected_pair()
     with listener, client, accepted:
         shut_down(client.fileno(), inet_sockets()[client.fileno()] + 1, set(), 0)

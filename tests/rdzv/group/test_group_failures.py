@@ -29,7 +29,7 @@ from lightning_dlrover.rdzv.live.member import WorldError
         (KeyError("gloo/transport"), False),
     ],
 )
-def test_a_lost_peer_is_told_from_a_mistake_of_the_users(error: Exception, expected: bool) -> None:
+def test_lost_peer_is_distinguished_from_a_users_mistake(error: Exception, expected: bool) -> None:
     assert is_group_failure(error) is expected
 
 

@@ -32,7 +32,7 @@ WORKERS = ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("made", list(product([None, 6, 7], repeat=4)))
-def test_everyone_gets_the_most_advanced_state_from_somebody_who_has_it(
+def test_all_get_the_most_advanced_state_from_one_of_its_holders(
     made: tuple[int | None, ...],
 ) -> None:
     updates = dict(zip(WORKERS, made, strict=True))
@@ -124,7 +124,7 @@ def model(width: int = 4, **more: nn.Module) -> nn.Module:
     return nn.ModuleDict({"first": nn.Linear(3, width), "norm": nn.BatchNorm1d(width), **more})
 
 
-def test_models_of_the_same_script_have_one_fingerprint_whatever_their_values() -> None:
+def test_models_of_one_script_share_a_fingerprint() -> None:
     torch.manual_seed(1)
     one = model()
     torch.manual_seed(2)

@@ -144,7 +144,7 @@ def assert_equal(got: object, sent: object) -> None:
 
 
 @pytest.mark.long
-def test_whatever_a_training_state_holds_arrives_as_it_was_sent(tmp_path: Path) -> None:
+def test_training_state_arrives_as_it_was_sent(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
@@ -167,7 +167,7 @@ def test_whatever_a_training_state_holds_arrives_as_it_was_sent(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("sent", [Evil(), [Same(torch.ones(1))], eval, Path.home])
-def test_what_is_not_data_is_refused_by_its_name_with_what_to_do(sent: object) -> None:
+def test_object_that_is_no_data_is_refused_with_the_next_move(sent: object) -> None:
     with pytest.raises(TransferError, match=r"holds \S+, which is not taken from others; (if it is harmless|keep it)"):
         _unpacked(_packed(sent)[0], ())
 
@@ -184,6 +184,6 @@ def test_a_view_of_a_large_tensor_does_not_take_all_of_it_along() -> None:
     assert large == []
 
 
-def test_a_state_dict_keeps_what_it_knows_about_versions() -> None:
+def test_state_dict_keeps_its_versions() -> None:
     state = torch.nn.BatchNorm1d(3).state_dict()
     assert _unpacked(_packed(state)[0], ())._metadata == state._metadata  # type: ignore[attr-defined]

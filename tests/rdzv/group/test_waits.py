@@ -40,7 +40,7 @@ def outcome(folder: Path, *arguments: str) -> dict[str, Any]:
         ("gather", ""),
     ],
 )
-def test_a_wait_for_what_never_comes_ends_soon_after_the_group_was_cut_off(scenario: str, becomes: str, tmp_path: Path) -> None:
+def test_endless_wait_ends_soon_after_the_group_was_severed(scenario: str, becomes: str, tmp_path: Path) -> None:
     found = outcome(tmp_path, scenario, *becomes.split())
     assert ("forward" in found) == (scenario == "backward")
     assert found["error"] == "RoundEndedError"
@@ -49,5 +49,5 @@ def test_a_wait_for_what_never_comes_ends_soon_after_the_group_was_cut_off(scena
     assert found.get("gloo", "Operation timed out!") == "Operation timed out!"
 
 
-def test_guarded_gradients_are_the_same_bits_as_those_that_ddp_reduces_by_itself(tmp_path: Path) -> None:
+def test_guarded_gradients_equal_ddps_own_bit_by_bit(tmp_path: Path) -> None:
     assert outcome(tmp_path, "gradients") == {"equal": True, "num": 4 * (40 * 40 + 40 + 4 * 40 + 1)}

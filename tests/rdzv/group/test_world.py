@@ -253,7 +253,7 @@ def run_members(arguments: list[list[str]], etcd: EmbeddedEtcd, client: EtcdClie
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.001, 0.003])
-def test_a_member_that_dies_while_the_others_connect_to_it_costs_no_timeout(
+def test_death_while_others_connect_costs_no_timeout(
     after_s: float, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path
 ) -> None:
     """Gloo would wait for it five times the timeout of a collective."""
@@ -262,7 +262,7 @@ def test_a_member_that_dies_while_the_others_connect_to_it_costs_no_timeout(
     assert all("DONE" in output for output in outputs[:2])
 
 
-def test_a_member_that_fails_to_form_a_round_does_not_hold_up_those_who_have_formed_it(
+def test_failure_of_one_member_does_not_delay_the_formed_round(
     etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path
 ) -> None:
     outputs = run_members([[], [], ["fail"]], etcd, client, keys, tmp_path)

@@ -68,7 +68,7 @@ ALL_RECORDS: list[Any] = [
 
 @pytest.mark.parametrize("setting", ["loader_workers", "intra_op_threads", "prefetch_factor"])
 @pytest.mark.parametrize("value", [-1, 1025, 1 << 40, 1.5, True, "2"])
-def test_a_plan_that_asks_for_what_no_worker_can_do_is_refused_by_the_settings_name(setting: str, value: Any) -> None:
+def test_impossible_plan_is_refused_by_the_settings_name(setting: str, value: Any) -> None:
     document = json.loads(encode(records.PlanRecord(2, "user", "", True))) | {setting: value}
     with pytest.raises(RecordError, match=f"^key 'the/key'.*{setting}"):
         decode(records.PlanRecord, json.dumps(document).encode(), "the/key")
@@ -193,7 +193,7 @@ prefixes = st.sampled_from(["/dlrover", "/dlrover/", "/dlrover/x", "/x", "/a/b",
 
 @settings(deadline=None)
 @given(run_ids, run_ids, prefixes)
-def test_no_two_jobs_under_one_prefix_share_a_key_however_alike_their_names_are(one: str, other: str, prefix: str) -> None:
+def test_jobs_under_one_prefix_never_share_a_key(one: str, other: str, prefix: str) -> None:
     a, b = Keys(one, prefix), Keys(other, prefix)
     assert (a.root == b.root) == (one == other)
     for mine in (a, b):

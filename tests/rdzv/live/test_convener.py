@@ -102,7 +102,7 @@ def job_of(*workers: str) -> tuple[Records, Convener]:
     return records, convener
 
 
-def test_the_election_key_goes_with_its_holders_lease_and_only_one_gets_it() -> None:
+def test_election_key_has_one_holder_and_ends_with_its_lease() -> None:
     records = Records()
     records.worker("a")
     first, second = (Convener(KEYS, name, lease, PATIENCE) for name, lease in (("a", 7), ("b", 8)))
@@ -111,7 +111,7 @@ def test_the_election_key_goes_with_its_holders_lease_and_only_one_gets_it() -> 
     assert records.entries[KEYS.convener].lease_id == 7
 
 
-def test_nobody_convenes_on_records_that_do_not_show_its_election() -> None:
+def test_convener_needs_records_that_show_its_election() -> None:
     records = Records()
     records.worker("a")
     convener = Convener(KEYS, "a", 7, PATIENCE)
@@ -125,7 +125,7 @@ def test_nobody_convenes_on_records_that_do_not_show_its_election() -> None:
     assert write.purpose == "round"
 
 
-def test_a_round_is_not_written_by_who_lost_its_office_nor_over_another_round() -> None:
+def test_former_convener_writes_no_round() -> None:
     records, convener = job_of("a", "b")
     records.worker("c")
     late = next_write(convener, records)
@@ -141,7 +141,7 @@ def test_a_round_is_not_written_by_who_lost_its_office_nor_over_another_round() 
     assert not records.run(replace(late, compare=late.compare[1:]))
 
 
-def test_a_round_whose_answer_was_lost_is_not_written_twice() -> None:
+def test_round_with_a_lost_answer_is_not_written_twice() -> None:
     records, convener = job_of("a", "b")
     records.worker("c")
     old, view = dict(records.entries), records.view
@@ -151,7 +151,7 @@ def test_a_round_whose_answer_was_lost_is_not_written_twice() -> None:
     assert records.round.number == 2
 
 
-def test_an_office_whose_holder_has_no_record_is_taken_away_by_anybody() -> None:
+def test_office_of_a_holder_without_record_is_revoked() -> None:
     records, _ = job_of("a", "b")
     records.apply((), (Delete(KEYS.workers + "a"),))
     other = Convener(KEYS, "b", 8, PATIENCE)
@@ -163,7 +163,7 @@ def test_an_office_whose_holder_has_no_record_is_taken_away_by_anybody() -> None
     assert KEYS.convener not in records.entries
 
 
-def test_who_dies_in_any_step_of_a_burial_leaves_a_job_that_goes_on() -> None:
+def test_death_in_any_step_of_a_burial_does_not_stop_the_job() -> None:
     for num_writes in range(3):
         records, _ = job_of("a", "b")
         records.put(KEYS.drains + "a", encode(DrainRecord("a", "because")))
@@ -186,7 +186,7 @@ def test_a_burial_ends_only_the_life_that_was_seen() -> None:
     assert burial(records.entries, KEYS, "nobody") == []
 
 
-def test_patience_is_counted_anew_for_each_situation_and_after_an_interruption() -> None:
+def test_patience_restarts_for_each_situation() -> None:
     records, convener = job_of("a", "b", "c")
     records.worker("a", "reforming", 1)
     assert next_write(convener, records, 1000.0) is None

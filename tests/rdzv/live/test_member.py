@@ -53,9 +53,7 @@ class Means:
 
 
 @pytest.mark.parametrize("phase, error", [("finished", LeftOutError), ("failed", WorldError)])
-def test_a_round_that_breaks_in_the_last_step_of_a_finished_job_leaves_nothing_to_do(
-    phase: str, error: type[Exception]
-) -> None:
+def test_round_broken_in_the_last_step_leaves_nothing_to_do(phase: str, error: type[Exception]) -> None:
     member = Member(Means(view_of(phase, "a")))  # type: ignore[arg-type]
     member.formation = Formation(ROUND, {}, 0)
     with pytest.raises(error, match=phase) as raised:
@@ -73,7 +71,7 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
     assert run_blocking(member._next_after(ROUND)) == following
 
 
-def test_drained_worker_leaves_a_broken_round_to_those_who_stay() -> None:
+def test_drained_worker_leaves_a_broken_round_to_the_others() -> None:
     members = RoundRecord(5, ["a", "b", "c"], "test", "grow", planned=True)
     view = view_of("training", "a", "c")
     assert view.job is not None

@@ -183,7 +183,7 @@ def test_a_convener_that_lost_its_key_cannot_write_a_round(start: Callable[..., 
     assert client.get(keys.round) == before
 
 
-def test_an_election_key_of_nobody_is_taken_away(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_election_key_without_a_holder_is_removed(start: Callable[..., Worker], client: EtcdClient) -> None:
     (first,) = job_of(start, 1)
     client.put(first.membership.keys.convener, b"\xff nobody")
     late = start()
@@ -241,9 +241,7 @@ def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Cal
     assert first.client.get(first.membership.keys.workers + second.worker_id) is None
 
 
-def test_a_worker_that_came_back_under_its_name_is_not_buried_for_its_former_life(
-    start: Callable[..., Worker], client: EtcdClient
-) -> None:
+def test_returned_worker_is_not_buried_for_its_former_life(start: Callable[..., Worker], client: EtcdClient) -> None:
     first, second = job_of(start, 2)
     key = first.membership.keys.workers + second.worker_id
     seen = first.membership._mirror.snapshot()
@@ -271,7 +269,7 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
     assert new
 
 
-def test_a_worker_that_must_leave_at_once_is_not_made_to_wait_until_it_is_replaced(start: Callable[..., Worker]) -> None:
+def test_worker_that_must_leave_at_once_does_not_wait(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
     second.membership.drain("its host is taken away")
     assert not first.membership.replace(second.worker_id, "slow")
@@ -287,7 +285,7 @@ def test_a_worker_that_was_to_be_replaced_leaves_at_once_when_it_must(start: Cal
     assert first.membership.view.replacements == frozenset()
 
 
-def test_a_worker_that_ended_before_it_was_replaced_keeps_no_other_from_being_replaced(start: Callable[..., Worker]) -> None:
+def test_ended_worker_does_not_block_other_replacements(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
     assert first.membership.replace(second.worker_id, "slow")
     first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
@@ -297,7 +295,7 @@ def test_a_worker_that_ended_before_it_was_replaced_keeps_no_other_from_being_re
     assert first.membership.view.replacements == frozenset()
 
 
-def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_on_without_it(
+def test_worker_with_an_expired_lease_registers_again_if_still_awaited(
     start: Callable[..., Worker],
 ) -> None:
     first, second = job_of(start, 2)
@@ -314,7 +312,7 @@ def test_a_worker_whose_lease_has_ended_registers_again_as_long_as_nobody_went_o
     assert first.membership.view.round == before
 
 
-def test_a_late_repetition_of_a_workers_write_does_not_bring_its_old_state_back(
+def test_late_repetition_of_a_write_restores_no_old_state(
     start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer repeats its request after a timeout, and the first one may still be on its way to etcd."""
@@ -340,7 +338,7 @@ def test_a_late_repetition_of_a_workers_write_does_not_bring_its_old_state_back(
     assert decode(WorkerRecord, entry.value, key).state == "ready"
 
 
-def test_a_worker_whose_write_was_carried_out_without_an_answer_writes_on(
+def test_worker_continues_after_a_write_without_an_answer(
     start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = start()
@@ -404,7 +402,7 @@ def test_a_worker_of_another_release_is_refused(start: Callable[..., Worker]) ->
 
 
 @pytest.mark.parametrize("place", ["job", "round"])
-def test_a_job_whose_records_cannot_be_read_is_not_joined(
+def test_job_with_unreadable_records_is_not_joined(
     place: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
 ) -> None:
     job_of(start, 1)
@@ -484,9 +482,7 @@ def test_workers_of_several_hosts_do_not_meet_over_loopback(
     assert client.get(f"{keys.workers}far") is not None
 
 
-def test_a_refusal_from_another_host_is_no_proof_of_death_before_it_was_reached(
-    start: Callable[..., Worker], client: EtcdClient
-) -> None:
+def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[..., Worker], client: EtcdClient) -> None:
     worker = start()
     worker.membership.register()
     key = worker.membership.keys.workers + "far"

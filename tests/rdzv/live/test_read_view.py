@@ -16,7 +16,7 @@ from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
 
 
-def test_garbage_leaves_the_last_readable_version_in_force_and_is_reported_once(client: EtcdClient, keys: Keys) -> None:
+def test_garbage_keeps_the_last_readable_version_in_force(client: EtcdClient, keys: Keys) -> None:
     good = encode(RoundRecord(4, ["a"], "because", "grow", planned=True))
     client.put(keys.round, good)
     client.put(keys.drains + "a", encode(DrainRecord("a", "because")))

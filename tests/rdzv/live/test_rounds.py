@@ -43,7 +43,7 @@ def view(members: str = "", others: str = "", gone: str = "", **changes: object)
     return replace(View(job=JOB, round=round_, workers=workers), **changes)  # type: ignore[arg-type]
 
 
-def test_nobody_joins_while_one_who_was_left_out_still_hands_over_to_the_round() -> None:
+def test_joiners_wait_until_a_left_out_member_has_handed_over() -> None:
     seen = view("01", "2")
     assert next_round(seen, 0.0) is not None
     leaver = {"w3": worker("w3", "active", 0)}
@@ -92,7 +92,7 @@ def views(draw: st.DrawFn) -> View:
 
 @settings(max_examples=500, deadline=None)
 @given(views(), st.sampled_from([0.0, 1e9]))
-def test_whatever_the_view_a_new_round_has_living_distinct_members_and_the_next_number(seen: View, waited_s: float) -> None:
+def test_new_round_has_living_members_and_the_next_number(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
     assert proposal == next_round(seen, waited_s)
     if proposal is None:
@@ -125,7 +125,7 @@ def test_starting_workers_below_min_lack_others() -> None:
 
 @settings(max_examples=500, deadline=None)
 @given(views(), st.sampled_from([0.0, 1e9]))
-def test_whatever_the_view_rank_0_of_a_new_round_held_the_state_if_anyone_did(seen: View, waited_s: float) -> None:
+def test_rank_0_of_a_new_round_held_the_state_if_any_member_did(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
     if proposal is None or not proposal.members or not seen.holders:
         return
@@ -137,7 +137,7 @@ def test_whatever_the_view_rank_0_of_a_new_round_held_the_state_if_anyone_did(se
 
 @settings(max_examples=500, deadline=None)
 @given(views(), st.sampled_from([0.0, 1e9]))
-def test_whatever_the_view_joiners_never_take_a_round_above_the_cap(seen: View, waited_s: float) -> None:
+def test_joiners_never_take_a_round_above_the_maximum(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
     if proposal is None or seen.round is None or not proposal.planned:
         return
@@ -184,7 +184,7 @@ def test_a_ready_worker_waits_while_the_plan_has_no_room() -> None:
     assert next_round(view("01", others="2", plan=PlanRecord(2, "user", "", binding=True)), 0.0) is None
 
 
-def test_a_recommendation_keeps_nobody_out() -> None:
+def test_recommendation_excludes_no_worker() -> None:
     proposal = next_round(view("01", others="2", plan=PlanRecord(2, "planner", "", binding=False)), 0.0)
     assert proposal is not None
     assert len(proposal.members) == 3
@@ -252,7 +252,7 @@ def test_a_smaller_plan_lets_go_of_those_that_were_to_be_replaced() -> None:
         ("2", "", "", 3, "w2 joined (user: why)"),
     ],
 )
-def test_plan_is_no_reason_for_who_was_asked_to_leave(
+def test_plan_is_not_the_reason_of_a_drained_worker(
     others: str, drains: str, replacements: str, wanted: int, reason: str
 ) -> None:
     plan = PlanRecord(wanted, "user", "why", binding=True)
@@ -320,7 +320,7 @@ def test_joiners_that_lost_all_holders_still_wait_for_min() -> None:
         assert next_round(replace(few, workers=joiner, drains=drains), 1e9) is None
 
 
-def test_a_round_that_failed_is_formed_again_once_everyone_says_so() -> None:
+def test_failed_round_is_formed_again_once_all_report_it() -> None:
     seen = view("01")
     one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
     assert next_round(one, 0.0) is None
@@ -350,7 +350,7 @@ def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
     ],
     ids=["one was killed", "all were killed", "the plan asks for fewer", "asked to leave", "no answer"],
 )
-def test_only_members_that_nobody_asked_to_leave_count_as_lost(seen: View, lost: list[str]) -> None:
+def test_drained_members_do_not_count_as_lost(seen: View, lost: list[str]) -> None:
     proposal = next_round(seen, 1e9)
     assert proposal is not None
     assert losses(seen, proposal) == lost
@@ -391,7 +391,7 @@ def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: A
     ],
     ids=["nobody reaches one", "one reaches nobody", "rank 0 reaches nobody", "two halves", "one of the middle", "one pair"],
 )
-def test_members_that_do_not_reach_each_other_are_parted_after_two_attempts(reports: dict[str, str], together: str) -> None:
+def test_members_out_of_reach_are_parted_after_two_attempts(reports: dict[str, str], together: str) -> None:
     for attempts in (0, 1):
         again = next_round(apart("0123", reports, attempts), 0.0)
         assert again is not None
@@ -402,7 +402,7 @@ def test_members_that_do_not_reach_each_other_are_parted_after_two_attempts(repo
     assert set(losses(apart("0123", reports), parted)) == {"w0", "w1", "w2", "w3"} - set(parted.members)
 
 
-def test_members_that_do_not_reach_each_other_try_on_when_neither_side_would_be_enough() -> None:
+def test_members_out_of_reach_keep_trying_if_neither_side_suffices() -> None:
     proposal = next_round(apart("0123", {"0": "23", "1": "23"}, job=replace(JOB, min_workers=3)), 0.0)
     assert proposal is not None
     assert (len(proposal.members), proposal.kind) == (4, "retry")
@@ -414,7 +414,7 @@ def test_an_attempt_that_failed_for_another_reason_ends_the_count() -> None:
     assert (proposal.kind, proposal.apart_attempts) == ("retry", 0)
 
 
-def test_a_joiner_that_does_not_reach_a_member_is_not_taken_in_until_it_does() -> None:
+def test_joiner_waits_until_it_reaches_every_member() -> None:
     seen = view("01", others="2")
     cut_off = replace(seen, workers={**seen.workers, "w2": replace(seen.workers["w2"], unreachable=["w1"])})
     assert next_round(cut_off, 0.0) is None
@@ -448,7 +448,7 @@ def test_a_finished_job_has_no_further_rounds() -> None:
 
 @settings(max_examples=500, deadline=None)
 @given(views())
-def test_whatever_the_view_who_is_said_to_be_about_to_go_on_does_so_and_who_is_awaited_is_named(seen: View) -> None:
+def test_every_awaited_worker_is_named(seen: View) -> None:
     told = waits(seen)
     assert told.keys() == seen.workers.keys()
     if any(text.endswith(("about to start", "about to be taken in", "about to form the next one")) for text in told.values()):
@@ -495,13 +495,13 @@ def test_whatever_the_view_who_is_said_to_be_about_to_go_on_does_so_and_who_is_a
         (view("0", workers={"w0": worker("w0"), "w1": worker("w1", "standby", 0)}), {"w1": "builds its model and data"}),
     ],
 )
-def test_each_worker_says_what_it_waits_for_and_from_whom(seen: View, expected: dict[str, str]) -> None:
+def test_each_worker_names_the_workers_it_waits_for(seen: View, expected: dict[str, str]) -> None:
     assert {w: text for w, text in waits(seen).items() if w in expected} == expected
 
 
 @settings(max_examples=500, deadline=None)
 @given(views(), st.sampled_from([0.0, 1e9]))
-def test_whatever_the_view_every_change_of_the_members_has_one_cause(seen: View, waited_s: float) -> None:
+def test_every_change_of_the_members_has_one_cause(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
     if proposal is None or seen.stepped_back:  # members asked again: neither lost nor gone
         return
@@ -513,7 +513,7 @@ def test_whatever_the_view_every_change_of_the_members_has_one_cause(seen: View,
     assert set(found["joined"]) == set(proposal.members) - before
 
 
-def test_a_round_says_who_was_lost_and_who_was_asked_to_leave() -> None:
+def test_round_names_lost_and_drained_members() -> None:
     lost = next_round(view("012", gone="1"), 0.0)
     assert lost is not None
     assert cause(view("012", gone="1"), lost)["lost"] == ["w1"]

@@ -17,7 +17,7 @@ GPUS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_nodes_of_any_sizes_share_cores_only_when_all_are_taken_and_devices_never(seed: int) -> None:
+def test_nodes_share_cores_only_when_all_are_taken_and_devices_never(seed: int) -> None:
     chance = random.Random(seed)
     cores = chance.sample(range(64), chance.randint(1, 12))
     allocation = Allocation(cores, GPUS)
@@ -66,7 +66,7 @@ def test_cores_and_devices_are_given_in_order_and_come_back() -> None:
     assert allocation.shared_cores("node2") == ()
 
 
-def test_who_has_the_devices_is_told() -> None:
+def test_owner_of_the_devices_is_named() -> None:
     allocation = Allocation([0], GPUS[:2])
     allocation.take("node1", num_devices=2)
     with pytest.raises(NothingFreeError, match="node2 needs 1 GPUs, and 0 of 2 are free; node1 has the others"):
@@ -74,7 +74,7 @@ def test_who_has_the_devices_is_told() -> None:
     assert allocation.take("node2", 1) == Share((0,))  # a refusal takes no cores
 
 
-def test_who_shares_a_core_moves_to_one_that_becomes_free_and_nobody_else_does() -> None:
+def test_only_a_node_that_shares_a_core_moves_to_a_freed_one() -> None:
     allocation = Allocation([0, 1])
     for node in ("node1", "node2", "node3"):
         allocation.take(node, 1)

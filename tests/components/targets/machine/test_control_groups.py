@@ -44,7 +44,7 @@ print("has it", flush=True)
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_kernel_ends_who_takes_more_than_the_limit_and_says_so(groups: MemoryGroups) -> None:
+def test_kernel_ends_a_process_above_the_limit_and_reports_it(groups: MemoryGroups) -> None:
     small, large = groups.create("node1", 64 * MIB), groups.create("node2", 512 * MIB)
     assert allocate(large, 200).stdout == "has it\n"
     assert groups.num_killed("node2") == 0
@@ -68,7 +68,7 @@ def test_a_group_stays_until_its_last_process_has_ended(groups: MemoryGroups) ->
     assert groups.remove("node1")
 
 
-def test_groups_of_a_process_that_was_killed_are_removed_by_the_next_and_nobody_elses(groups: MemoryGroups) -> None:
+def test_only_groups_of_killed_processes_are_removed(groups: MemoryGroups) -> None:
     kept = groups.create("node1", 64 * MIB)
     source = """
 import os
@@ -111,7 +111,7 @@ def test_with_version_2_the_kernels_count_of_ended_processes_is_read(tmp_path: P
     assert groups.num_killed("node1") == 2
 
 
-def test_who_has_moved_out_of_its_group_makes_others_beside_and_not_below(tmp_path: Path) -> None:
+def test_process_that_left_its_group_creates_siblings_not_children(tmp_path: Path) -> None:
     place = machine(tmp_path, f"/scope/dlrover-{os.getpid()}-controller", "/scope")
     assert MemoryGroups(*place).create("node1", 64 * MIB).parent == place[1] / "scope"
 
@@ -120,7 +120,7 @@ def test_who_has_moved_out_of_its_group_makes_others_beside_and_not_below(tmp_pa
     ("controllers", "message"),
     [("cpu", "scope has no memory controller; it takes root, or `systemd-run --user --scope"), (None, "is mounted at")],
 )
-def test_where_memory_cannot_be_limited_it_is_said_why(controllers: str | None, message: str, tmp_path: Path) -> None:
+def test_reason_is_given_where_memory_cannot_be_limited(controllers: str | None, message: str, tmp_path: Path) -> None:
     place = machine(tmp_path, "/scope", controllers=controllers or "")
     if controllers is None:
         (place[0] / "self/cgroup").unlink()
@@ -129,7 +129,7 @@ def test_where_memory_cannot_be_limited_it_is_said_why(controllers: str | None, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
-def test_who_may_not_write_its_group_is_told_what_would_help(groups: MemoryGroups) -> None:
+def test_missing_right_to_write_a_group_is_explained_with_a_remedy(groups: MemoryGroups) -> None:
     source = """
 from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups
 import os
@@ -167,9 +167,7 @@ def scope() -> Iterator[tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("with_a_stranger", [False, True])
-def test_who_divides_a_group_of_version_2_moves_out_with_its_children_if_nobody_else_is_there(
-    scope: tuple[Path, str], with_a_stranger: bool
-) -> None:
+def test_divider_of_a_v2_group_moves_out_if_it_is_alone_in_it(scope: tuple[Path, str], with_a_stranger: bool) -> None:
     folder, controller = scope
     source = f"""
 import pathlib, subprocess, sys

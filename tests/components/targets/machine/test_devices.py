@@ -28,7 +28,7 @@ GPU 1: NVIDIA H200 (UUID: GPU-77777777-0000-0000-0000-000000000000)
         ("none", []),
     ],
 )
-def test_devices_are_those_that_cuda_is_told_to_see(value: str, names: list[str]) -> None:
+def test_devices_are_those_visible_to_cuda(value: str, names: list[str]) -> None:
     assert visible_devices({"CUDA_VISIBLE_DEVICES": value}) == names
 
 
@@ -38,9 +38,7 @@ def put_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
-def test_without_that_they_are_what_the_driver_lists_and_instances_in_place_of_a_divided_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_divided_devices_are_listed_as_their_instances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_nvidia_smi(tmp_path, monkeypatch, f"cat <<'END'\n{TWO_OF_WHICH_ONE_IS_DIVIDED}END")
     assert [name[:8] for name in visible_devices({})] == ["MIG-aaaa", "MIG-bbbb", "GPU-7777"]
 

@@ -29,7 +29,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_node_of_no_size_is_kept_to_nothing_and_computes_with_one_thread(
+def test_node_without_a_size_has_no_limits_and_one_thread(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -39,7 +39,7 @@ def test_a_node_of_no_size_is_kept_to_nothing_and_computes_with_one_thread(
     assert warnings_in(caplog) == []
 
 
-def test_the_number_of_threads_is_that_of_cores_unless_the_user_says_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_threads_is_that_of_cores_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     size = NodeSize(len(CORES))
     assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), {"OMP_NUM_THREADS": str(len(CORES))})
@@ -79,7 +79,7 @@ def test_a_node_that_is_refused_has_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.take("node2", NodeSize(1))[1]["CUDA_VISIBLE_DEVICES"] == "GPU-a"
 
 
-def test_what_this_machine_does_not_have_is_said_once(
+def test_missing_resource_of_this_machine_is_reported_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shares, "MemoryGroups", functools.partial(MemoryGroups, tmp_path / "proc", tmp_path / "cgroup"))
