@@ -51,9 +51,8 @@ from lightning_dlrover.observe.step_times import StepTimes
 from lightning_dlrover.packages import TrainerFn
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.leaving import end_with_agent
-from lightning_dlrover.rdzv.live.member import Formation
 from lightning_dlrover.tables.checkpoint import load_tables
-from lightning_dlrover.tables.elastic import ElasticTables, Restored
+from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.optimizers import TableOptimizerError
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 from lightning_dlrover.tables.torchrec_parts import has_tables
@@ -291,26 +290,6 @@ class DLRoverStrategy(EitherStrategy):
     def sharded_names(self) -> set[str]:
         """Names of the parameters that differ between workers."""
         return self.tables.sharded_names() if self.tables is not None else set()
-
-    def start_tables(self, formation: Formation) -> None:
-        """Build new tables with all members of a round in which no worker has any."""
-        assert self.tables is not None
-        self.tables.start(formation, self.optimizers)
-        self.model = self.tables.model
-
-    def reshard_tables(self, formation: Formation, standing: Sequence[str]) -> None:
-        """Bring the tables over from the former round's workers, which are all present."""
-        assert self.tables is not None
-        self.tables.reshard(formation, standing, self.optimizers)
-        self.model = self.tables.model
-
-    def roll_tables_back(self, formation: Formation, batch: int) -> Restored | None:
-        """Take the tables from the newest complete snapshot at or after a batch; None if there is none."""
-        assert self.tables is not None
-        restored = self.tables.roll_back(formation, batch, self.optimizers)
-        if restored is not None:
-            self.model = self.tables.model
-        return restored
 
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ class TrainerState:
     python_random: object
     numpy_random: object
     loggers: list[dict[str, Any]]
-    counters: dict[str, int] = field(default_factory=dict)  # of updates, validations and requests: `job_state.py`
+    counters: dict[str, int] = field(default_factory=dict)  # updates, validations and requests: `job_state.py`
 
 
 STATE_CLASSES: tuple[type, ...] = (LoaderState, LoggedValue, RunningState)

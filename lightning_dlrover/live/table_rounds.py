@@ -31,6 +31,7 @@ from lightning_dlrover.tables.snapshot import SnapshotError
 if TYPE_CHECKING:
     import lightning as L
 
+    from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer
     from lightning_dlrover.strategy import DLRoverStrategy
     from lightning_dlrover.tables.elastic import ElasticTables
 
@@ -73,6 +74,11 @@ class TableRounds:
         return self._strategy.elastic_tables
 
     @property
+    def _tables(self) -> TablesOfTrainer:
+        assert self._strategy.tables is not None
+        return self._strategy.tables
+
+    @property
     def whole_in(self) -> int:
         """Last round with all tables in its members' memory; 0: no tables, or incomplete ones."""
         return self.elastic.whole_in if self.elastic is not None else 0
@@ -98,10 +104,11 @@ class TableRounds:
         # After a loss no worker can hand over the lost workers' shards.
         if formation.round.planned and len(places) == 1 and all(p.at_boundary and p.tables for p in standing.values()):
             try:
-                self._strategy.reshard_tables(formation, stand)
+                self._tables.reshard(formation, stand, self._strategy.optimizers)
             except BaseException:
                 self.elastic.broken()
                 raise
+            self._strategy.model = self._tables.model
             self._state.give(formation, joining)
             return
         is_back = self._roll_back(formation, 0 if standing else self._loaders.batch_number)
@@ -112,7 +119,8 @@ class TableRounds:
                 "from the newest checkpoint if there is one"
             )
         if not is_back:
-            self._strategy.start_tables(formation)
+            self._tables.start(formation, self._strategy.optimizers)
+            self._strategy.model = self._tables.model
         if not standing:
             # A joiner's loops have the position of the user's checkpoint, though nothing else of it was loaded.
             self._checkpoints.resume_with_tables(self._trainer.global_step if is_back else 0)
@@ -125,9 +133,10 @@ class TableRounds:
 
     def _roll_back(self, formation: Formation, batch: int) -> bool:
         """Go back to the newest complete snapshot. Return False if there is none at or after that batch."""
-        restored = self._strategy.roll_tables_back(formation, batch)
+        restored = self._tables.roll_back(formation, batch, self._strategy.optimizers)
         if restored is None:
             return False
+        self._strategy.model = self._tables.model
         trainer, state = self._trainer, self._state
         undone = max(0, self._position.batch - restored.batch)
         snapshot = transfer.loads(restored.state, STATE_CLASSES, state.names)

@@ -17,7 +17,7 @@ __all__ = ["FakeTarget"]
 class FakeTarget:
     """Nodes that start at once and end on request. All dictionaries are by node; nodes that have ended stay listed."""
 
-    folder: Path  # for the nodes' output
+    folder: Path  # holds the nodes' output
     name: str = "fake"
     outlives_controller: bool = False
     nodes: dict[str, AppStatus] = field(default_factory=dict)

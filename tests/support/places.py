@@ -57,7 +57,7 @@ class FailingPlace(Place, Protocol):
 
     list_failures: ClassVar[Sequence[str]]
     cancel_failures: ClassVar[Sequence[str]]
-    foreign_handles: ClassVar[Sequence[str]]  # of no node1 of this job
+    foreign_handles: ClassVar[Sequence[str]]  # none is of this job's node1
 
     def break_lists(self, failure: str) -> None: ...
 

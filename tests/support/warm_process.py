@@ -63,7 +63,7 @@ def run_torchrun() -> None:
     sys.argv.insert(0, "torchrun")
     from torch.distributed.run import main
 
-    main()  # of sys.argv
+    main()  # reads sys.argv
 
 
 def run_script() -> None:

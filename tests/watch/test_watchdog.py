@@ -134,7 +134,7 @@ def test_larger_node_is_requested_after_a_new_worker_did_not_help() -> None:
     worker.train(470.0)
     assert membership.acts[-1] == "replace"
     membership.view = replace(membership.view, replacements=frozenset())
-    successor = Growing(membership, round_number=2)  # which is as large
+    successor = Growing(membership, round_number=2)  # equally large
     successor.now, successor.mib = worker.now, worker.mib
     successor.train(20.0)
     assert membership.acts[-1] == "enlarge"

@@ -34,7 +34,7 @@ class Polling(Generic[T]):
         self._poll_s = poll_s
         self._clock = clock
         self._trouble: TargetError | None = None
-        self._num_failures = 0  # in a row
+        self._num_failures = 0  # consecutive ones
         self._next_at = -float("inf")
         self._started_at: dict[str, float] = {}
         self.newest = newest
