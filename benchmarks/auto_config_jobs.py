@@ -1,6 +1,6 @@
 """Jobs for `auto_config.py` and `busy_trials.py`. Their workers record every step.
 
-dense      a perceptron whose products fill a core; its data are in memory
+dense      a perceptron with products that fill a core; its data are in memory
 deep       a deep and narrow perceptron: its threads meet at many barriers in each step
 embedding  sharded embedding tables with many lookups per sample, and small products
 input      a small model with samples that are fetched (a wait) and decoded (a core)

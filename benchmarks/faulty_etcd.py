@@ -1,4 +1,4 @@
-"""An etcd that fails on command: behind a proxy that severs its clients, or as a cluster whose leader is killed.
+"""An etcd that fails on command: behind a proxy that severs its clients, or as a cluster with a leader that is killed.
 
 Used by `etcd_faults.py` and by tests/e2e/test_faults.py.
 """

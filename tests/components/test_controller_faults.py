@@ -261,7 +261,7 @@ def add_drain_replace_and_lose(job: Job) -> None:
 
 
 def cancel_what_is_not_wanted(job: Job) -> None:
-    """A job whose nodes do not end by themselves, after which no node is left."""
+    """A job with nodes that do not end by themselves. Afterwards no node may be left."""
     job.patience = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4, come_s=1.0)
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))

@@ -1,4 +1,4 @@
-"""Scripts whose workers meet in different collectives, each in another way, for `test_mismatches.py`."""
+"""Scripts with workers that meet in different collectives, each in another way, for `test_mismatches.py`."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class Communicating(ToyModel):
 
 
 def train_correctly(recorder: Recorder, way: Way) -> None:
-    """The script of workers whose watchers look often, so that what they see of each other is often old."""
+    """Workers with watchers that look often, and so often see old counts of each other."""
     meeting.TICK_S, meeting.QUIET_S = 0.002, 0.005
     L.seed_everything(SEED, verbose=False)
     strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
@@ -309,7 +309,7 @@ STOP_STEP = 7
 
 
 def train_to_stop(recorder: Recorder, way: Way) -> None:
-    """The script of those who stop early."""
+    """Workers that stop early."""
     L.seed_everything(SEED, verbose=False)
     strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
     trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=100, limit_val_batches=0)
@@ -337,7 +337,7 @@ class Severed(ToyModel):
 
 
 def train_severed(recorder: Recorder, way: Way) -> None:
-    """The script of a worker whose reductions are aborted once."""
+    """A worker with reductions that are aborted once."""
     L.seed_everything(SEED, verbose=False)
     strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
     trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=1, limit_val_batches=0)

@@ -1,4 +1,4 @@
-"""Scripts that use Lightning's features, each run twice: undisturbed, and in a job whose workers join, leave and die.
+"""Scripts that use Lightning's features, each run twice: undisturbed, and in a job with workers that join, leave and die.
 
 A feature is the difference between its script and the plain one. Each script records its results at its end.
 """

@@ -23,7 +23,7 @@ NUM_STEPS = SETTINGS.num_steps // 2  # two workers start, with batches of 4 each
 
 
 def logged_steps(file: Path) -> Iterator[int]:
-    """Steps with a loss in a TensorBoard event file, whose records are length, checksum, event and checksum."""
+    """Steps with a loss in a TensorBoard event file; its records are length, checksum, event and checksum."""
     content = file.read_bytes()
     while len(content) >= 12:
         (length,) = struct.unpack("<Q", content[:8])

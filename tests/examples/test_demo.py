@@ -34,7 +34,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def watched(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> Iterator[Demo]:
-    """A demo whose job is a process that sleeps, connected to a real etcd."""
+    """A demo of a job that is a sleeping process, connected to a real etcd."""
     folder = tmp_path / keys.run_id
     folder.mkdir()
     job = {"run_id": keys.run_id, "endpoint": etcd.endpoint, "prefix": keys.prefix, "pid": sleeper.pid}

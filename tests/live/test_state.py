@@ -49,7 +49,7 @@ class Outer:
 
 
 def sent(value: object, own: object = None) -> object:
-    """Send `value` to a worker whose own state holds `own`; return the result there."""
+    """Send `value` to a worker that has `own` in its state; return the result there."""
     return transfer.outline(transfer.pack(value), (LoggedValue,), transfer.names_in(transfer.pack(own)))
 
 

@@ -493,7 +493,7 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
 
 @contextlib.contextmanager
 def kubernetes_cluster(folder: Path, **options: Any) -> Iterator[KubernetesCluster]:
-    """A running cluster, whose address is in `kubeconfig`."""
+    """A running cluster; `kubeconfig` holds its address."""
     cluster = KubernetesCluster(folder, **options)
     cluster.start()
     try:

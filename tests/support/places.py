@@ -53,7 +53,7 @@ class Place(Protocol):
 
 
 class FailingPlace(Place, Protocol):
-    """A place whose scheduler may fail, and whose nodes outlive their controller."""
+    """A place with a scheduler that may fail, and nodes that outlive their controller."""
 
     list_failures: ClassVar[Sequence[str]]
     cancel_failures: ClassVar[Sequence[str]]
@@ -73,7 +73,7 @@ class FailingPlace(Place, Protocol):
 
 
 class PolledPlace(FailingPlace, Protocol):
-    """A place whose scheduler is asked at intervals."""
+    """A place with a scheduler that is asked at intervals."""
 
     @property
     def num_queries(self) -> int:

@@ -1,4 +1,4 @@
-"""What a worker's watch does, step by step, about memory that grows: with whom it waits, and until when."""
+"""A worker's reaction to growing memory, step by step: which workers it waits for, and until when."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WINDOW = replace(window(0, 0.0), num_workers=1, local_batch=64)
 
 @dataclass
 class FakeMembership:
-    """The records as this worker sees them; whoever is asked for never comes, unless the test says so."""
+    """The records as this worker sees them; a requested worker never comes, unless the test sets it."""
 
     worker_id: str = "w"
     view: View = field(default_factory=lambda: View(job=JOB))
@@ -145,7 +145,7 @@ def test_larger_node_is_requested_after_a_new_worker_did_not_help() -> None:
 @pytest.mark.parametrize("skew_s", [-86_400.0, 0.0, 86_400.0])
 @pytest.mark.parametrize("is_successor", [True, False])
 def test_forecast_is_inherited_with_any_clocks(skew_s: float, is_successor: bool) -> None:
-    """The first worker's clock differs; only who came in the next round with newcomers has taken its place."""
+    """The first worker's clock differs; only a newcomer of the next round has taken its place."""
     first = FakeMembership()
     Growing(first).train(470.0)
     assert first.acts[-1] == "replace"

@@ -63,7 +63,7 @@ def test_hello_that_is_no_number_ends_the_round() -> None:
 
 
 class WorldWithLeftState:
-    """A world of one worker, whose agent has replaced its workers."""
+    """A world of one worker. Its agent has replaced its workers."""
 
     worker_id = "a"
     backend = "gloo"
