@@ -38,9 +38,9 @@ QUICK := $(addprefix tests/,checks components/control learn perf planner report 
 quick: setup
 	DLROVER_SEEDS=200 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS) $(QUICK)
 
-# Most tests wait for processes rather than compute, so more of them run at a time than there are cores.
+# Tests of jobs wait for processes and compute about half of the time. More at a time than cores break deadlines.
 # Long tests start first (tests/conftest.py); those with a costly fixture in common run in one process.
-SIDE_BY_SIDE := -n 4
+SIDE_BY_SIDE := -n 2
 
 test: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)

@@ -102,7 +102,7 @@ Stints = Sequence[tuple[Settings, list[float]]]
 @dataclass(frozen=True)
 class Run:
     trials: Sequence[Trial]
-    num_steps: int  # in the fixed time
+    num_steps: int  # made in the fixed time
     stints: Stints = ()
 
 
