@@ -124,6 +124,7 @@ def test_workers_have_a_core_each_and_a_too_large_one_is_replaced(dlrover: Dlrov
         run.wait_for_output(r"\[round\] round \d+: 2 workers, \S+ joined", timeout_s=90)
         [new] = (w for w in wait_for_workers(run, 2, without=(second["worker_id"],)) if w["pid"] != first["pid"])
         assert os.sched_getaffinity(new["pid"]) == cores[1]  # the CPU was given back
+    run.wait_for(lambda: any(event.kind == "profile" for event in run.events), "a profile")
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     assert dlrover.processes() == {}
