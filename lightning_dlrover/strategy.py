@@ -242,6 +242,8 @@ class DLRoverStrategy(EitherStrategy):
             self.fingerprint = self.tables.fingerprint
             if self._job is not None:
                 self._job.tables = self.tables
+        else:
+            self.tables.take_over()
         tables, is_new = self.tables, had_none and self.tables.is_new
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -438,7 +440,7 @@ class DLRoverStrategy(EitherStrategy):
         if self._job is not None:
             self._job.trainer_ends(self._lightning_trainer if self.lightning_module is not None else None)
         if self.tables is not None:
-            self.tables.keep_on_module(self.model)
+            self.tables.keep_on_module()
         stays = self.tables is not None or (self.lightning_module is not None and has_tables(self.lightning_module))
         # Lightning would move the module to the CPU. Tables stay sharded, on the devices where they are trained.
         with without_model(self) if stays else nullcontext():

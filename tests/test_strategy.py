@@ -237,6 +237,9 @@ class TableModel(Model):
         found = self.tables(self.jagged(keys=["f"], values=ids, lengths=torch.ones_like(ids)))
         return nn.functional.mse_loss(self.net(batch[0] + found.values()), batch[1])
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", batch[0].mean())
+
 
 def test_trained_model_with_tables_is_garbage_collected(tmp_path: Path) -> None:
     model = train(tmp_path, DLRoverStrategy(), TableModel())
@@ -246,13 +249,15 @@ def test_trained_model_with_tables_is_garbage_collected(tmp_path: Path) -> None:
     assert trained() is None
 
 
-def test_dense_part_beside_tables_stays_in_ddp_in_a_second_fit(tmp_path: Path) -> None:
+def test_dense_part_beside_tables_stays_in_ddp_in_later_fits(tmp_path: Path) -> None:
     class OneOfTwo(DLRoverStrategy):
         world_size = 2
 
-    trainer = trainer_of(tmp_path, OneOfTwo())
+    first, second = trainer_of(tmp_path, OneOfTwo()), trainer_of(tmp_path, OneOfTwo())
     model, rows = TableModel(), DataLoader(TensorDataset(torch.zeros(6, 4), torch.zeros(6, 1)), 6)
-    for last_epoch in (1, 2):
+    for trainer, last_epoch in ((first, 1), (first, 2), (second, 1), (first, 3)):
         trainer.fit_loop.max_epochs = last_epoch
         trainer.fit(model, rows)
-    assert model.called == [DistributedDataParallel] * 2
+        trainer.validate(model, rows, verbose=False)  # Lightning sets the bare module for it
+    assert model.called == [DistributedDataParallel] * 4
+    assert first.strategy.model is second.strategy.model

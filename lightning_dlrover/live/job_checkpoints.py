@@ -22,7 +22,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import FitResumed
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
-from lightning_dlrover.rdzv.live.member import Formation, WorldError
+from lightning_dlrover.rdzv.live.member import EvictedError, Formation, WorldError
 from lightning_dlrover.rdzv.live.rounds import View
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class JobCheckpoints:
         def look(view: View) -> bool | None:
             return None if any(worker in view.workers for worker in before) else True
 
-        with suppress(TimeoutError):  # then both may write the file, which appears only when it is complete
+        with suppress(TimeoutError, EvictedError):  # then both may write the file, which appears only when it is complete
             membership.wait_for(look, self._world.config.wait_timeout_s, "earlier workers to save the job's last checkpoint")
         with suppress(EtcdError, RecordError):
             record = membership.newest_checkpoint()

@@ -21,7 +21,7 @@ from lightning_dlrover.live.votes import Votes
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.meeting import LoneCollectiveError
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
+from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, RoundEndedError
 
 if TYPE_CHECKING:
     import lightning as L
@@ -200,7 +200,7 @@ class JobState:
             with self._world.alone(HAS_TABLES if has_tables else WAS_LOST) if is_alone else nullcontext():
                 return transfer.pack(self.message())
         except Exception as error:
-            if self._world.is_failure(error):
+            if isinstance(error, LeftOutError) or self._world.is_failure(error):
                 raise
             self._position.collective = num_before if is_alone else self._position.collective
             if isinstance(error, LoneCollectiveError) and not has_tables:

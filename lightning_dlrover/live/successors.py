@@ -15,6 +15,7 @@ from lightning_dlrover.live.state import STATE_CLASSES, TrainerState
 from lightning_dlrover.rdzv.group import left_state, transfer
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import FitResumed
+from lightning_dlrover.rdzv.live.member import LeftOutError
 
 if TYPE_CHECKING:
     import lightning as L
@@ -56,7 +57,7 @@ class Successors:
             packed = transfer.pack({"state": self._state.message(), "values": values})
             self._world.keep_for_successors(step, packed)
         except Exception as error:
-            if self._world.is_failure(error):
+            if isinstance(error, LeftOutError) or self._world.is_failure(error):
                 raise
             log.error("run %s: the next group of workers cannot go on from step %d: %s", self._world.config.run_id, step, error)
 

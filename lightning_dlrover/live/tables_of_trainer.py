@@ -188,9 +188,17 @@ class TablesOfTrainer:
             self.elastic.close(has_finished)
             self.elastic = None
 
-    def keep_on_module(self, model: Any) -> None:
+    def keep_on_module(self) -> None:
         """Let a later Trainer of the script take over the tables. They hold the module themselves: both live equally long."""
-        self._module.__dict__[SHARDED] = _Sharded(self.sharded, model, self.elastic)
+        self._module.__dict__[SHARDED] = _Sharded(self.sharded, self.model, self.elastic)
+
+    def take_over(self) -> None:
+        """Continue with the tables as the script's newest Trainer has left them, which may be another one than before."""
+        former: _Sharded | None = self._module.__dict__.get(SHARDED)
+        if former is not None and former.tables is self.sharded:
+            self.model, self.elastic = former.model, former.elastic
+            if self.elastic is not None:
+                self.elastic.wrap_with(self._wrap)
 
 
 def _leave_group() -> None:

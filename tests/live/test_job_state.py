@@ -9,6 +9,7 @@ import pytest
 from live_parts import JOINER, a_formation, a_worker, hellos
 
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.live.member import LeftOutError
 
 
 @pytest.mark.parametrize("name, is_closed", [("w0", True), ("w1", False)])
@@ -27,3 +28,15 @@ def test_only_the_source_of_an_unsendable_state_closes_the_job(
     monkeypatch.setattr(transfer, "send", lambda state, rank: None)
     state.give(a_formation(name, hellos(JOINER, JOINER)), [("w0", "w1")])
     assert len(reasons) == is_closed
+
+
+def test_worker_that_a_round_leaves_out_while_it_packs_closes_no_job() -> None:
+    def on_save_checkpoint() -> dict[str, Any]:  # holds a collective, in which the others recover from a loss
+        raise LeftOutError(a_formation("w0", hellos(JOINER)).round)
+
+    live = a_worker()
+    reasons: list[str] = []
+    live.world.close_to_joiners, live._state.message = reasons.append, on_save_checkpoint
+    with pytest.raises(LeftOutError):
+        live._state.pack_for_joiners()
+    assert reasons == []
