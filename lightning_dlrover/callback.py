@@ -199,7 +199,7 @@ class DLRoverCallback(Callback):
             return
         ahead = place.prefetch_factor if place.loader_workers else 0
         settings = Settings(place.num_workers, place.loader_workers, place.intra_op_threads, ahead)
-        if (usual_s := self._trial_watch.step_ended(trial, settings, step_s)) is not None:
+        if (usual_s := self._trial_watch.step_ended(trial, settings, step_s, place.round_number)) is not None:
             self._analyst.give_up(trial, usual_s)
 
     def _close_window(self, trainer: L.Trainer) -> StepProfile | None:

@@ -362,10 +362,20 @@ class Analyst:
         by_hand: bool,
         followed: bool,
         advice: Decision | None = None,
+        keeps_workers: bool = False,
     ) -> None:
-        """Record the decision, and make it the job's plan if the planner owns the plan."""
-        self._last = advice or decision
+        """Make the decision the job's plan if the planner owns the plan, and record it.
+
+        Args:
+            keeps_workers: whether the plan's number of workers stays as it is.
+
+        Raises:
+            EtcdError: the plan was not written, and nothing is recorded.
+        """
         membership = self._membership
+        if membership is not None and not by_hand:
+            self._write_plan(membership, decision, wish, followed, advice, keeps_workers)
+        self._last = advice or decision
         is_news = decision.is_change or time.monotonic() - self._stayed_at >= STAY_EVERY_S
         if not decision.is_change and is_news:
             self._stayed_at = time.monotonic()
@@ -374,8 +384,16 @@ class Analyst:
             self._memory.decide(decision)
             if membership is not None:
                 membership.event(DecisionMade(decision.to_data()), decision.reason)
-        if membership is None or by_hand:
-            return
+
+    def _write_plan(
+        self,
+        membership: Membership,
+        decision: Decision,
+        wish: PlanRecord | None,
+        followed: bool,
+        advice: Decision | None,
+        keeps_workers: bool,
+    ) -> None:
         num_workers = decision.chosen_workers if followed or advice is None else advice.chosen_workers
         chosen = decision.chosen
         proposed = PlanRecord(
@@ -400,25 +418,30 @@ class Analyst:
                 return None
             # Node memory raised after a failure must not be reverted by a plan of settings.
             found_mb = (now.node_memory_mb or 0) if now is not None else 0
-            return replace(proposed, node_memory_mb=max(found_mb, math.ceil(decision.node_memory_bytes / 2**20)) or None)
+            wanted = proposed
+            if keeps_workers and now is not None:  # more may have been planned meanwhile, because memory ran out
+                wanted = replace(proposed, num_workers=now.num_workers, binding=now.binding)
+            return replace(wanted, node_memory_mb=max(found_mb, math.ceil(decision.node_memory_bytes / 2**20)) or None)
 
         membership.update_plan(planned)
 
     def _abandon(self, failure: _Failure) -> None:
         trial, membership = failure.trial, self._membership
         wish = membership.view.plan if membership is not None else None
-        if membership is None or wish is None or self._memory.trial is not trial:
+        if membership is None or wish is None or self._memory.trial is not trial or not self._memory.windows:
             return
         if wish.source != "planner" or wish.decision_id != trial.decision_id:
             return  # something else is planned already
+        followed = membership.has_controller()
+        decision = retreat(trial, failure.step_time_s, decision_id=self._memory.next_id, at=time.time())
+        advice = None if followed else self._last
+        # First, as etcd may not take it. The next slow step repeats the request then.
+        self._publish(decision, wish, by_hand=False, followed=followed, advice=advice, keeps_workers=True)
         window = _window_of(trial.chosen, failure.step_time_s, self._memory.windows[-1])
         self._memory.add(window)
         self._log([window])
         self._conclude(trial, failure.step_time_s)
         self._place, self._planned_at = None, time.monotonic()
-        followed = membership.has_controller()
-        decision = retreat(trial, failure.step_time_s, decision_id=self._memory.next_id, at=time.time())
-        self._publish(decision, wish, by_hand=False, followed=followed, advice=None if followed else self._last)
 
     def _judge(self, settings: Settings) -> None:
         """Record the outcome of the last change, after its settings have been measured."""

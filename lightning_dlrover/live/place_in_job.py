@@ -207,7 +207,8 @@ class PlaceInJob:
             self.tables.close(self._is_over)
         for store in self._stores:  # includes models that an earlier Trainer has trained
             store.close()
-            if self._is_over():
+        if self._stores and self._is_over():  # asked once: an etcd that is away takes seconds to give no answer
+            for store in self._stores:
                 store.clear()
         if self.world is not None:
             with suppress(Exception):

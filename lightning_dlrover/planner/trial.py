@@ -22,6 +22,10 @@ On a shared core a step of any settings is slow now and then. Two slow steps are
 """
 
 
+ROUND_SETTLES = 2
+"""Number of a round's first steps that do not count: the pause before it, and the step that fills the loaders again."""
+
+
 def has_failed(decision: Decision, step_time_s: float) -> bool:
     """Return whether a trial's steps are so slow that a few of them are enough to abandon it."""
     return step_time_s > give_up_above_s(decision)
@@ -47,19 +51,30 @@ class TrialWatch:
         self._min_steps, self._min_s = min_steps, min_s
         self._trial: Decision | None = None
         self._newest_s: deque[float] = deque()
+        self._round: int | None = None
+        self._num_to_skip = 0
 
-    def step_ended(self, trial: Decision, settings: Settings, step_s: float) -> float | None:
+    def step_ended(self, trial: Decision, settings: Settings, step_s: float, round_number: int = 0) -> float | None:
         """Return the usual time of the newest steps, if it shows that the trial has failed.
 
         Args:
             settings: the settings of the step.
+            round_number: the round of the step.
         """
+        if round_number != self._round:
+            self._num_to_skip = ROUND_SETTLES if self._round is not None else 0
+            self._round, self._newest_s = round_number, deque()
         if trial is not self._trial:
             self._trial, self._newest_s = trial, deque()
-        threads = trial.chosen.intra_op_threads
-        if threads <= trial.current.intra_op_threads or settings.intra_op_threads != threads:
+        chosen, newest_s = trial.chosen, self._newest_s
+        # Steps of other numbers of workers, as after a loss, do not measure the trial.
+        is_run = (settings.num_workers, settings.intra_op_threads) == (chosen.num_workers, chosen.intra_op_threads)
+        if chosen.intra_op_threads <= trial.current.intra_op_threads or not is_run:
+            newest_s.clear()
             return None
-        newest_s = self._newest_s
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return None
         newest_s.append(step_s)
         while len(newest_s) > self._min_steps and sum(newest_s) - newest_s[0] >= self._min_s:
             newest_s.popleft()

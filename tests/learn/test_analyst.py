@@ -366,6 +366,23 @@ def test_manual_plan_is_not_overruled_by_a_failed_trial(start: StartJob, client:
     assert job.membership.view.plan == by_hand
 
 
+def test_workers_that_were_planned_for_memory_survive_a_failed_trial(start: StartJob, client: EtcdClient, keys: Keys) -> None:
+    job = start(with_controller=False)
+    while job.settings == START:
+        job.run(1)
+    trial, plan = job.analyst.trial, job.membership.view.plan
+    assert trial is not None
+    assert plan is not None
+    more = dataclasses.replace(plan, num_workers=(plan.num_workers or 1) + 2)  # as the watchdog writes it
+    client.put(keys.plan, encode(more))
+    job.membership.wait_for(lambda view: view.plan == more or None, 15.0, "the plan")
+    job.analyst.give_up(trial, 9.0)
+    job._wait_until_digested()
+    job.membership.flush()
+    left = job.membership.wait_for(lambda view: view.plan if view.plan != more else None, 15.0, "the next plan")
+    assert (left.num_workers, left.intra_op_threads) == (more.num_workers, START.intra_op_threads)
+
+
 def test_trial_counts_as_such_until_three_windows_have_judged_it(start: StartJob) -> None:
     job = start()
     while job.settings == START:

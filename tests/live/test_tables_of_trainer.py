@@ -27,7 +27,8 @@ def test_tables_are_wrapped_as_in_the_world_of_the_trainer_that_has_taken_them_o
 
     first = TablesOfTrainer.__new__(TablesOfTrainer)
     first._module, first.sharded, first.elastic = module, sharded, elastic
-    first.keep_on_module(module)
+    first.model = module
+    first.keep_on_module()
     assert tables_of(2).elastic is elastic
     wrapped: Any = elastic._wrap_dense(module, [])
     assert wrapped.out_features == 2

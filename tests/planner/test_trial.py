@@ -102,3 +102,17 @@ def test_retreat_goes_to_the_best_measured_settings_without_a_model() -> None:
     failed = replace(window(truth, trial.chosen, rng, 0.0), step_time_s=step_s)
     later = ours(Situation([*samples, failed, samples[0]], node_cores=4.0, past=[trial, back]), limits, 3)
     assert later.chosen != trial.chosen
+
+
+def test_only_steps_of_the_trials_own_workers_count() -> None:
+    watch = TrialWatch()
+    more = replace(TWO_THREADS, num_workers=TWO_THREADS.num_workers + 1)  # the trial's worker has got a neighbour
+    assert [watch.step_ended(TRIAL, more, 2.0) for _ in range(5)] == [None] * 5
+    assert watch.step_ended(TRIAL, TWO_THREADS, 2.0) is None
+
+
+def test_pause_before_a_round_and_its_first_steps_do_not_count() -> None:
+    watch = TrialWatch()
+    alarms = [watch.step_ended(TRIAL, TWO_THREADS, 0.05, 1) for _ in range(3)]
+    alarms += [watch.step_ended(TRIAL, TWO_THREADS, step_s, 2) for step_s in (2.0, 0.6, 0.05, 0.05)]
+    assert alarms == [None] * 7

@@ -145,7 +145,10 @@ class Controller:
         if may_act and any(isinstance(action, AddNode | Give) for action in actions):
             # The scheduler's news may be newer than ours of etcd, where a leave or a smaller plan explains a missing node.
             if self._has_caught_up():
-                job_view = self._job_view(self._observer.view(), may_act)
+                view = self._observer.view()
+                self._observer.look(view)
+                self._observer.note_plan_by_hand(view)
+                job_view = self._job_view(view, may_act)
                 actions = reconcile(job_view, self._patience)
             else:
                 actions = [action for action in actions if not isinstance(action, AddNode | Give)]

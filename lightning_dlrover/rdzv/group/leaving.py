@@ -44,7 +44,7 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
                 # The request cannot be written, so no round would ever release this worker. The others will detect its end.
                 log.warning("worker %s ends at once, it cannot announce that it leaves: %s", membership.worker_id, problem)
                 os._exit(128 + signal.SIGTERM)
-            if not is_explained:
+            if not is_explained and isinstance(problem, EtcdUnavailableError):
                 is_explained = True
                 log.warning(
                     "worker %s was asked to leave (SIGTERM), and cannot hand over because etcd does not answer. It trains on "

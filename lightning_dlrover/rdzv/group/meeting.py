@@ -383,7 +383,9 @@ class Meeting:
         numbers = torch.tensor([key, -key, begun, -begun, *ballot, *padding], dtype=torch.int64)
         number = self._num_compared + 1
         self._recent[number] = f"{purpose}, {self._activity()}"
-        self._recent.pop(number - NUM_RECENT, None)
+        oldest = min([number, *(unread for unread, _, _ in self._unread[:1])])
+        for old in [each for each in self._recent if each <= oldest - NUM_RECENT]:
+            del self._recent[old]
         self._num_compared = number
         return number, group.allreduce([numbers], self._options), numbers
 

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group.meeting import (
+    NUM_RECENT,
     Counts,
     LoneCollectiveError,
     Meeting,
@@ -107,6 +108,16 @@ def test_collective_of_one_worker_is_refused_with_place_and_reason(meetings: lis
             meetings[0].compare(purpose)
         with pytest.raises(LoneCollectiveError, match=r"torch.distributed.barrier at .*the others go on"):
             meetings[0].before(None, "barrier", ())
+
+
+def test_places_of_unread_comparisons_are_kept(meetings: list[Meeting]) -> None:
+    meeting = meetings[0]
+    for number in range(2 * NUM_RECENT):
+        meeting._unread.append(meeting._reduce(Purpose(f"operation {number}", place=USER), []))
+    assert "operation 0" in meeting._recent[1]
+    for _ in range(2):
+        meeting.compare(Purpose("a barrier", place=USER))  # reads all of them
+    assert len(meeting._recent) == NUM_RECENT
 
 
 # --- messages for people ------------------------------------------------------------------------------------------------------
