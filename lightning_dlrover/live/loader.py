@@ -52,8 +52,8 @@ class _BatchSamplerView:
 class ElasticLoader:
     """Iterates over this worker's share of every global batch of a map-style `DataLoader`.
 
-    Attributes that it lacks, such as `batch_size` and `collate_fn`, are read from the user's loader. Its own `order`, `split` and
-    `workers` hide attributes of these names in a subclass of the user's.
+    Attributes that it lacks, such as `batch_size` and `collate_fn`, are read from the user's loader. Its own
+    `order`, `split` and `workers` hide attributes of these names in a subclass of the user's.
 
     Args:
         loader: the user's loader.
