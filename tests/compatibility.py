@@ -328,7 +328,7 @@ ROWS: list[Row] = [
         (
             "Wandb, MLflow, Comet",
             "works",
-            f"{_UNIT}/live/test_lightning_names.py::test_private_names_of_loggers_exist",
+            f"{_UNIT}/live/test_lightning_names.py::test_private_names_in_source_exist",
             "not run against their servers",
         ),
     ),

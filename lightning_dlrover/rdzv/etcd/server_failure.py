@@ -16,7 +16,7 @@ _REMEDIES = (
     (r"file too large", "raise the limit of file sizes (ulimit -f)"),
     (r"pthread_create|newosproc|resource temporarily unavailable", "raise the limit of processes and threads (ulimit -u)"),
     (r"cannot allocate memory|out of memory|failed to reserve", "give it more memory: 256 MiB, and no ulimit -v"),
-    (r"SIGKILL", "it was killed, or the host ran out of memory (dmesg shows that); it needs 256 MiB"),
+    (r"SIGKILL", "another process killed it, or the host ran out of memory (dmesg shows that); it needs 256 MiB"),
     (r"permission denied|read-only file system", "make the folder writable, or choose another one (TMPDIR)"),
 )
 

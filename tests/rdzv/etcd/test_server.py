@@ -142,7 +142,7 @@ def test_etcd_that_was_killed_is_described(tmp_path: Path) -> None:
         assert embedded.pid is not None
         os.kill(embedded.pid, signal.SIGKILL)
         eventually(lambda: not embedded.is_running(), "etcd has ended", 10)
-        assert embedded.why_it_ended().startswith("it was killed by SIGKILL; somebody has killed it, or the host ran")
+        assert embedded.why_it_ended().startswith("it was killed by SIGKILL; another process killed it, or the host ran")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lightning_dlrover.rdzv.group.loop import (
     model_fingerprint,
     updates_made,
 )
+from lightning_dlrover.rdzv.job.events import Event
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import (
     Formation,
@@ -76,7 +77,7 @@ class WorldWithLeftState:
     def is_failure(self, error: BaseException) -> bool:
         return isinstance(error, RoundEndedError)
 
-    def event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+    def event(self, event: Event, text: str) -> None:
         self.events.append(text)
 
 
