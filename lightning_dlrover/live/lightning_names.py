@@ -76,6 +76,7 @@ __all__ = [
     "mode_of",
     "new_result",
     "num_ended_dataloaders",
+    "own_method",
     "profiled",
     "register_comm_hook",
     "reload_epochs",
@@ -233,9 +234,7 @@ def num_ended_dataloaders(loop: Any) -> int:
 
 def dataloader_end(loop: Any) -> Callable[[], None]:
     """Return Lightning's own work at the end of each of an evaluation's dataloaders."""
-    loop.__dict__.pop("_store_dataloader_outputs", None)
-    end: Callable[[], None] = loop._store_dataloader_outputs
-    return end
+    return own_method(loop, "_store_dataloader_outputs")
 
 
 def replace_dataloader_end(loop: Any, end: Callable[[], None]) -> None:
@@ -448,10 +447,16 @@ def exit_after_search(trainer: Any) -> Exception:
 # --- replaced methods of loops -----------------------------------------------------------------------------------------------
 
 
+def own_method(owner: Any, name: str) -> Method:
+    """Return Lightning's own method of this object. An earlier replacement is dropped."""
+    vars(owner).pop(name, None)
+    method: Method = getattr(owner, name)
+    return method
+
+
 def replace(owner: Any, name: str, make: Callable[[Method], Method]) -> None:
     """Replace a method of this object by `make(Lightning's own)`. An earlier replacement is dropped."""
-    vars(owner).pop(name, None)
-    setattr(owner, name, make(getattr(owner, name)))
+    setattr(owner, name, make(own_method(owner, name)))
 
 
 def replace_evaluation_step(val_loop: Any, make: Callable[[Method], Method]) -> None:

@@ -81,10 +81,8 @@ class TablesOfTrainer:
         former: _Sharded | None = module.__dict__.get(SHARDED)
         self.is_new = former is None or former.tables is None
         if former is not None and former.tables is not None:
-            # Another Trainer of this script has trained the module.
-            self.sharded, self.model, self.elastic = former.tables, former.model, former.elastic
-            if self.elastic is not None:
-                self.elastic.wrap_with(self._wrap)  # the former Trainer's strategy follows the rounds no more
+            self.sharded = former.tables  # another Trainer of this script has trained the module
+            self.take_over()
         else:
             self.fingerprint = model_fingerprint(module)
             self.sharded = ShardedTables(module, device, settings.constraints, settings.sharders)
@@ -198,7 +196,7 @@ class TablesOfTrainer:
         if former is not None and former.tables is self.sharded:
             self.model, self.elastic = former.model, former.elastic
             if self.elastic is not None:
-                self.elastic.wrap_with(self._wrap)
+                self.elastic.wrap_with(self._wrap)  # another Trainer's strategy follows the rounds no more
 
 
 def _leave_group() -> None:

@@ -171,8 +171,7 @@ class Validation:
         Args:
             loop: of a validation or a test, in `fit` or outside of it.
         """
-        loop.__dict__.pop("on_run_end", None)
-        store, end_run = lightning_names.dataloader_end(loop), loop.on_run_end
+        store, end_run = lightning_names.dataloader_end(loop), lightning_names.own_method(loop, "on_run_end")
 
         def end_up_to(number: int) -> None:
             results = lightning_names.results_of(loop)
