@@ -20,13 +20,11 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.logged_values import (
     description,
     new_entry,
 )
-from lightning_dlrover.live.position import FitPosition
-from lightning_dlrover.live.resilient import ResilientCollectives
-from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.packages import PACKAGES, Checkpoint, EarlyStopping
 from lightning_dlrover.rdzv.group import transfer
 
@@ -196,29 +194,19 @@ class EpochMetrics:
         is_between_dataloaders: returns whether a validation goes on to its next dataloader.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        position: FitPosition,
-        collectives: ResilientCollectives,
-        loaders: TrainLoaders,
-        is_between_dataloaders: Callable[[], bool],
-    ) -> None:
-        self._trainer = trainer
-        self._position = position
-        self._collectives = collectives
-        self._loaders = loaders
+    def __init__(self, fit: FitContext, is_between_dataloaders: Callable[[], bool]) -> None:
+        self._fit = fit
         self._is_between_dataloaders = is_between_dataloaders
 
     def attach(self) -> None:
         """Wrap the points at which Lightning computes an epoch's values."""
-        connector = lightning_names.logger_connector(self._trainer)
+        connector = lightning_names.logger_connector(self._fit.trainer)
         for name in ("epoch_end_reached", "on_epoch_end"):
             connector.__dict__.pop(name, None)
         self._end_epoch: Callable[[], None] = connector.epoch_end_reached
         connector.epoch_end_reached = self._epoch_end_reached
         connector.on_epoch_end = self._after_agreement(connector.on_epoch_end)
-        monitoring = [c for c in self._trainer.callbacks if isinstance(c, (EarlyStopping, Checkpoint))]
+        monitoring = [c for c in self._fit.callbacks if isinstance(c, (EarlyStopping, Checkpoint))]
         for callback in monitoring:
             callback.__dict__.pop("on_train_epoch_end", None)
         if monitoring:
@@ -274,16 +262,16 @@ class EpochMetrics:
 
     def agree(self) -> None:
         """Compute the epoch's values from all workers' parts. All workers call this at the same point of their loops."""
-        results = lightning_names.results_of(self._trainer)
-        if results is None or self._position.size == 1:
+        results = lightning_names.results_of(self._fit.trainer)
+        if results is None or self._fit.position.size == 1:
             return
         names = self._monitored()
         mine = {
             "logged": {key: entry_of(metric) for key, metric in results.items() if _is_due(metric)},
             "monitored": {n: v for n, v in self._values.items() if n in names and isinstance(v, Tensor) and v.numel() == 1},
-            "weight": self._loaders.sample_weight,
+            "weight": self._fit.loaders.sample_weight,
         }
-        parts: list[dict[str, Any]] = self._collectives.exchange(
+        parts: list[dict[str, Any]] = self._fit.collectives.exchange(
             "the exchange of logged values", lambda: transfer.all_gather(mine)
         )
         entries: dict[str, list[dict[str, Any]]] = {}
@@ -292,19 +280,19 @@ class EpochMetrics:
                 entries.setdefault(key, []).append(entry)
         for key, found in entries.items():
             if key not in results or results[key].has_reset:
-                adopt(self._trainer, results, key, found[0])
+                adopt(self._fit.trainer, results, key, found[0])
             if found[0]["is_tensor"]:
                 set_computed(results[key], value_of(results[key].meta, found))
         self._compute_together(results, sorted(key for key, found in entries.items() if not found[0]["is_tensor"]))
         for name in sorted({name for part in parts for name in part["monitored"]}):
             values = [(part["monitored"][name], part["weight"]) for part in parts if name in part["monitored"]]
-            self._values[name] = _weighted_mean(values).to(self._trainer.strategy.root_device)
+            self._values[name] = _weighted_mean(values).to(self._fit.trainer.strategy.root_device)
 
     @contextmanager
     def without_empty_share(self) -> Iterator[None]:
         """Exclude a training step's logged values from the epoch's if it computes a stand-in for a share without samples."""
-        results, module = lightning_names.results_of(self._trainer.fit_loop.epoch_loop), self._trainer.lightning_module
-        own = transfer.dumps(partial_values(results, module)) if not self._loaders.current_loss_weight else None
+        results, module = lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop), self._fit.trainer.lightning_module
+        own = transfer.dumps(partial_values(results, module)) if not self._fit.loaders.current_loss_weight else None
         yield
         if own is not None:
             restore_partial(results, module, transfer.loads(own))
@@ -315,10 +303,10 @@ class EpochMetrics:
 
     def _agree_on_values_of_step(self, monitored: Set[str]) -> None:
         names = sorted(monitored)
-        if not names or self._position.size == 1:
+        if not names or self._fit.position.size == 1:
             return
         fresh = {}
-        for metric in lightning_names.results_of(self._trainer.fit_loop.epoch_loop).values():
+        for metric in lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop).values():
             name = metric.meta.name if metric.meta.name in names else metric.meta.forked_name(on_step=True)
             is_local = metric.is_tensor and _is_own(metric) and not metric.meta.sync.should
             if name in names and metric.meta.on_step and is_local:
@@ -328,8 +316,8 @@ class EpochMetrics:
         values = torch.zeros(len(names), 2, dtype=torch.float64)
         for row, name in zip(values, names, strict=True):
             if name in fresh:
-                row[0], row[1] = fresh[name]._forward_cache.double().cpu(), self._loaders.sample_weight
-        parts = self._collectives.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
+                row[0], row[1] = fresh[name]._forward_cache.double().cpu(), self._fit.loaders.sample_weight
+        parts = self._fit.collectives.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
         for i, name in enumerate(names):
             found = [(part[i, 0], float(part[i, 1])) for part in parts if part[i, 1] > 0]
             if name in fresh and found:
@@ -338,22 +326,22 @@ class EpochMetrics:
                 reduced = _weighted_mean(found) if is_mean else _combined(metric.meta, [value for value, _ in found])
                 metric._forward_cache = metric._dlrover_step = reduced.to(metric._forward_cache)
             elif found:
-                self._values[name] = _weighted_mean(found).float().to(self._trainer.strategy.root_device)
+                self._values[name] = _weighted_mean(found).float().to(self._fit.trainer.strategy.root_device)
 
     @property
     def _values(self) -> dict[str, Any]:
-        return lightning_names.callback_metrics(self._trainer)
+        return lightning_names.callback_metrics(self._fit.trainer)
 
     def _monitored(self) -> set[str]:
         """Names that callbacks and schedulers follow."""
-        names = {getattr(callback, "monitor", None) for callback in self._trainer.callbacks}
-        names |= {config.monitor for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau}
+        names = {getattr(callback, "monitor", None) for callback in self._fit.callbacks}
+        names |= {config.monitor for config in self._fit.trainer.lr_scheduler_configs if config.reduce_on_plateau}
         return {name for name in names if isinstance(name, str)}
 
     def _monitored_in_steps(self) -> set[str]:
         """Names that may be read between this step and the next, rather than after a validation or an epoch."""
-        trainer = self._trainer
-        names = {getattr(c, "monitor", None) for c in trainer.callbacks if _may_read_after(c, trainer.global_step)}
+        trainer = self._fit.trainer
+        names = {getattr(c, "monitor", None) for c in self._fit.callbacks if _may_read_after(c, trainer.global_step)}
         num_batches = trainer.fit_loop.epoch_loop.batch_idx + 1
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.interval == "step" and num_batches % config.frequency == 0:
@@ -372,9 +360,9 @@ class EpochMetrics:
                 metric.value._computed = None
             return [metric.value.compute() for metric in due]
 
-        values = self._collectives.exchange("the reduction of logged torchmetrics", compute)
+        values = self._fit.collectives.exchange("the reduction of logged torchmetrics", compute)
         for metric, value in zip(due, values, strict=True):
-            set_computed(metric, value.to(self._trainer.strategy.root_device) if isinstance(value, Tensor) else value)
+            set_computed(metric, value.to(self._fit.trainer.strategy.root_device) if isinstance(value, Tensor) else value)
 
 
 def _may_read_after(callback: Any, step: int) -> bool:

@@ -9,26 +9,17 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.live.checkpoints import load_own_checkpoint, unreadable
+from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.job_state import JobState
-from lightning_dlrover.live.position import FitPosition
-from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.state import resume
-from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.packages import ModelCheckpoint
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import FitResumed
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
 from lightning_dlrover.rdzv.live.member import EvictedError, Formation, WorldError
 from lightning_dlrover.rdzv.live.rounds import View
-
-if TYPE_CHECKING:
-    import lightning as L
-
-    from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = ["JobCheckpoints"]
 
@@ -38,45 +29,30 @@ log = logging.getLogger(__name__)
 class JobCheckpoints:
     """The job's checkpoints from one worker's point of view."""
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        strategy: DLRoverStrategy,
-        world: World,
-        position: FitPosition,
-        collectives: ResilientCollectives,
-        loaders: TrainLoaders,
-        state: JobState,
-    ) -> None:
-        self._trainer = trainer
-        self._strategy = strategy
-        self._world = world
-        self._position = position
-        self._collectives = collectives
-        self._loaders = loaders
+    def __init__(self, fit: FitContext, state: JobState) -> None:
+        self._fit = fit
         self._state = state
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Save a checkpoint where the user keeps them, else in the Trainer's folder. All workers call it between two steps."""
-        trainer = self._trainer
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        kept = (str(c.dirpath) for c in callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
+        trainer = self._fit.trainer
+        kept = (str(c.dirpath) for c in self._fit.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         folder = next(kept, str(trainer.default_root_dir)).rstrip("/")  # may be a URL
-        self._position.at_boundary = False  # a loss meanwhile must not count as one at a boundary
+        self._fit.position.at_boundary = False  # a loss meanwhile must not count as one at a boundary
         try:
-            trainer.save_checkpoint(f"{folder}/dlrover-{self._world.config.run_id}.ckpt")
+            trainer.save_checkpoint(f"{folder}/dlrover-{self._fit.world.config.run_id}.ckpt")
         finally:
-            self._position.at_boundary = True
+            self._fit.position.at_boundary = True
 
     def save_if_rank_zero_was_lost(self) -> None:
         """Write the last checkpoint of a job that stops if rank 0 was lost before it was on record.
 
         No further round is formed, so the workers take turns in rank order: each waits until those before it have ended.
         """
-        former, membership = self._position.formation, self._world.membership
-        if former is None or self._strategy.elastic_tables is not None or not self._trainer.checkpoint_callbacks:
+        former, membership = self._fit.position.formation, self._fit.world.membership
+        if former is None or self._fit.strategy.elastic_tables is not None or not self._fit.trainer.checkpoint_callbacks:
             return
         before = former.round.members[: former.rank]
 
@@ -84,33 +60,34 @@ class JobCheckpoints:
             return None if any(worker in view.workers for worker in before) else True
 
         with suppress(TimeoutError, EvictedError):  # then both may write the file, which appears only when it is complete
-            membership.wait_for(look, self._world.config.wait_timeout_s, "earlier workers to save the job's last checkpoint")
+            what = "earlier workers to save the job's last checkpoint"
+            membership.wait_for(look, self._fit.world.config.wait_timeout_s, what)
         with suppress(EtcdError, RecordError):
             record = membership.newest_checkpoint()
-            if record is not None and record.global_step >= self._trainer.global_step:
+            if record is not None and record.global_step >= self._fit.trainer.global_step:
                 return
-        self._position.formation = Formation(replace(former.round, members=[self._world.worker_id]), {}, rank=0)
-        self._strategy.enter_round(0, 1)
+        self._fit.position.formation = Formation(replace(former.round, members=[self._fit.world.worker_id]), {}, rank=0)
+        self._fit.strategy.enter_round(0, 1)
         self.save()
 
     def saved(self, path: str, global_step: int) -> None:
         """Rank 0: record a checkpoint, in case no living worker is left."""
-        if self._position.rank != 0 or not self._position.has_entered:
+        if self._fit.position.rank != 0 or not self._fit.position.has_entered:
             return
         try:
-            self._world.membership.put_checkpoint(CheckpointRecord(path=path, global_step=global_step))
+            self._fit.world.membership.put_checkpoint(CheckpointRecord(path=path, global_step=global_step))
         except EtcdError as error:
-            log.warning("run %s: checkpoint %s is not on record: %s", self._world.config.run_id, path, error)
+            log.warning("run %s: checkpoint %s is not on record: %s", self._fit.world.config.run_id, path, error)
 
     # --- resuming ---------------------------------------------------------------------------------------------------------
 
     def unread(self) -> CheckpointRecord | None:
         """The job's newest checkpoint, if it is ahead of this worker."""
-        record = self._world.membership.newest_checkpoint()
-        if record is None or record.global_step <= self._trainer.global_step:
+        record = self._fit.world.membership.newest_checkpoint()
+        if record is None or record.global_step <= self._fit.trainer.global_step:
             return None
         if not os.path.isabs(record.path) and "://" not in record.path:  # this job writes no such path
-            log.error("run %s: ignored a record of a checkpoint at %r", self._world.config.run_id, record.path)
+            log.error("run %s: ignored a record of a checkpoint at %r", self._fit.world.config.run_id, record.path)
             return None
         return record
 
@@ -121,15 +98,15 @@ class JobCheckpoints:
                 WorldError: there is one, but no worker can read it.
         """
         record = self.unread()
-        newest = self._collectives.gathered((record.global_step, record.path) if record is not None else None)[0]
+        newest = self._fit.collectives.gathered((record.global_step, record.path) if record is not None else None)[0]
         if newest is None:
             return
         record = CheckpointRecord(path=newest[1], global_step=newest[0])
-        problems = self._collectives.gathered(unreadable(record.path))
+        problems = self._fit.collectives.gathered(unreadable(record.path))
         if all(problems):
             raise WorldError(self._cannot_read(record.path, problems[0]))
         source = problems.index("")
-        if self._position.rank == source:
+        if self._fit.position.rank == source:
             self._load(record)
         self._state.spread(source)
 
@@ -147,34 +124,34 @@ class JobCheckpoints:
 
     def resume_with_tables(self, step: int) -> None:
         """Continue from the job's or the user's checkpoint if it is newer. Each worker reads its own part of the tables."""
-        record = self._world.membership.newest_checkpoint() if self._position.rank == 0 else None
+        record = self._fit.world.membership.newest_checkpoint() if self._fit.position.rank == 0 else None
         found = [(record.global_step, record.path)] if record is not None and os.path.isdir(record.path) else []
-        found += [self._strategy.unread_checkpoint] if self._strategy.unread_checkpoint is not None else []
-        newest, path = self._collectives.gathered(max(found, default=(0, "")))[0]
+        found += [self._fit.strategy.unread_checkpoint] if self._fit.strategy.unread_checkpoint is not None else []
+        newest, path = self._fit.collectives.gathered(max(found, default=(0, "")))[0]
         if newest > step:
             self._load(CheckpointRecord(path=path, global_step=newest))
 
     def _load(self, record: CheckpointRecord) -> None:
         try:
-            checkpoint = load_own_checkpoint(self._strategy.load_checkpoint, record.path, self._state.names)
+            checkpoint = load_own_checkpoint(self._fit.strategy.load_checkpoint, record.path, self._state.names)
         except Exception as error:  # a foreign or broken file may raise anything
-            if self._world.is_failure(error):
+            if self._fit.world.is_failure(error):
                 raise
             raise WorldError(self._cannot_read(record.path, str(error))) from error
-        log.warning("run %s: no living worker has the state; going on from %s", self._world.config.run_id, record.path)
-        resume(self._trainer, checkpoint, self._strategy.reruns_epoch_hooks)
-        for loader in self._loaders.all:
-            loader.set_epoch(self._trainer.current_epoch)
-        self._loaders.begin_at(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        self._loaders.lead_fetcher()
-        self._position.updates = self._trainer.global_step
-        self._position.batch = self._loaders.batch_number
+        log.warning("run %s: no living worker has the state; going on from %s", self._fit.world.config.run_id, record.path)
+        resume(self._fit.trainer, checkpoint, self._fit.strategy.reruns_epoch_hooks)
+        for loader in self._fit.loaders.all:
+            loader.set_epoch(self._fit.trainer.current_epoch)
+        self._fit.loaders.begin_at(self._fit.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        self._fit.loaders.lead_fetcher()
+        self._fit.position.updates = self._fit.trainer.global_step
+        self._fit.position.batch = self._fit.loaders.batch_number
         resumed = FitResumed(record.global_step)
-        self._world.membership.event(resumed, f"went on from {record.path} at step {record.global_step}")
+        self._fit.world.membership.event(resumed, f"went on from {record.path} at step {record.global_step}")
 
     def _cannot_read(self, path: str, problem: str) -> str:
         return (
-            f"run {self._world.config.run_id!r}: the newest checkpoint {path} cannot be read here: {problem}. Training from "
-            "the beginning would overwrite the job's results: let checkpoints be written where all hosts can read them "
+            f"run {self._fit.world.config.run_id!r}: the newest checkpoint {path} cannot be read here: {problem}. Training "
+            "from the beginning would overwrite the job's results: let checkpoints be written where all hosts can read them "
             "(ModelCheckpoint(dirpath=...), a shared folder or a URL), or start a new job under another name"
         )

@@ -8,12 +8,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.split import share
-from lightning_dlrover.live.train_loaders import TrainLoaders
-from lightning_dlrover.observe.pulse import OwnClock, Pulse
+from lightning_dlrover.observe.pulse import Pulse
 from lightning_dlrover.rdzv.group.loop import Pace
-from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.live.member import Formation
 
 if TYPE_CHECKING:
@@ -38,31 +36,19 @@ class Progress:
 class FitProgress:
     """Measurements of this worker's fit; may be read from another thread."""
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        world: World,
-        position: FitPosition,
-        loaders: TrainLoaders,
-        pace: Pace,
-        pulse: Pulse,
-        clock: OwnClock,
-    ) -> None:
-        self.world = world
+    def __init__(self, fit: FitContext, pace: Pace, pulse: Pulse) -> None:
+        self._fit = fit
+        self.world = fit.world
         self.pulse = pulse
-        self._trainer = trainer
-        self._position = position
-        self._loaders = loaders
         self._pace = pace
-        self._clock = clock
 
     @property
     def formation(self) -> Formation | None:
-        return self._position.formation
+        return self._fit.position.formation
 
     @property
     def now(self) -> Progress:
-        position = self._position
+        position = self._fit.position
         if position.formation is None or not position.has_entered:
             phase: Phase = "setup"
         elif self._pace.is_held_up:
@@ -73,7 +59,7 @@ class FitProgress:
             phase = "validation"
         else:
             phase = "step" if position.in_step else "between"
-        val_batches = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
+        val_batches = self._fit.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
         number = position.formation.round.number if position.formation is not None else 0
         counts = (position.updates, position.collective, val_batches)
         return Progress(phase, number, self._pace.steps_in_round, position.batch, counts)
@@ -81,7 +67,7 @@ class FitProgress:
     @property
     def is_in_collective(self) -> bool:
         """Whether this worker waits for others."""
-        return self._clock.is_stopped
+        return self._fit.strategy.clock.is_stopped
 
     @property
     def step_time_s(self) -> float:
@@ -91,7 +77,7 @@ class FitProgress:
     @property
     def loads(self) -> list[float]:
         """Samples per thread in one batch, for each worker by rank."""
-        total, size = self._loaders.first.global_batch_size, self._position.size
+        total, size = self._fit.loaders.first.global_batch_size, self._fit.position.size
         threads = self.pulse.threads if len(self.pulse.threads) == size else (1,) * size
         shares = [share(total, rank, size) for rank in range(size)]
         return [max(1, stop - start) / max(1, count) for (start, stop), count in zip(shares, threads, strict=True)]
@@ -99,7 +85,7 @@ class FitProgress:
     @property
     def remaining_steps(self) -> float | None:
         """Batches that the job still has to train on; None if unknown."""
-        return remaining_batches(self._trainer)
+        return remaining_batches(self._fit.trainer)
 
     @property
     def workers_by_host(self) -> dict[str, int]:
@@ -111,7 +97,7 @@ class FitProgress:
     @property
     def untunable(self) -> dict[str, str]:
         """Settings of a plan that this worker cannot carry out, each with the reason."""
-        return {"loader_workers": refusal} if (refusal := self._loaders.refusal) else {}
+        return {"loader_workers": refusal} if (refusal := self._fit.loaders.refusal) else {}
 
 
 def remaining_batches(trainer: L.Trainer) -> float | None:

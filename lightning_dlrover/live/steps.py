@@ -17,48 +17,25 @@ import torchmetrics
 from lightning_dlrover.checks.script import BackwardCheck
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
-from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.redo import Before, Frozen, call_restart_hooks, metrics_of
-from lightning_dlrover.live.resilient import ResilientCollectives
-from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.live.update import ManualWindow, Update, apply, capture
 from lightning_dlrover.rdzv.live.member import WorldError
 
 if TYPE_CHECKING:
-    import lightning as L
-
     from lightning_dlrover.live.lightning_names import EpochLoop
-    from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = ["TrainingSteps"]
 
 
 class TrainingSteps:
-    """One worker's training steps, and the records with which it repeats the current one.
+    """One worker's training steps, and the records with which it repeats the current one."""
 
-    Args:
-        may_grow: whether the job may have several workers.
-    """
-
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        strategy: DLRoverStrategy,
-        position: FitPosition,
-        collectives: ResilientCollectives,
-        loaders: TrainLoaders,
-        metrics: EpochMetrics,
-        may_grow: bool,
-    ) -> None:
-        self._trainer = trainer
-        self._strategy = strategy
-        self._position = position
-        self._collectives = collectives
-        self._loaders = loaders
+    def __init__(self, fit: FitContext, metrics: EpochMetrics) -> None:
+        self._fit = fit
         self._metrics = metrics
-        self._may_grow = may_grow
         self.backwards = BackwardCheck()
-        self.window = ManualWindow(trainer)
+        self.window = ManualWindow(fit.trainer)
         self.window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
         self._users_metrics: list[torchmetrics.Metric] = []  # torchmetrics objects of the user's module
         self._before: Before | None = None  # record from before the open accumulation window
@@ -74,21 +51,21 @@ class TrainingSteps:
 
     def enter_loops(self) -> None:
         """Look at the user's module, which is complete now."""
-        self._users_metrics = metrics_of(self._trainer.lightning_module)
+        self._users_metrics = metrics_of(self._fit.trainer.lightning_module)
 
     @property
     def is_in_window(self) -> bool:
         """Whether gradients of earlier batches wait for an optimizer step."""
-        if not self._trainer.lightning_module.automatic_optimization:
+        if not self._fit.trainer.lightning_module.automatic_optimization:
             return self.window.is_open
-        return self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches != 0
+        return self._epoch_loop.batch_progress.current.ready % self._fit.trainer.accumulate_grad_batches != 0
 
     # --- steps ------------------------------------------------------------------------------------------------------------
 
     def run_automatic(self, run: Callable[..., Any], optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """Run Lightning's automatic optimization of one batch, and repeat it as often as its collectives fail."""
         progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
-        closes_window = not lightning_names.is_accumulating(self._trainer)
+        closes_window = not lightning_names.is_accumulating(self._fit.trainer)
         again = False
 
         def compute() -> Any:
@@ -97,16 +74,16 @@ class TrainingSteps:
             self._num_backwards = 0  # those of earlier batches do not belong to this step
             return run(optimizer, batch_idx, own)
 
-        if (self._epoch_loop.batch_progress.current.ready - 1) % self._trainer.accumulate_grad_batches == 0:
+        if (self._epoch_loop.batch_progress.current.ready - 1) % self._fit.trainer.accumulate_grad_batches == 0:
             self._remember()
         undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
-            self._position.in_step = True
+            self._fit.position.in_step = True
             before = copy.deepcopy(progress.state_dict())
-            if (done := self._collectives.attempt(compute)) is not None:
+            if (done := self._fit.collectives.attempt(compute)) is not None:
                 result = done[0]
                 break
-            skip = self._collectives.recover()
+            skip = self._fit.collectives.recover()
             progress.load_state_dict(before)
             if skip:
                 progress.step.increment_ready()
@@ -114,13 +91,13 @@ class TrainingSteps:
                 result = {}
                 break
             if undo is not None:
-                apply(self._trainer, copy.deepcopy(undo))
-            call_restart_hooks(self._trainer, batch_idx)
+                apply(self._fit.trainer, copy.deepcopy(undo))
+            call_restart_hooks(self._fit.trainer, batch_idx)
             again = True
-        self._position.in_step = False
+        self._fit.position.in_step = False
         if closes_window:
             self._max_backwards = max(self._max_backwards, self._num_backwards)
-            self._position.updates += 1
+            self._fit.position.updates += 1
             self._before = None
         self._metrics.agree_on_step()
         return result
@@ -129,17 +106,17 @@ class TrainingSteps:
         """Run the user's own optimization of one batch. Undo and repeat it as often as its collectives fail."""
         progress = self._epoch_loop.manual_optimization.optim_step_progress
         self._remember()
-        if self._position.size > 1:
-            self._frozen = Frozen(self._trainer.lightning_module)
+        if self._fit.position.size > 1:
+            self._frozen = Frozen(self._fit.trainer.lightning_module)
             self.window.remember()
         while True:
             self._begin_manual_batch()
             before = copy.deepcopy(progress.state_dict())
             skip = False
-            if (done := self._collectives.attempt(run, kwargs)) is not None:
+            if (done := self._fit.collectives.attempt(run, kwargs)) is not None:
                 result = done[0]
                 break
-            skip = self._collectives.recover()
+            skip = self._fit.collectives.recover()
             if skip:
                 result = {}
                 break
@@ -149,16 +126,16 @@ class TrainingSteps:
                         "a worker was lost after this batch's only optimizer step but before the end of training_step; "
                         "the step cannot be taken back: this worker has to start again"
                     )
-                apply(self._trainer, self._undo)
+                apply(self._fit.trainer, self._undo)
             progress.load_state_dict(before)
             self.window.restore()
-            call_restart_hooks(self._trainer, self._epoch_loop.batch_progress.current.ready - 1)
+            call_restart_hooks(self._fit.trainer, self._epoch_loop.batch_progress.current.ready - 1)
             if self._before is not None:
                 self._before.restore()
-            kwargs = self._loaders.refetched(1)[0]
+            kwargs = self._fit.loaders.refetched(1)[0]
             self._is_logged_for(kwargs)
-        self._position.in_step = False
-        self._position.updates += 1
+        self._fit.position.in_step = False
+        self._fit.position.updates += 1
         self._max_manual_steps = max(self._max_manual_steps, self._manual_steps)
         if not skip:  # else the window is the other worker's, as this worker took over its update
             # If no step was ever seen, the user steps optimizers that Lightning has not wrapped.
@@ -170,12 +147,12 @@ class TrainingSteps:
 
     def before_optimizer_step(self, optimizer: Any, closure: Any) -> None:
         """Manual optimization: keep the state that a batch's first update will overwrite, if the batch may hold several."""
-        if not self._position.in_step or self._trainer.lightning_module.automatic_optimization:
+        if not self._fit.position.in_step or self._fit.trainer.lightning_module.automatic_optimization:
             return
-        if self._may_grow:
+        if self._fit.world.config.max_workers > 1:
             self.backwards.optimizer_step(optimizer, closure)
         if self._manual_steps == 0 and self._max_manual_steps != 1 and self._can_undo:
-            self._undo = copy.deepcopy(capture(self._trainer))
+            self._undo = copy.deepcopy(capture(self._fit.trainer))
         self._manual_steps += 1
 
     def backward_begins(self) -> None:
@@ -186,23 +163,23 @@ class TrainingSteps:
     def broken(self) -> None:
         """Note that a worker was lost, before the survivors meet."""
         self.window_is_stale = True
-        if self._position.in_step and self._frozen is not None:
+        if self._fit.position.in_step and self._frozen is not None:
             self._frozen.restore()  # before the next wrap: DDP reduces the parameters that are trainable then
 
     def redo_window(self) -> None:
         """Between two batches: compute the open window's gradients again if a lost worker took its share of them."""
         if not self.window_is_stale:
             return
-        self._position.is_redoing = True
+        self._fit.position.is_redoing = True
         try:
             self._redo_window()
         finally:
-            self._position.is_redoing = False
+            self._fit.position.is_redoing = False
 
     def forget(self) -> None:
         """Drop the step in progress, because all workers go back to a snapshot."""
-        self._position.in_step = self.window_is_stale = False
-        self._loaders.computed = self._undo = None
+        self._fit.position.in_step = self.window_is_stale = False
+        self._fit.loaders.computed = self._undo = None
 
     def _redo_window(self, inside: bool = False) -> Any:
         """Compute the gradients of the accumulation window's earlier batches again, split for the current world.
@@ -214,26 +191,26 @@ class TrainingSteps:
             The arguments of the training step for that batch; None if not `inside`.
         """
         handed_out = self._epoch_loop.batch_progress.current.ready
-        earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
-        is_automatic = self._trainer.lightning_module.automatic_optimization
+        earlier = (handed_out - inside) % self._fit.trainer.accumulate_grad_batches
+        is_automatic = self._fit.trainer.lightning_module.automatic_optimization
         # In manual optimization, gradients of earlier batches are already means over all workers of that time.
         if not inside and (earlier == 0 or not is_automatic):
             self.window_is_stale = False
             return None
         if self._before is not None:
             self._before.restore()
-        optimizer = self._trainer.optimizers[0]
+        optimizer = self._fit.trainer.optimizers[0]
         optimizer.zero_grad()
-        steps = self._loaders.refetched(earlier + inside)
+        steps = self._fit.loaders.refetched(earlier + inside)
         try:
             for i, kwargs in enumerate(steps[:earlier]):
-                self._loaders.computed = self._loaders.first.cursor - inside - earlier + i
+                self._fit.loaders.computed = self._fit.loaders.first.cursor - inside - earlier + i
                 self._is_logged_for(kwargs)
                 batch_idx = handed_out - inside - earlier + i
-                with self._strategy.block_backward_sync():
-                    lightning_names.closure(self._trainer, kwargs, optimizer, batch_idx)()
+                with self._fit.strategy.block_backward_sync():
+                    lightning_names.closure(self._fit.trainer, kwargs, optimizer, batch_idx)()
         finally:
-            self._loaders.computed = None
+            self._fit.loaders.computed = None
         self.window_is_stale = False
         if inside:
             self._is_logged_for(steps[-1])
@@ -242,10 +219,10 @@ class TrainingSteps:
     def _remember(self) -> None:
         """Record the logged values before an accumulation window, in case its batches are computed again."""
         results = lightning_names.results_of(self._epoch_loop)
-        self._before = Before(self._users_metrics, results) if self._position.size > 1 else None
+        self._before = Before(self._users_metrics, results) if self._fit.position.size > 1 else None
 
     def _begin_manual_batch(self) -> None:
-        self._position.in_step = True
+        self._fit.position.in_step = True
         self._manual_steps, self._undo = 0, None
         self.backwards.batch_begins()
 
@@ -254,12 +231,12 @@ class TrainingSteps:
         raw = getattr(optimizer, "optimizer", optimizer)  # unwraps Lightning's optimizer
         of_torch = type(raw).__module__.startswith("torch.optim")
         moves = isinstance(raw, torch.optim.LBFGS) or self._max_backwards > 1 or (self._max_backwards == 0 and not of_torch)
-        return copy.deepcopy(capture(self._trainer)) if moves and self._can_undo else None
+        return copy.deepcopy(capture(self._fit.trainer)) if moves and self._can_undo else None
 
     @property
     def _can_undo(self) -> bool:
         # With sharded tables, recovery from a loss goes back to a snapshot.
-        return self._position.size > 1 and self._strategy.elastic_tables is None
+        return self._fit.position.size > 1 and self._fit.strategy.elastic_tables is None
 
     def _is_logged_for(self, kwargs: Any) -> None:
         """Make Lightning weight the next logged values by the size of this batch."""
@@ -268,4 +245,4 @@ class TrainingSteps:
 
     @property
     def _epoch_loop(self) -> EpochLoop:
-        return self._trainer.fit_loop.epoch_loop
+        return self._fit.trainer.fit_loop.epoch_loop

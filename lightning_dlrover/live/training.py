@@ -28,6 +28,7 @@ from lightning_dlrover.live.data_fingerprint import (
     refuse_other_data,
 )
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
+from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.fits import Fits
 from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
@@ -85,25 +86,23 @@ class LiveTraining:
         self._trainer = trainer
         self.position = position = FitPosition(formation, is_standby=formation is None)
         self.pulse = Pulse()
-        self.collectives = collectives = ResilientCollectives(world, position, lambda: strategy.root_device, self._recover)
-        self.loaders = loaders = TrainLoaders(trainer, position, strategy.has_global_batch_size)
-        self.searches = Searches(world, position)
-        self.validation = Validation(strategy, position, collectives)
-        self.metrics = EpochMetrics(trainer, position, collectives, loaders, self.validation.is_between_dataloaders)
-        may_grow = world.config.max_workers > 1
-        self.steps = TrainingSteps(trainer, strategy, position, collectives, loaders, self.metrics, may_grow)
-        self.votes = Votes(trainer, strategy, world, position, collectives, self.pulse)
-        self.fits = Fits(trainer, strategy, world, position, collectives)
-        self.leaving = Leaving(trainer, world.worker_id, position)
-        self._state = JobState(trainer, strategy, world, position, loaders, self.validation, self.votes)
-        self.checkpoints = JobCheckpoints(trainer, strategy, world, position, collectives, loaders, self._state)
-        self._successors = Successors(trainer, world, position, collectives, self._state, self.checkpoints)
-        self.tables = TableRounds(
-            trainer, strategy, world, position, collectives, loaders, self.steps, self._state, self.checkpoints
-        )
+        self.collectives = ResilientCollectives(world, position, lambda: strategy.root_device, self._recover)
+        self.loaders = TrainLoaders(trainer, position, strategy.has_global_batch_size)
+        fit = FitContext(trainer, strategy, world, position, self.collectives, self.loaders)
+        self.searches = Searches(fit)
+        self.validation = Validation(fit)
+        self.metrics = EpochMetrics(fit, self.validation.is_between_dataloaders)
+        self.steps = TrainingSteps(fit, self.metrics)
+        self.votes = Votes(fit, self.pulse)
+        self.fits = Fits(fit)
+        self.leaving = Leaving(fit)
+        self._state = JobState(fit, self.validation, self.votes)
+        self.checkpoints = JobCheckpoints(fit, self._state)
+        self._successors = Successors(fit, self._state, self.checkpoints)
+        self.tables = TableRounds(fit, self.steps, self._state, self.checkpoints)
         self._pace = Pace(world, check_interval_s, self.votes.wishes)
         self._settings = SettingsInForce(available_cores())
-        self.progress = FitProgress(trainer, world, position, loaders, self._pace, self.pulse, strategy.clock)
+        self.progress = FitProgress(fit, self._pace, self.pulse)
         self._was_at_boundary = strategy.clock.read()
         self._is_switching = False  # set at a boundary while the world may change
         world.activity, world.is_in_step = position.describe, lambda: position.is_computing

@@ -19,7 +19,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from lightning_dlrover.live.epoch_metrics import (
     set_computed,
     value_of,
 )
+from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition
@@ -44,9 +45,6 @@ from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.split import share
 from lightning_dlrover.packages import package_of
 from lightning_dlrover.rdzv.group import transfer
-
-if TYPE_CHECKING:
-    from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = ["Validation", "deal", "exchange_metrics_through"]
 
@@ -112,10 +110,8 @@ class _Report:
 class Validation:
     """One worker's part in the validation runs of a live job."""
 
-    def __init__(self, strategy: DLRoverStrategy, position: FitPosition, collectives: ResilientCollectives) -> None:
-        self._strategy = strategy
-        self._position = position
-        self._collectives = collectives
+    def __init__(self, fit: FitContext) -> None:
+        self._fit = fit
         self.number = 0  # number of the newest run
         self._is_under_way = False
         self._fetcher: _Fetcher | None = None
@@ -128,16 +124,16 @@ class Validation:
 
     def run(self, run: Callable[[], Any]) -> Any:
         """Run one of Lightning's validations."""
-        if not self._position.has_entered:
+        if not self._fit.position.has_entered:
             return run()
         self.number += 1
-        self._position.validation = self.number
+        self._fit.position.validation = self.number
         self._is_under_way = True
         try:
             return run()
         finally:
             self._is_under_way = False
-            self._position.validation = 0
+            self._fit.position.validation = 0
             if self._fetcher is not None:
                 self._fetcher.release_metrics()
             self._fetcher = None
@@ -146,12 +142,12 @@ class Validation:
     def begin_batches(self, loop: EvaluationLoop, reset: Callable[[], None]) -> None:
         """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
-        if self._position.size > 1:
-            sent = self._collectives.exchange(
-                "the broadcast of buffers before a validation", lambda: send_buffers(self._strategy.model)
+        if self._fit.position.size > 1:
+            sent = self._fit.collectives.exchange(
+                "the broadcast of buffers before a validation", lambda: send_buffers(self._fit.strategy.model)
             )
-            assert self._strategy.lightning_module is not None
-            take_buffers(self._strategy.lightning_module, sent)  # they may come from another worker's result
+            assert self._fit.strategy.lightning_module is not None
+            take_buffers(self._fit.strategy.lightning_module, sent)  # they may come from another worker's result
         combined = lightning_names.combined_loader(loop)
         if not self._is_under_way or combined is None or lightning_names.hands_out_iterator(loop):
             return
@@ -159,7 +155,7 @@ class Validation:
             isinstance(loader, ElasticLoader) for loader in combined.flattened
         ):
             return  # every worker computes its own loaders' batches, so there is nothing to deal out
-        self._fetcher = _fetcher_of(package_of(loop))(self._position, self._collectives, loop, self)
+        self._fetcher = _fetcher_of(package_of(loop))(self._fit.position, self._fit.collectives, loop, self)
         lightning_names.replace_fetcher(loop, self._fetcher)
 
     def end_each_dataloader(self, loop: Any) -> None:
@@ -199,18 +195,18 @@ class Validation:
     def step(self, loop: EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
         """Run Lightning's work on one validation batch. If its own collectives fail, its samples are dealt out again."""
         fetcher = self._fetcher
-        if fetcher is None or self._position.size == 1:
+        if fetcher is None or self._fit.position.size == 1:
             evaluate(*args)
             return
         before = Before(fetcher.metrics.values(), lightning_names.results_of(loop))
         progress = loop.batch_progress.state_dict()
         with fetcher.step():
-            done = self._collectives.attempt(evaluate, *args)
+            done = self._fit.collectives.attempt(evaluate, *args)
         if done is None:
             fetcher.take_back()
             before.restore()
             loop.batch_progress.load_state_dict(progress)
-            self._collectives.recover()
+            self._fit.collectives.recover()
 
     def take_plan(self, part: int) -> list[Positions] | None:
         return self._plans.pop((self.number, part), None)
@@ -219,7 +215,7 @@ class Validation:
 
     def settle(self) -> None:
         """Compare the survivors' progress, and deal out the rest of their current dataloader."""
-        self._deal_out(self._collectives.gathered(self._report()), self._position.rank)
+        self._deal_out(self._fit.collectives.gathered(self._report()), self._fit.position.rank)
 
     def _report(self) -> dict[str, Any]:
         """Return this worker's progress."""
@@ -227,7 +223,7 @@ class Validation:
             return vars(_Report(self.number + 1, 0))
         if self._fetcher is None:
             return vars(_Report(self.number, 0))
-        return vars(self._fetcher.report(self.number, self._collectives.has_missed_result))
+        return vars(self._fetcher.report(self.number, self._fit.collectives.has_missed_result))
 
     def _deal_out(self, all_reports: Sequence[dict[str, Any]], rank: int) -> None:
         """Deal out the rest of the survivors' current dataloader.

@@ -6,20 +6,13 @@ Each vote on the round carries numbers. A worker receives the minimum of each ov
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from lightning_dlrover.checks.script import different_rates, rates, rates_digest
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.position import FitPosition, Position
-from lightning_dlrover.live.resilient import ResilientCollectives
+from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.position import Position
 from lightning_dlrover.observe.pulse import NUM_SAID, Pulse
 from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.world import World
-
-if TYPE_CHECKING:
-    import lightning as L
-
-    from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = ["Votes"]
 
@@ -29,38 +22,26 @@ log = logging.getLogger(__name__)
 class Votes:
     """One worker's numbers in the votes, and the actions that follow from the results."""
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        strategy: DLRoverStrategy,
-        world: World,
-        position: FitPosition,
-        collectives: ResilientCollectives,
-        pulse: Pulse,
-    ) -> None:
-        self._trainer = trainer
-        self._strategy = strategy
-        self._world = world
-        self._position = position
-        self._collectives = collectives
+    def __init__(self, fit: FitContext, pulse: Pulse) -> None:
+        self._fit = fit
         self._pulse = pulse
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
-        self._fit = 0  # `fit` of the script in which the newest vote began
+        self._fit_of_vote = 0  # `fit` of the script in which the newest vote began
         self.saved_request = 0  # newest request for a checkpoint that was carried out
 
     def begin_fit(self) -> None:
         self._wants_stop = False
-        self._position.stopped_at = ""
+        self._fit.position.stopped_at = ""
 
     def wishes(self) -> list[int]:
         """Return this worker's numbers for a vote that begins."""
-        position, formation = self._position, self._position.formation
+        position, formation = self._fit.position, self._fit.position.formation
         assert formation is not None
-        self._fit = position.fit
+        self._fit_of_vote = position.fit
         said = self._pulse.say(formation.round.number, position.rank, position.size)
-        tables = self._strategy.elastic_tables
-        digest = rates_digest(self._trainer.optimizers)
-        request = self._world.membership.checkpoint_request()
+        tables = self._fit.strategy.elastic_tables
+        digest = rates_digest(self._fit.trainer.optimizers)
+        request = self._fit.world.membership.checkpoint_request()
         return [*(tables.wishes() if tables is not None else []), -int(self._wants_stop), digest, -digest, request, *said]
 
     def count(self, step_time_s: float) -> bool:
@@ -69,15 +50,15 @@ class Votes:
         Raises:
             UnsupportedScriptError: the workers' learning rates differ.
         """
-        wishes, num_said = self._world.wishes, NUM_SAID * self._position.size
+        wishes, num_said = self._fit.world.wishes, NUM_SAID * self._fit.position.size
         if not wishes:
             return False
         # The first vote may have begun in an earlier fit, with a model that had tables.
-        self._world.wishes = wishes[: -num_said - 4] if self._strategy.elastic_tables is not None else []
+        self._fit.world.wishes = wishes[: -num_said - 4] if self._fit.strategy.elastic_tables is not None else []
         if wishes[-num_said - 3] != -wishes[-num_said - 2]:
             self._refuse_different_rates()
-        if wishes[-num_said - 4] and self._fit == self._position.fit:  # else the vote began in an earlier fit
-            self._wants_stop, self._trainer.should_stop = False, True
+        if wishes[-num_said - 4] and self._fit_of_vote == self._fit.position.fit:  # else the vote began in an earlier fit
+            self._wants_stop, self._fit.trainer.should_stop = False, True
         self._pulse.hear(wishes[-num_said:], step_time_s)
         request = wishes[-num_said - 1]
         is_new = request > self.saved_request
@@ -85,7 +66,7 @@ class Votes:
         return is_new
 
     def _refuse_different_rates(self) -> None:
-        error = different_rates(transfer.all_gather(rates(self._trainer.optimizers)), self._position.rank)
+        error = different_rates(transfer.all_gather(rates(self._fit.trainer.optimizers)), self._fit.position.rank)
         if error is not None:
             raise error
 
@@ -95,13 +76,13 @@ class Votes:
         If all workers have set it, as Lightning's own callbacks do, they stop here. Otherwise the workers without it are a step
         ahead by the time this is noticed, so all stop after the next vote.
         """
-        trainer, position = self._trainer, self._position
+        trainer, position = self._fit.trainer, self._fit.position
         is_alone = not position.has_entered or position.size == 1
         if not trainer.should_stop or is_alone or not lightning_names.can_stop_early(trainer):
             return
         place = f"stop/{position.fit}/{phase}/{position.batch}"
-        while (reached := self._collectives.attempt(self._world.all_reach, place)) is None:
-            self._collectives.recover()
+        while (reached := self._fit.collectives.attempt(self._fit.world.all_reach, place)) is None:
+            self._fit.collectives.recover()
             if self._have_stopped(place):
                 reached = (True,)
                 break
@@ -109,11 +90,13 @@ class Votes:
             position.stopped_at = place
             return
         if not self._wants_stop:
-            log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self._world.worker_id)
+            log.warning(
+                "worker %s: trainer.should_stop was not set on all workers; all will stop soon", self._fit.world.worker_id
+            )
         trainer.should_stop, self._wants_stop = False, True
 
     def _have_stopped(self, place: str) -> bool:
         """Return whether members of the new round found all workers at `place` before the former round broke, and went on."""
-        assert self._position.formation is not None
-        positions = (Position.decode(hello) for hello in self._position.formation.hellos.values())
+        assert self._fit.position.formation is not None
+        positions = (Position.decode(hello) for hello in self._fit.position.formation.hellos.values())
         return any(position is not None and position.stopped_at == place for position in positions)
