@@ -51,12 +51,12 @@ from jobs import (
 )
 from planners import PLANNERS
 
+from lightning_dlrover.codec import from_fields
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Objective
 from lightning_dlrover.planner.plan import Settings
 from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits
-from lightning_dlrover.rdzv.job.records import from_fields
 
 NAIVE = Settings(num_workers=1, loader_workers=0, intra_op_threads=1, prefetch_factor=0)
 SETTLING_STEPS = 3

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_dlrover.codec import from_fields
 from lightning_dlrover.perf import configuration_of
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings
 from lightning_dlrover.planner.space import settings_of
 from lightning_dlrover.rdzv.job.events import DecisionMade, OutcomeJudged, PlannerEvent, WindowMeasured, events_of
-from lightning_dlrover.rdzv.job.records import EventRecord, from_fields
+from lightning_dlrover.rdzv.job.records import EventRecord
 
 __all__ = ["JobMemory", "Past"]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_dlrover.rdzv.job.records import from_fields
+from lightning_dlrover.codec import from_fields, to_json
 from lightning_dlrover.rdzv.live.member import Formation
 
 __all__ = ["FitPosition", "Position", "can_meet"]
@@ -27,7 +27,7 @@ class Position:
     stopped_at: str = ""  # newest place at which all workers wanted to stop, see `Votes.agree_on_stop`
 
     def encode(self) -> bytes:
-        return json.dumps(self.__dict__).encode()
+        return to_json(self)
 
     @staticmethod
     def decode(hello: bytes) -> Position | None:
@@ -38,10 +38,7 @@ class Position:
         """
         if not hello:
             return None
-        fields = json.loads(hello)
-        if not isinstance(fields, dict):
-            raise ValueError(f"a worker's position is {hello!r:.80}; another program may write into the round's store")
-        return from_fields(Position, fields, "a worker's position")
+        return from_fields(Position, json.loads(hello), "a worker's position")
 
 
 def can_meet(hellos: Mapping[str, bytes]) -> bool:

@@ -9,13 +9,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
+
+from lightning_dlrover.codec import from_fields
 
 __all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome", "step_text"]
-
-LARGEST = 1e18
-"""Largest magnitude accepted for any quantity. Larger values come from a broken record: infinity, or an int beyond float."""
 
 
 @dataclass(frozen=True, order=True)
@@ -127,13 +125,8 @@ class Decision:
         Raises:
             ValueError: a field is missing, unknown or has another type, or no candidate was chosen.
         """
-        raw = data.get("candidates")
-        if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
-            raise ValueError(f"a decision's candidates must be a list of objects, not {raw!r:.80}")
-        candidates = tuple(_read(Candidate, _with_settings(item, "settings")) for item in raw)
-        places = ("current", "chosen", *(["fallback"] if data.get("fallback") is not None else []))
-        decision = _read(cls, {**_with_settings(data, *places), "candidates": candidates})
-        if decision.chosen not in [c.settings for c in candidates]:
+        decision = from_fields(cls, dict(data), "a decision")
+        if decision.chosen not in [c.settings for c in decision.candidates]:
             raise ValueError(f"decision {decision.decision_id} chose {decision.chosen}, which is no candidate")
         return decision
 
@@ -174,37 +167,3 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
 def step_text(seconds: float) -> str:
     """A step time for people: `41.7 ms`, `1.04 s`."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
-
-
-T = TypeVar("T")
-
-
-def _with_settings(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """`data` with the objects under `names` read as settings."""
-    found = {name: data[name] for name in names if name in data}
-    for name, raw in found.items():
-        if not isinstance(raw, dict):
-            raise ValueError(f"{name} must be an object of settings, not {raw!r:.80}")
-    return {**data, **{name: _read(Settings, raw) for name, raw in found.items()}}
-
-
-def _read(record_type: type[T], data: Mapping[str, Any]) -> T:
-    """Build `record_type` from its fields, each of exactly its type."""
-    hints = get_type_hints(record_type)
-    fields = {f.name: f for f in dataclasses.fields(record_type)}  # type: ignore[arg-type]
-    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
-    if missing := sorted(required - set(data)):
-        raise ValueError(f"a {record_type.__name__} needs {missing}")
-    if unknown := sorted(set(data) - set(fields)):
-        raise ValueError(f"a {record_type.__name__} has no {unknown}")
-    values = {}
-    for name, value in data.items():
-        hint = hints[name]
-        is_number = type(value) in (int, float) and -LARGEST <= value <= LARGEST
-        allowed = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
-        if float in allowed and is_number:
-            value = float(value)
-        elif type(value) not in allowed or type(value) is float:
-            raise ValueError(f"{name} of a {record_type.__name__} is {value!r:.80}, not {hint}")
-        values[name] = value
-    return record_type(**values)

@@ -7,10 +7,11 @@ owners. Shards stay with their owner where the balance allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lightning_dlrover.codec import from_fields
 from lightning_dlrover.tables.layout import (
     Layout,
     Region,
@@ -151,10 +152,6 @@ def plan_from_dict(data: Mapping[str, Any]) -> dict[str, TablePlan]:
         PlanError: the data has another form.
     """
     try:
-        return {name: TablePlan(**{**table, "shards": tuple(_shards(table["shards"]))}) for name, table in dict(data).items()}
-    except (KeyError, TypeError, ValueError) as error:
+        return {name: from_fields(TablePlan, table, f"the plan of table {name!r}") for name, table in dict(data).items()}
+    except (TypeError, ValueError) as error:
         raise PlanError(f"not a plan of tables: {error}") from error
-
-
-def _shards(data: Iterable[Mapping[str, Any]]) -> list[Shard]:
-    return [Shard(str(shard["owner"]), Region(**{k: int(v) for k, v in dict(shard["region"]).items()})) for shard in data]

@@ -18,11 +18,12 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lightning_dlrover.codec import from_fields, to_json
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.layout import Region
 
@@ -87,7 +88,7 @@ class PartHeader:
         return (self.round, self.batch)
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return to_json(self)
 
     @staticmethod
     def decode(data: bytes) -> PartHeader:
@@ -97,20 +98,11 @@ class PartHeader:
             SnapshotError: the data has another form.
         """
         try:
-            found = json.loads(data)
-            blocks = tuple(
-                Place(**{**b, "region": Region(**b["region"]), "shape": tuple(b["shape"])}) for b in found.pop("blocks")
-            )
-            header = PartHeader(**{**found, "members": tuple(found["members"]), "blocks": blocks})
-            numbers = [header.batch, header.round, header.state_offset, header.state_bytes]
-            numbers += [n for b in blocks for n in (b.offset, *b.shape, *vars(b.region).values())]
-            texts = [header.owner, *header.members, *(text for b in blocks for text in (b.table, b.what))]
-            if any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers) or any(type(text) is not str for text in texts):
-                raise TypeError("a number or name in it is none")
-            ends = [b.offset + _num_bytes(b) for b in blocks]
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            header = from_fields(PartHeader, json.loads(data), "the header of a snapshot")
+            ends = [b.offset + _num_bytes(b) for b in header.blocks]
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise SnapshotError(f"not the header of a snapshot: {error}") from error
-        if max(ends, default=0) > header.num_bytes or any(b.offset % 64 for b in blocks):
+        if max(ends, default=0) > header.num_bytes or any(b.offset % 64 for b in header.blocks):
             raise SnapshotError("the header of a snapshot names values beyond its end, or between two places")
         return header
 

@@ -34,7 +34,7 @@ def decisions(draw: st.DrawFn) -> Decision:
         for settings in considered
     )
     return Decision(
-        decision_id=draw(st.integers(0)),
+        decision_id=draw(st.integers(0, 1 << 62)),
         at=draw(st.floats(0, 4e9)),
         current=draw(some_settings),
         chosen=draw(st.sampled_from(considered)),

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from lightning_dlrover.rdzv.job.records import EventRecord, RecordError, from_fields
+from lightning_dlrover.codec import from_fields
+from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
 
 __all__ = [
     "DecisionMade",
@@ -328,13 +329,15 @@ class UnknownEvent(PlannerEvent):
     kind: str
 
 
-_ALL: tuple[type[Event], ...] = (
-    *(RoundFormed, WorkerLost, TrainingStalled, WorkerFailed, RecordIgnored, JobFailed, StateClosed),
-    *(SizeRequested, SettingsApplied, NodesHeldUp, WindowMeasured, DecisionMade, OutcomeJudged),
-    *(HangFound, StragglerFound, MemoryShort, NodeMemoryShort),
-    *(StateKept, FitResumed, StateRolledBack, FitFinished, TablesMoved, SnapshotCompleted, SnapshotLost),
-)
-_TYPES = {kind: [known for known in _ALL if kind == known.KIND] for kind in {known.KIND for known in _ALL}}
+def _by_kind() -> dict[str, list[type[Event]]]:
+    types: dict[str, list[type[Event]]] = {}
+    for known in (*Event.__subclasses__(), *PlannerEvent.__subclasses__()):
+        if known not in (PlannerEvent, UnknownEvent):
+            types.setdefault(known.KIND, []).append(known)
+    return types
+
+
+_TYPES = _by_kind()
 
 
 def record_of(event: Event, text: str, at: float | None = None) -> EventRecord:
@@ -367,7 +370,7 @@ def content_of(record: EventRecord) -> Event:
 
 def events_of(records: Iterable[EventRecord], event_type: type[E]) -> Iterator[tuple[EventRecord, E]]:
     """Yield the events of one type with their records. Those that cannot be read are left out."""
-    kinds = {known.KIND for known in _ALL if issubclass(known, event_type)}
+    kinds = {kind for kind, types in _TYPES.items() if any(issubclass(known, event_type) for known in types)}
     for record in records:
         if record.kind in _TYPES and record.kind not in kinds:
             continue

@@ -20,7 +20,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import Compare, Get, KeyValue, Put, absent, modified
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, RecordError, decode, encode
 
-__all__ = ["ContentionError", "FenceLostError", "Found", "Journal", "read", "read_events", "readable"]
+__all__ = ["ContentionError", "FenceLostError", "Found", "Journal", "read", "read_events", "readable", "readable_folder"]
 
 R = TypeVar("R")
 Reader = Callable[[type[R], KeyValue | None], R | None]
@@ -69,6 +69,12 @@ def readable(record_type: type[R], entry: KeyValue | None) -> R | None:
         return read(record_type, entry)
     except RecordError:
         return None
+
+
+def readable_folder(client: EtcdClient, record_type: type[R], folder: str) -> dict[str, R]:
+    """Return the records of a folder of keys, by name in it. Those that cannot be read are left out."""
+    found = {entry.key.removeprefix(folder): readable(record_type, entry) for entry in client.get_prefix(folder)[1]}
+    return {name: record for name, record in found.items() if record is not None}
 
 
 def read_events(entries: Iterable[KeyValue]) -> list[EventRecord]:

@@ -6,13 +6,11 @@ untrusted input: `decode` either returns a valid record or raises `RecordError` 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
+
+from lightning_dlrover.codec import RecordError, from_fields, to_json
 
 __all__ = [
     "FORMAT_VERSION",
@@ -37,16 +35,12 @@ __all__ = [
     "WorkerRecord",
     "decode",
     "encode",
-    "from_fields",
 ]
 
 FORMAT_VERSION = 1
 """Format number in every record. Readers refuse any other number."""
 
 MAX_RECORD_BYTES = 1 << 20
-
-_LARGEST = 1 << 62  # limit of any number in a field: larger, infinite or NaN values would break computations with it
-_LARGEST_PORT = 65535
 
 MAX_UNREACHABLE = 64
 """Maximum number of unreachable workers in one worker's record: enough to separate two sides, and only a few kilobytes."""
@@ -63,8 +57,14 @@ HISTORY_TTL_S = 7 * 24 * 3600.0
 """Seconds that a job's records outlast its last process."""
 
 
-class RecordError(ValueError):
-    """A value in etcd is not the record that its key requires."""
+class _Key:
+    """A key of a job, or a folder of keys, by its path below the job's root."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, keys: Keys, owner: type[Keys]) -> str:
+        return f"{keys.prefix.rstrip('/')}/{keys.run_id}/{self._path}"
 
 
 @dataclass(frozen=True)
@@ -81,113 +81,31 @@ class Keys:
                 "hold a '/' or start or end with a space; choose another --rdzv-id"
             )
 
-    @property
-    def root(self) -> str:
-        return f"{self.prefix.rstrip('/')}/{self.run_id}/"
-
-    @property
-    def live(self) -> str:
-        """Folder of the keys that workers and controllers watch. The job's other keys change too often for that."""
-        return self.root + "live/"
-
-    @property
-    def job(self) -> str:
-        return self.live + "job"
-
-    @property
-    def round(self) -> str:
-        return self.live + "round"
-
-    @property
-    def plan(self) -> str:
-        return self.live + "plan"
-
-    @property
-    def convener(self) -> str:
-        """Election key: its create revision is the fence for every write of a round."""
-        return self.live + "convener"
-
-    @property
-    def controller(self) -> str:
-        return self.live + "controller"
-
-    @property
-    def nodes(self) -> str:
-        return self.live + "nodes"
-
-    @property
-    def each_node(self) -> str:
-        """One key per node that a controller has requested. Only controllers read them, so no process watches them."""
-        return self.root + "nodes/"
-
-    @property
-    def checkpoint(self) -> str:
-        return self.live + "checkpoint"
-
-    @property
-    def searches(self) -> str:
-        return self.live + "searches/"
-
-    @property
-    def agents(self) -> str:
-        return self.live + "agents/"
-
-    @property
-    def agents_left(self) -> str:
-        """One key per agent that has signed off and was not lost, bound to a short lease."""
-        return self.live + "agents_left/"
-
-    @property
-    def workers(self) -> str:
-        return self.live + "workers/"
-
-    @property
-    def drains(self) -> str:
-        return self.live + "drains/"
-
-    @property
-    def events(self) -> str:
-        return self.root + "events/"
-
-    @property
-    def profiles(self) -> str:
-        return self.root + "profiles/"
-
-    @property
-    def checkpoint_request(self) -> str:
-        return self.live + "checkpoint_request"
-
-    @property
-    def stacks_request(self) -> str:
-        return self.live + "stacks_request"
-
-    @property
-    def stacks(self) -> str:
-        """One key per worker, with its newest stack traces."""
-        return self.root + "stacks/"
-
-    @property
-    def store(self) -> str:
-        """Keys of the c10d store that the elastic agents share, one sub-folder per agent round."""
-        return self.root + "store/"
-
-    @property
-    def for_agents(self) -> str:
-        """Common prefix of the keys that every elastic agent watches: three, whatever the number of agents."""
-        return self.live + "agent_"
-
-    @property
-    def agent_round(self) -> str:
-        return self.for_agents + "round"
-
-    @property
-    def agent_convener(self) -> str:
-        """Election key: its create revision is the fence for every write of an agent round or notice."""
-        return self.for_agents + "convener"
-
-    @property
-    def agent_notice(self) -> str:
-        return self.for_agents + "notice"
+    root = _Key("")
+    live = _Key("live/")  # workers and controllers watch these keys; the job's other keys change too often for that
+    job = _Key("live/job")
+    round = _Key("live/round")
+    plan = _Key("live/plan")
+    convener = _Key("live/convener")  # election key: its create revision is the fence for every write of a round
+    controller = _Key("live/controller")
+    nodes = _Key("live/nodes")
+    checkpoint = _Key("live/checkpoint")
+    checkpoint_request = _Key("live/checkpoint_request")
+    stacks_request = _Key("live/stacks_request")
+    searches = _Key("live/searches/")
+    workers = _Key("live/workers/")
+    drains = _Key("live/drains/")
+    agents = _Key("live/agents/")
+    agents_left = _Key("live/agents_left/")  # one key per agent that has signed off and was not lost, bound to a short lease
+    for_agents = _Key("live/agent_")  # common prefix of the three keys that every elastic agent watches
+    agent_round = _Key("live/agent_round")
+    agent_convener = _Key("live/agent_convener")  # election key: the fence for every write of an agent round or notice
+    agent_notice = _Key("live/agent_notice")
+    each_node = _Key("nodes/")  # one key per node that a controller has requested; read by controllers only
+    events = _Key("events/")
+    profiles = _Key("profiles/")
+    stacks = _Key("stacks/")  # one key per worker, with its newest stack traces
+    store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
 
 
 WorkerState = Literal["starting", "standby", "ready", "active", "reforming"]
@@ -473,7 +391,7 @@ def encode(record: Any) -> bytes:
     Raises:
         ValueError: the record is larger than etcd's limit for one value.
     """
-    payload = json.dumps({"v": FORMAT_VERSION, **dataclasses.asdict(record)}, separators=(",", ":")).encode()
+    payload = to_json(record, v=FORMAT_VERSION)
     if len(payload) > MAX_RECORD_BYTES:
         raise ValueError(f"a {type(record).__name__} of {len(payload)} bytes exceeds {MAX_RECORD_BYTES} bytes")
     return payload
@@ -503,60 +421,3 @@ def decode(record_type: type[T], raw: bytes, key: str) -> T:
             "all workers of a job must run the same release of lightning-dlrover"
         )
     return from_fields(record_type, document, f"key {key!r}")
-
-
-def from_fields(record_type: type[T], document: dict[str, Any], where: str) -> T:
-    """Return the record with the fields in `document`.
-
-    Raises:
-        RecordError: a field is missing, unknown or has another type, an integer is negative, or a number is out of range.
-    """
-    hints = _hints_of(record_type)  # type: ignore[arg-type]
-    fields = {f.name: f for f in dataclasses.fields(record_type)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for name, f in fields.items():
-        if name not in document:
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                raise RecordError(f"{where}: field {name!r} of {record_type.__name__} is missing")
-            continue
-        value = document[name]
-        if not _has_type(value, hints[name]):
-            raise RecordError(f"{where}: field {name!r} of {record_type.__name__} is {value!r:.80}, not {hints[name]}")
-        if name.endswith("port") and not 0 <= value <= _LARGEST_PORT:
-            raise RecordError(f"{where}: field {name!r} of {record_type.__name__} is {value}, which is no port")
-        values[name] = float(value) if hints[name] is float else value
-    unknown = sorted(set(document) - set(fields))
-    if unknown:
-        raise RecordError(f"{where}: unknown fields {unknown} in {record_type.__name__}")
-    try:
-        return record_type(**values)
-    except ValueError as error:
-        raise RecordError(f"{where}: {error}") from error
-
-
-@functools.cache
-def _hints_of(record_type: Any) -> dict[str, Any]:
-    return get_type_hints(record_type)
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    origin = get_origin(hint)
-    if origin is Literal:
-        return any(value == allowed and type(value) is type(allowed) for allowed in get_args(hint))
-    if origin in (typing.Union, types.UnionType):
-        return any(_has_type(value, option) for option in get_args(hint))
-    if origin is list:
-        (item_hint,) = get_args(hint)
-        if item_hint is str:  # fast path for long lists, such as the names of a thousand nodes
-            return isinstance(value, list) and set(map(type, value)) <= {str}
-        return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
-    if origin is dict:
-        _, item_hint = get_args(hint)
-        return isinstance(value, dict) and all(_has_type(item, item_hint) for item in value.values())
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
-    if hint is int:  # every integer in a record is a count or a number, so none is negative
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
-    return hint is type(value) or (isinstance(hint, type) and isinstance(value, hint))
