@@ -32,7 +32,7 @@ class Fits:
         if self._fit.world.num_fits == 0 or position.is_standby:
             return  # this is the first `fit`
         number = self._fit.world.num_fits + 1
-        self._fit.world.begin_fit(number)  # no later: a worker lost from here on must not count as finished
+        self._fit.world.standing.begin_fit(number)  # no later: a worker lost from here on must not count as finished
         if position.size == 1 or self._fit.strategy.elastic_tables is not None:
             return
         position.has_entered = position.is_between_fits = True
@@ -60,7 +60,7 @@ class Fits:
                 elif self._fit.collectives.attempt(self._end_together) is None:
                     self._await_finish()
             except WorldError:
-                if not self._fit.world.has_finished_fit(position.fit):
+                if not self._fit.world.standing.has_finished_fit(position.fit):
                     raise
         position.has_entered = position.is_finishing = False
         self._fit.world.finish(trainer.global_step, position.fit)
@@ -80,7 +80,7 @@ class Fits:
         number, fit = self._fit.position.formation.round.number, self._fit.position.fit
 
         def look(view: View) -> str | None:
-            if self._fit.world.has_finished_fit(fit):
+            if self._fit.world.standing.has_finished_fit(fit):
                 return "finished"
             if view.job is not None and view.job.is_over:
                 return view.job.phase

@@ -108,7 +108,7 @@ class JobState:
             if self._fit.world.is_failure(error):
                 raise
             if isinstance(error, LoneCollectiveError):
-                self._fit.world.close_to_joiners(str(error))
+                self._fit.world.standing.close_to_joiners(str(error))
             log.debug("no state to look at before training: %s", error)
             return frozenset()
         found: set[str] = set()
@@ -121,10 +121,10 @@ class JobState:
             except transfer.TransferError as error:
                 if i == 0 and formation is not None and not has_tables:
                     log.warning("run %s: no worker can join: %s", self._fit.world.config.run_id, error)
-                    self._fit.world.close_to_joiners(str(error))
+                    self._fit.world.standing.close_to_joiners(str(error))
                     return frozenset(found)
         if formation is not None and formation.rank == 0:
-            self._fit.world.close_to_joiners("")
+            self._fit.world.standing.close_to_joiners("")
         return frozenset(found)
 
     def pack_for_joiners(self) -> None:
@@ -187,7 +187,7 @@ class JobState:
                 log.warning("run %s: a joiner is turned away: %s", self._fit.world.config.run_id, error)
             elif is_sent:
                 log.warning("run %s: no worker can join: %s", self._fit.world.config.run_id, error, exc_info=error)
-                self._fit.world.close_to_joiners(f"{type(error).__name__}: {error}")
+                self._fit.world.standing.close_to_joiners(f"{type(error).__name__}: {error}")
             return transfer.pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _received(self, from_rank: int) -> TrainerState:

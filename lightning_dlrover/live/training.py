@@ -311,7 +311,7 @@ class LiveTraining:
         job = self.world.membership.view.job
         if job is not None and job.data:
             run = f"run {self.world.config.run_id!r}: this worker's data"
-            refuse_other_data(data, job.data, run, "the job's", self.world.consequence_of_refusal())
+            refuse_other_data(data, job.data, run, "the job's", self.world.standing.consequence_of_refusal())
 
     # --- recovering ---------------------------------------------------------------------------------------------------------
 

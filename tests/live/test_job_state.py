@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def test_only_the_source_of_an_unsendable_state_closes_the_job(
 
     live = a_worker(name)
     reasons: list[str] = []
-    live.world.close_to_joiners, live.world.alone = reasons.append, nullcontext
+    live.world.standing, live.world.alone = SimpleNamespace(close_to_joiners=reasons.append), nullcontext
     state = live._state
     state.message = on_save_checkpoint
     state._received = state.restore = lambda *args, **options: None
@@ -36,7 +37,8 @@ def test_worker_that_a_round_leaves_out_while_it_packs_closes_no_job() -> None:
 
     live = a_worker()
     reasons: list[str] = []
-    live.world.close_to_joiners, live._state.message = reasons.append, on_save_checkpoint
+    live.world.standing = SimpleNamespace(close_to_joiners=reasons.append)
+    live._state.message = on_save_checkpoint
     with pytest.raises(LeftOutError):
         live._state.pack_for_joiners()
     assert reasons == []

@@ -35,7 +35,7 @@ class LoneWorld:
         self.is_in_step: Callable[[], bool] = lambda: False
         self.wishes: list[int] = []
         self._formation: Formation | None = None
-        self._fits_finished = 0
+        self._has_finished = False
 
     def __enter__(self) -> LoneWorld:
         return self
@@ -91,27 +91,12 @@ class LoneWorld:
     def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
         pass
 
-    def close_to_joiners(self, reason: str) -> None:
-        pass
-
     @property
     def has_finished(self) -> bool:
-        return self._fits_finished > 0
-
-    def ask_whether_finished(self) -> bool:
-        return self.has_finished
-
-    def ask_whether_cancelled(self) -> bool:
-        return False
-
-    def has_finished_fit(self, number: int) -> bool:
-        return self._fits_finished >= number
-
-    def begin_fit(self, number: int) -> None:
-        pass
+        return self._has_finished
 
     def finish(self, num_steps: int, fit: int = 1) -> None:
-        self._fits_finished = max(self._fits_finished, fit)
+        self._has_finished = True
 
     def is_stop(self, number: int) -> bool:
         return False
@@ -166,6 +151,10 @@ class LoneWorld:
     def membership(self) -> NoReturn:
         raise _refusal("records of a job")
 
+    @property
+    def standing(self) -> NoReturn:
+        raise _refusal("a record of its job")
+
     def admit(self, hello: bytes, fingerprint: str) -> Formation:
         raise _refusal("a job to be admitted to")
 
@@ -177,9 +166,6 @@ class LoneWorld:
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
         raise _refusal("other workers to connect to")
-
-    def consequence_of_refusal(self) -> str:
-        raise _refusal("a job to be refused by")
 
 
 def _refusal(what: str) -> WorldError:

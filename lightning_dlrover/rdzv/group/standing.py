@@ -58,7 +58,7 @@ class JobStanding:
             )
 
     def close_to_joiners(self, reason: str) -> None:
-        """See `World.close_to_joiners`."""
+        """Record why no worker can join; an empty reason opens the job again. Workers that train are not affected."""
         job = self._membership.view.job
         if job is None or job.unjoinable == reason[:1000]:
             return
@@ -70,7 +70,7 @@ class JobStanding:
             self._membership.event(StateClosed(reason[:1000]), f"no worker can join: {reason}"[:500])
 
     def consequence_of_refusal(self) -> str:
-        """See `World.consequence_of_refusal`."""
+        """Describe how a job that refuses this worker continues, and the remedy if no worker trains it any more."""
         view = self._membership.view
         members = [view.workers[worker] for worker in view.survivors]
         if len(dead_workers(members)) < len(members):  # records outlast their workers by a few seconds
@@ -116,7 +116,10 @@ class JobStanding:
         return self._has_finished or (job is not None and job.phase == "finished")
 
     def ask_whether_finished(self) -> bool:
-        """See `World.ask_whether_finished`."""
+        """Read from etcd whether nothing is left to train, in a later `fit` either; the view lags by the delay of a watch.
+
+        While etcd is unavailable, the view decides.
+        """
         if not self._has_ended:
             job = self._membership.view.job
             with contextlib.suppress(EtcdError, RecordError):
@@ -125,18 +128,22 @@ class JobStanding:
         return self._has_ended
 
     def ask_whether_cancelled(self) -> bool:
-        """See `World.ask_whether_cancelled`."""
+        """Read from etcd whether the whole job was asked to end for good; False while etcd is unavailable."""
         with contextlib.suppress(EtcdError, RecordError):
             return self._membership.was_cancelled()
         return False
 
     def has_finished_fit(self, number: int) -> bool:
-        """See `World.has_finished_fit`."""
+        """Whether a worker has reached the end of this `fit` of the script, from 1; others may have begun the next one."""
         job = self._membership.view.job
         return job is not None and job.phase == "finished" and job.fits_finished >= number
 
     def begin_fit(self, number: int) -> None:
-        """See `World.begin_fit`."""
+        """Begin another `fit` of the script. The job survives losses again, but admits no more joiners.
+
+        Args:
+            number: number of this `fit` in the script, from 2.
+        """
         self._has_ended = False
         try:
             self._membership.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))

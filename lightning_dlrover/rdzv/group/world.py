@@ -123,7 +123,7 @@ class World:
         self._forming = Forming(config, backend, can_meet, self.membership, self._member, self._sockets, self._groups, reach)
         self._watched.append(self._sockets)
         self._failures = Failures(lambda: self.broken, self._current_meeting)
-        self._standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, lambda: self.formation)
+        self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, lambda: self.formation)
         # NCCL's groups can be aborted. Votes and the state always travel through gloo.
         waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self._has_nccl)
         compare_with(weakref.WeakMethod(self._current_meeting))
@@ -141,7 +141,7 @@ class World:
         """
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:
-            end_with_agent()
+            end_with_agent(config.agent_pid)
             return World(config, backend)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise WorldError(
@@ -220,12 +220,8 @@ class World:
             LeftOutError: the job ended, or this worker was drained, before a round needed it.
             MembershipError: the job trains another model.
         """
-        self._standing.check_joiner(fingerprint)
+        self.standing.check_joiner(fingerprint)
         return run_blocking(self._member.admit(hello, fingerprint))
-
-    def close_to_joiners(self, reason: str) -> None:
-        """Record why no worker can join; an empty reason opens the job again. Workers that train are not affected."""
-        self._standing.close_to_joiners(reason)
 
     def switch(self, number: int, hello: bytes) -> Formation:
         """Leave the current group and form round `number` (or a newer one that replaced it).
@@ -249,7 +245,7 @@ class World:
             self._failures.count_attempt(hello)
         formation = run_blocking(self._member.recover(hello))
         with contextlib.suppress(EtcdError, MembershipError):  # training matters more than the job's record
-            self._standing.announce_as_first()
+            self.standing.announce_as_first()
         return formation
 
     def guard(self, replica: DistributedDataParallel) -> None:
@@ -261,50 +257,23 @@ class World:
         if self.formation is not None and self.formation.size > 1 and not self._has_nccl:
             waits.guard_replica(replica)
 
-    def consequence_of_refusal(self) -> str:
-        """Describe how a job that refuses this worker continues, and the remedy if no worker trains it any more."""
-        return self._standing.consequence_of_refusal()
-
     def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
         """Record that the job trains, and which model and data joiners must have.
 
         All workers of the first round call this. Rank 0 writes the record, or its successor if rank 0 dies first.
         """
-        self._standing.announce(fingerprint, global_batch_size, data)
+        self.standing.announce(fingerprint, global_batch_size, data)
 
     @property
     def has_finished(self) -> bool:
-        return self._standing.has_finished
-
-    def ask_whether_finished(self) -> bool:
-        """Read from etcd whether nothing is left to train, in a later `fit` either; the view lags by the delay of a watch.
-
-        While etcd is unavailable, the view decides.
-        """
-        return self._standing.ask_whether_finished()
-
-    def ask_whether_cancelled(self) -> bool:
-        """Read from etcd whether the whole job was asked to end for good; False while etcd is unavailable."""
-        return self._standing.ask_whether_cancelled()
-
-    def has_finished_fit(self, number: int) -> bool:
-        """Whether a worker has reached the end of this `fit` of the script, from 1; others may have begun the next one."""
-        return self._standing.has_finished_fit(number)
-
-    def begin_fit(self, number: int) -> None:
-        """Begin another `fit` of the script. The job survives losses again, but admits no more joiners.
-
-        Args:
-            number: number of this `fit` in the script, from 2.
-        """
-        self._standing.begin_fit(number)
+        return self.standing.has_finished
 
     def finish(self, num_steps: int, fit: int = 1) -> None:
         """Record that all steps are made and every worker has the state of the last one. The job does not change after this.
 
         Every worker calls this before it goes on, so that the first one to exit is not mistaken for a loss.
         """
-        self._standing.finish(num_steps, fit)
+        self.standing.finish(num_steps, fit)
 
     @property
     def left_state(self) -> LeftState | None:

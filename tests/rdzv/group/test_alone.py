@@ -20,9 +20,9 @@ from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import WorldError
 
 PUBLIC = sorted(name for name in vars(World) if not name.startswith("_") and name != "from_environment")
-ATTRIBUTES = ["activity", "backend", "config", "is_in_step", "membership", "num_fits", "wishes"]
+ATTRIBUTES = ["activity", "backend", "config", "is_in_step", "membership", "num_fits", "standing", "wishes"]
 
-REFUSED = {"admit", "config", "connect", "consequence_of_refusal", "membership", "recover", "switch"}
+REFUSED = {"admit", "config", "connect", "membership", "recover", "standing", "switch"}
 """Calls that need other workers, or the records of a job."""
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -30,14 +30,11 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "all_reach": ("here",),
     "alone": ("reason",),
     "announce": ("model",),
-    "begin_fit": (2,),
-    "close_to_joiners": ("",),
     "compared": (lambda: Purpose("test"),),
     "connect": (RoundRecord(1, [], "", "start", planned=True), "name", []),
     "event": (FitFinished(3), "text"),
     "finish": (3,),
     "guard": (None,),
-    "has_finished_fit": (1,),
     "is_failure": (RuntimeError("Connection closed by peer"),),
     "is_stop": (1,),
     "keep_for_successors": (1, pack({})),

@@ -95,25 +95,25 @@ def test_finished_job_is_noticed_before_the_view_changes(world_of: WorldOf) -> N
 def test_leaver_asks_etcd_whether_the_job_has_finished(world_of: WorldOf) -> None:
     leaver, other = world_of(), world_of()
     leaver.start()
-    assert not leaver.ask_whether_finished()
+    assert not leaver.standing.ask_whether_finished()
     with leaver.membership._changed:
         other.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
         assert not leaver.has_finished
-        assert leaver.ask_whether_finished()
+        assert leaver.standing.ask_whether_finished()
 
 
 def test_job_with_a_later_fit_under_way_has_not_ended(world_of: WorldOf) -> None:
     world, leaver = world_of(), world_of()
     world.start()
     world.finish(5)
-    assert world.ask_whether_finished()
-    world.begin_fit(2)
+    assert world.standing.ask_whether_finished()
+    world.standing.begin_fit(2)
     for each in (world, leaver):
-        assert not each.ask_whether_finished()
+        assert not each.standing.ask_whether_finished()
     assert world.has_finished
     world.finish(10, 2)
     for each in (world, leaver):
-        assert each.ask_whether_finished()
+        assert each.standing.ask_whether_finished()
 
 
 # --- a round that cannot be completed --------------------------------------------------------------------------------------
