@@ -114,7 +114,7 @@ class DLRoverStrategy(EitherStrategy):
         self._job: PlaceInJob | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:
-            end_with_agent()
+            end_with_agent(config.agent_pid)
             config = replace(config, collective_timeout_s=timeout.total_seconds())
             self._job = PlaceInJob(config, self, check_interval_s)
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_dlrover import variables
 from lightning_dlrover.cli.errors import EXIT_FAILED, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
@@ -37,7 +38,8 @@ from lightning_dlrover.output import complain, say
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.report.event_log import EVENTS_FILE, EventLog, JobNotFoundError, first_traceback
-from lightning_dlrover.report.status import JOB_FILE, JobPlace, access_from, connect, read_job
+from lightning_dlrover.report.status import JOB_FILE, JobPlace, connect, read_job
+from lightning_dlrover.report.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target
@@ -57,14 +59,15 @@ def run_command(options: argparse.Namespace) -> int:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
     pairs(options, "env", "NAME=VALUE")
-    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT") or None
+    around = Surroundings.of_this_process()
+    endpoint = options.endpoint or around.endpoint
     if endpoint is None and (access := etcd_access(options)):
         raise UsageError(
             f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone has no users "
             "and no TLS"
         )
     check_target(options, endpoint)
-    prefix = checked_prefix(options.key_prefix)
+    prefix = checked_prefix(options.key_prefix or around.prefix)
     hurry = threading.Event()
     with signals_as_exceptions(hurry):
         try:
@@ -77,7 +80,7 @@ def run_command(options: argparse.Namespace) -> int:
                     server = stack.enter_context(own_etcd(options, folder))
                     place = JobPlace(run_id, server.endpoint, prefix)
                 else:
-                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or access_from(os.environ))
+                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
                 return _run_job(options, script, place, folder, server, hurry)
         except EtcdLostError as error:
             complain(f"job {run_id} failed: {error}")
@@ -168,7 +171,7 @@ def _steer(controller: Controller, server: EmbeddedEtcd | None, target: str, ann
     except (Interrupted, EtcdLostError):
         # Slurm signals all processes of a job at once, etcd included. Nodes can be ended without etcd, but nothing would
         # record the end of the job: restart etcd.
-        if server is not None and (not server.is_running() or "SLURM_JOB_ID" in os.environ):
+        if server is not None and (not server.is_running() or variables.slurm_job(os.environ)):
             controller.tell_scheduler_to_end_nodes()  # before the restart: there may be little time
             with contextlib.suppress(EtcdServerError):
                 server.restart()

@@ -9,15 +9,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_dlrover import variables
 from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.cli.options import KUBERNETES_OPTIONS, NODE_OPTIONS, REPEATED_OPTIONS, SLURM_OPTIONS, TARGETS, flag
 from lightning_dlrover.components.targets.kubernetes_api import is_in_pod
 from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
 from lightning_dlrover.components.targets.target import NodeSize
-from lightning_dlrover.learn.history import HISTORY_VARIABLE, history_url
+from lightning_dlrover.learn.history import history_url
 from lightning_dlrover.output import say
-from lightning_dlrover.planner.objective import VARIABLES, objective_from
-from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+from lightning_dlrover.planner.objective import objective_from
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.kubernetes_pod import KubernetesOptions
@@ -37,7 +37,7 @@ _MEANT_FOR = {
 
 def surrounding_target(options: argparse.Namespace) -> str:
     """Return the target of the surroundings, and drop options of other targets: one command may serve several places."""
-    target = "slurm" if "SLURM_JOB_ID" in os.environ else "kubernetes" if is_in_pod() else "local"
+    target = "slurm" if variables.slurm_job(os.environ) else "kubernetes" if is_in_pod() else "local"
     ignored = _meant_for_others(options, target)
     for name in ignored:
         setattr(options, name, None)
@@ -179,11 +179,11 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
         ValueError: the options contradict each other.
     """
     given = {"aim": options.objective, "deadline_s": options.deadline, "budget": options.budget, "prices": options.prices}
-    variables = {VARIABLES[name]: str(value) for name, value in given.items() if value is not None}
-    objective_from({**os.environ, **variables})
+    exported = {variables.OBJECTIVE[name]: str(value) for name, value in given.items() if value is not None}
+    objective_from({**os.environ, **exported})
     if options.history is not None:
-        variables[HISTORY_VARIABLE] = history_url(options.history) or "off"  # nodes may run in another folder
-    return variables
+        exported[variables.HISTORY] = history_url(options.history) or "off"  # nodes may run in another folder
+    return exported
 
 
 def checked_script(text: str) -> Path:
@@ -204,13 +204,12 @@ def checked_script(text: str) -> Path:
     return script.resolve()
 
 
-def checked_prefix(text: str | None) -> str:
-    """Return the folder of all jobs' keys in etcd: from the option, else the environment, else the default.
+def checked_prefix(prefix: str) -> str:
+    """Return the folder of all jobs' keys in etcd, without a slash at its end.
 
     Raises:
         UsageError: the prefix is malformed.
     """
-    prefix = text or os.environ.get("DLROVER_PREFIX") or DEFAULT_PREFIX
     # Agents receive the prefix in --rdzv-conf, where ',' and '=' are separators.
     if not re.fullmatch(r"(/[^/,=\s]+)+/?", prefix):
         raise UsageError(f"--key-prefix {prefix!r} must start with '/' and hold no ',', '=', '//' or space, such as /dlrover")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import time
 from typing import Any
 
@@ -14,9 +12,9 @@ from lightning_dlrover.cli.lookup import connected_job, etcd_access, tell_proble
 from lightning_dlrover.cli.options import COUNTED
 from lightning_dlrover.output import show
 from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import RecordError, decode
+from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
 from lightning_dlrover.report.status import list_jobs, read_job, read_nodes, show_status
+from lightning_dlrover.report.surroundings import Surroundings
 from lightning_dlrover.report.text_table import text_table
 
 _STAGES = {
@@ -32,10 +30,7 @@ def status_command(options: argparse.Namespace) -> int:
     """Show rounds, workers, rates and the current plan of a job."""
     with connected_job(options) as (place, client):
         found = read_job(client, place.keys)
-        profiles: dict[str, StepProfile] = {}
-        for entry in client.get_prefix(place.keys.profiles)[1]:
-            with contextlib.suppress(RecordError):
-                profiles[entry.key.removeprefix(place.keys.profiles)] = decode(StepProfile, entry.value, entry.key)
+        profiles = readable_folder(client, StepProfile, place.keys.profiles)
         events = Journal(client, place.keys).events()
         nodes = read_nodes(client, place.keys)
     status = show_status(place, found, profiles, events, nodes=nodes)
@@ -107,7 +102,7 @@ def _clock(at: float) -> str:
 
 def list_command(options: argparse.Namespace) -> int:
     """List the jobs of a folder, or of an etcd."""
-    endpoint = options.endpoint or os.environ.get("DLROVER_ENDPOINT")
+    endpoint = options.endpoint or Surroundings.of_this_process().endpoint
     jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, etcd_access(options))
     where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
     if not jobs:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import torchx.specs as specs
 
+from lightning_dlrover import variables
 from lightning_dlrover.components.escaped import ESCAPED
 
 __all__ = ["node", "train"]
@@ -231,7 +232,7 @@ def node(
                     script,
                     *script_args,
                 ],
-                env={"DLROVER_NODE": node},
+                env={variables.NODE: node},
                 num_replicas=1,
                 resource=_size(h, cpu, gpu, memMB),
             )

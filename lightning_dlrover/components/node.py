@@ -17,38 +17,40 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
-__all__ = [
-    "EXIT_FILE_VARIABLE",
-    "GROUP_VARIABLE",
-    "LEAVE_VARIABLE",
-    "NOTICE_VARIABLE",
-    "PARENT_VARIABLE",
-    "main",
-    "notice_file",
-]
+from lightning_dlrover import variables
 
-
-PARENT_VARIABLE = "DLROVER_DIE_WITH_PID"
-"""Process id of the parent. This node ends with it; unset where nodes run independently."""
-
-GROUP_VARIABLE = "DLROVER_MEMORY_GROUP"
-"""Folder of the control group that limits this node's memory, if there is one."""
-
-EXIT_FILE_VARIABLE = "DLROVER_EXIT_FILE"
-"""File for the agent's exit code. If set, SIGUSR1 is a notice that the scheduler will take the node back."""
-
-NOTICE_VARIABLE = "DLROVER_NOTICE_S"
-"""Seconds between the notice and a node's end."""
-
-LEAVE_VARIABLE = "DLROVER_LEAVE_ON_SIGTERM"
-"""Set where SIGTERM asks the worker to hand over and leave. Its sender kills what remains after a grace period."""
+__all__ = ["main", "notice_file"]
 
 PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Settings of the target that starts this node. Empty or 0: not set."""
+
+    exit_file: str
+    leaves_on_sigterm: bool
+    notice_s: float
+    parent_pid: int
+    memory_group: str
+
+    @classmethod
+    def take(cls, environ: MutableMapping[str, str]) -> _Settings:
+        """Take the settings out of the environment, so that no process of the node inherits them."""
+        return cls(
+            environ.pop(variables.EXIT_FILE, ""),
+            bool(environ.pop(variables.LEAVE_ON_SIGTERM, "")),
+            float(environ.pop(variables.NOTICE_S, "0")),
+            int(environ.pop(variables.PARENT_PID, "0")),
+            environ.pop(variables.MEMORY_GROUP, ""),
+        )
 
 
 def notice_file(exit_file: Path) -> Path:
@@ -59,17 +61,16 @@ def notice_file(exit_file: Path) -> Path:
 def main() -> None:
     """Become torchrun, with the same process id. Run it as a child where the scheduler sends notices."""
     agent = [sys.executable, "-m", "lightning_dlrover.rdzv.agents.program"]
-    exit_file, leaves = os.environ.pop(EXIT_FILE_VARIABLE, ""), os.environ.pop(LEAVE_VARIABLE, "")
-    if exit_file or leaves:
+    settings = _Settings.take(os.environ)
+    if settings.exit_file or settings.leaves_on_sigterm:
         # torchrun's own temporary folder would be left behind by every node.
         with tempfile.TemporaryDirectory(prefix="dlrover-node-", ignore_cleanup_errors=True) as folder:
-            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *sys.argv[1:]], exit_file, bool(leaves)))
-    parent = os.environ.pop(PARENT_VARIABLE, "")
-    if parent:
+            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *sys.argv[1:]], settings))
+    if settings.parent_pid:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(parent):
+        if os.getppid() != settings.parent_pid:
             raise SystemExit("the process that started this node has ended already")
-    if group := os.environ.pop(GROUP_VARIABLE, ""):
+    if group := settings.memory_group:
         try:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
@@ -77,11 +78,10 @@ def main() -> None:
     os.execv(sys.executable, [*agent, *sys.argv[1:]])
 
 
-def _stay_beside(command: list[str], exit_file: str, leaves_on_sigterm: bool) -> int:
+def _stay_beside(command: list[str], settings: _Settings) -> int:
     """Run the agent and return its exit code in a shell's form."""
-    file = Path(exit_file) if exit_file else None
+    file = Path(settings.exit_file) if settings.exit_file else None
     wanted = {signal.SIGUSR1, signal.SIGTERM}
-    notice_s = float(os.environ.pop(NOTICE_VARIABLE, "0"))
     # Neither signal may arrive before its handler and the agent exist.
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
     agent = psutil.Popen(command, preexec_fn=_unblock_signals)
@@ -91,7 +91,7 @@ def _stay_beside(command: list[str], exit_file: str, leaves_on_sigterm: bool) ->
         with contextlib.suppress(OSError):
             if file is not None:
                 notice_file(file).touch()
-        signal.setitimer(signal.ITIMER_REAL, max(0.01, notice_s / 2))
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, settings.notice_s / 2))
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("the scheduler wants this node back: its worker hands over and leaves", file=sys.stderr, flush=True)
@@ -109,7 +109,7 @@ def _stay_beside(command: list[str], exit_file: str, leaves_on_sigterm: bool) ->
 
     signal.signal(signal.SIGUSR1, take_notice)
     signal.signal(signal.SIGALRM, leave)
-    signal.signal(signal.SIGTERM, leave if leaves_on_sigterm else end)
+    signal.signal(signal.SIGTERM, leave if settings.leaves_on_sigterm else end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
     code = _wait_for(agent.pid)
     code = 128 - code if code < 0 else code

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from lightning_dlrover import variables
+from lightning_dlrover.codec import from_fields
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings
 from lightning_dlrover.planner.space import settings_of
@@ -26,7 +28,6 @@ from lightning_dlrover.rdzv.job.events import DecisionMade, WindowMeasured, reco
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     RecordError,
-    from_fields,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
 MAX_WINDOWS_PER_SETTINGS = 30  # further windows add no information, and the file should stay small
 MAX_JOBS_COMPARED = 2000  # newest first
-HISTORY_VARIABLE = "DLROVER_HISTORY"
 WRITES = "dlrover_writes"  # execution option of our transactions
 
 
@@ -66,7 +66,7 @@ def history_url(given: str | None, environ: Mapping[str, str] = os.environ) -> s
         given: a path, a URL, or `off`. None: the variable DLROVER_HISTORY applies. Without it, the location is
             `dlrover/history.sqlite` in XDG_DATA_HOME or ~/.local/share.
     """
-    place = given if given is not None else environ.get(HISTORY_VARIABLE, "")
+    place = given if given is not None else environ.get(variables.HISTORY, "")
     if place.lower() in ("off", "none", "0", "no"):
         return None
     if "://" in place:
@@ -255,13 +255,13 @@ class JobHistory:
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
             raise HistoryError(
                 f"{self._place} cannot be used as a database: {error}; "
-                f"give a path or a SQLAlchemy URL whose driver is installed, in history= or {HISTORY_VARIABLE}"
+                f"give a path or a SQLAlchemy URL whose driver is installed, in history= or {variables.HISTORY}"
             ) from error
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             cause = str(getattr(error, "orig", None) or error).splitlines()[0]
             raise HistoryError(
                 f"the job history {self._place} cannot be used: {cause}; repair or move it away, name another place in "
-                f"{HISTORY_VARIABLE}, or switch it off with {HISTORY_VARIABLE}=off"
+                f"{variables.HISTORY}, or switch it off with {variables.HISTORY}=off"
             ) from error
 
     @property
@@ -408,7 +408,7 @@ def _make_missing(engine: Engine, metadata: MetaData, version: Table) -> None:
     elif max(found) > SCHEMA_VERSION:
         raise HistoryError(
             f"the job history has format {max(found)}, this release of lightning-dlrover knows up to {SCHEMA_VERSION}: "
-            f"update it, or name another place in {HISTORY_VARIABLE}"
+            f"update it, or name another place in {variables.HISTORY}"
         )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from lightning_dlrover.packages import fabric_submodule, on_import
+from lightning_dlrover.rdzv.group.config import is_in_job
 
 __all__ = ["DLRoverEnvironment"]
 
@@ -37,7 +38,7 @@ class DLRoverEnvironment:
 
     @staticmethod
     def detect() -> bool:
-        return "DLROVER_RUN_ID" in os.environ
+        return is_in_job(os.environ)
 
     def world_size(self) -> int:
         return self._world_size

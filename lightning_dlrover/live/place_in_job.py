@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -77,7 +76,7 @@ class PlaceInJob:
                     self._undo_quiet = leave_quietly(trainer)
                 raise
         if self.live is None or former not in (self, None):
-            if "DLROVER_NODE" in os.environ:  # `dlrover run` has chosen where the output goes
+            if self.config.node:  # `dlrover run` has chosen where the output goes
                 drop_what_cannot_be_written()
             fabric_submodule(package_of(trainer), "utilities.seed").reset_seed()
             if former is not None and former.world is not None:
@@ -141,7 +140,7 @@ class PlaceInJob:
         strategy = self._strategy
         devices = devices_argument(trainer)
         by_default = devices in (-1, "-1", type(strategy.accelerator).auto_device_count())  # here "auto" is a number
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if by_default else strategy.num_processes
+        per_node = self.config.workers_per_node if by_default else strategy.num_processes
         if (wanted := per_node * strategy.num_nodes) in (1, num_workers):
             return
         log.warning(
@@ -217,8 +216,8 @@ class PlaceInJob:
 
     def _is_over(self) -> bool:
         """Whether no worker will ever continue the job, so that nothing of it need be kept for one."""
-        world = self.world
-        return world is not None and (world.ask_whether_finished() or world.ask_whether_cancelled())
+        standing = self.world.standing if self.world is not None else None
+        return standing is not None and (standing.ask_whether_finished() or standing.ask_whether_cancelled())
 
 
 def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -330,15 +331,15 @@ class _Fetcher(DataFetcher):
         self.done = self.part == len(self._loaders) - 1 and loader.cursor == len(self._batches)
         return batch, self._started - 1, self.part
 
-    def step(self) -> _Step:
-        return _Step(self)
-
-    def step_begins(self) -> None:
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Detect whether a validation step has collectives."""
         self._step_began_at = self._position.collective
-
-    def step_ended(self) -> None:
-        self._in_step = self._has_collectives
-        self._step_began_at = None
+        try:
+            yield
+        finally:
+            self._in_step = self._has_collectives
+            self._step_began_at = None
 
     @property
     def _has_collectives(self) -> bool:
@@ -441,19 +442,6 @@ class _Fetcher(DataFetcher):
         for metric in self.metrics.values():
             if isinstance(metric.dist_sync_fn, _Committed):
                 metric.dist_sync_fn = None
-
-
-class _Step:
-    """Detects whether a validation step has collectives."""
-
-    def __init__(self, fetcher: _Fetcher) -> None:
-        self._fetcher = fetcher
-
-    def __enter__(self) -> None:
-        self._fetcher.step_begins()
-
-    def __exit__(self, *_: object) -> None:
-        self._fetcher.step_ended()
 
 
 class _Committed:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["CGROUPS", "CONTROLLER", "GROUP_NAME", "MARK_VARIABLE", "PROC", "cgroup_folders", "is_of_one_node"]
+from lightning_dlrover import variables
+
+__all__ = ["CGROUPS", "CONTROLLER", "GROUP_NAME", "PROC", "cgroup_folders", "is_of_one_node"]
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -18,9 +20,6 @@ GROUP_NAME = re.compile(r"dlrover-(\d+)-(.+)")
 
 CONTROLLER = "controller"
 """Last part of the name of the controller's own group."""
-
-MARK_VARIABLE = "DLROVER_STARTED_BY"
-"""Environment variable of all processes that a controller on this machine has started."""
 
 
 def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
@@ -43,7 +42,7 @@ def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) 
 def is_of_one_node(folder: Path, environ: Mapping[str, str]) -> bool:
     """Return whether a control group holds processes of only one of the job's nodes: ours, or that of a node's Slurm job."""
     # Only a job that our controller submitted is certain to be one node: several may share one, as on this machine.
-    is_slurms = "DLROVER_NODE" in environ and MARK_VARIABLE not in environ
-    slurm_job = f"job_{environ.get('SLURM_JOB_ID')}" if is_slurms else ""
+    is_slurms = variables.NODE in environ and variables.STARTED_BY not in environ
+    slurm_job = f"job_{variables.slurm_job(environ)}" if is_slurms else ""
     names = ((name, GROUP_NAME.fullmatch(name)) for name in folder.parts)
     return any(name == slurm_job or (ours is not None and ours[2] != CONTROLLER) for name, ours in names)

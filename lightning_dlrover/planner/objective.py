@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from lightning_dlrover import variables
 from lightning_dlrover.perf import Configuration
 
 __all__ = ["Aim", "Objective", "Prices", "Resources", "objective_from", "parse_prices", "resources_of"]
@@ -114,23 +115,15 @@ class Objective:
         return said
 
 
-VARIABLES = {
-    "aim": "DLROVER_OBJECTIVE",
-    "deadline_s": "DLROVER_DEADLINE_S",
-    "budget": "DLROVER_BUDGET",
-    "prices": "DLROVER_PRICES",
-}
-"""Environment variables through which `dlrover run` passes the user's objective to its nodes."""
-
-
 def objective_from(environ: Mapping[str, str]) -> Objective:
     """Read the objective from the environment; the fastest by default.
 
     Raises:
         ValueError: a variable holds something else.
     """
-    found = {name: environ[variable].strip() for name, variable in VARIABLES.items() if environ.get(variable, "").strip()}
-    figures = {name: _figure(VARIABLES[name], found[name]) for name in ("deadline_s", "budget") if name in found}
+    given = {name: environ.get(variable, "").strip() for name, variable in variables.OBJECTIVE.items()}
+    found = {name: text for name, text in given.items() if text}
+    figures = {name: _figure(variables.OBJECTIVE[name], found[name]) for name in ("deadline_s", "budget") if name in found}
     aim: Any = found.get("aim", "fastest")
     return Objective(aim=aim, prices=parse_prices(found.get("prices", "")), **figures)
 

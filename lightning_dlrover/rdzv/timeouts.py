@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_dlrover import variables
+
 __all__ = ["Timeouts", "seconds"]
 
 _LONGEST_S = 30 * 24 * 3600.0
@@ -36,15 +38,17 @@ class Timeouts:
         """
         values = {}
         for name in cls.names():
-            if (text := environ.get(_variable(name))) is not None:
+            if (text := environ.get(variables.timeout(name))) is not None:
                 try:
                     values[f"{name}_s"] = seconds(name, text)
                 except ValueError as error:
-                    raise ValueError(f"environment variable {_variable(name)}={text!r} cannot be used: {error}") from error
+                    raise ValueError(
+                        f"environment variable {variables.timeout(name)}={text!r} cannot be used: {error}"
+                    ) from error
         return cls(**values)
 
     def to_environment(self) -> dict[str, str]:
-        return {_variable(name): f"{getattr(self, f'{name}_s'):g}" for name in self.names()}
+        return {variables.timeout(name): f"{getattr(self, f'{name}_s'):g}" for name in self.names()}
 
     @classmethod
     def names(cls) -> list[str]:
@@ -65,7 +69,3 @@ def seconds(name: str, text: str) -> float:
     if not 0 < value <= _LONGEST_S or math.isnan(value):
         raise ValueError(f"it must be a number of seconds above 0, and at most {_LONGEST_S:.0f} (30 days)")
     return value
-
-
-def _variable(name: str) -> str:
-    return f"DLROVER_{name.upper()}_S"

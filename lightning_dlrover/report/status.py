@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import json
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_dlrover import variables
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.agents import rounds as agent_rounds
 from lightning_dlrover.rdzv.agents.rounds import (
@@ -21,15 +21,13 @@ from lightning_dlrover.rdzv.agents.rounds import (
     SeenAgent,
 )
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import (
-    ACCESS_VARIABLES,
-    EtcdConfig,
-)
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
 )
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.journal import read, readable_folder
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
@@ -50,6 +48,7 @@ from lightning_dlrover.rdzv.live import rounds
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
+from lightning_dlrover.report.surroundings import Surroundings
 
 __all__ = [
     "JOB_FILE",
@@ -57,7 +56,6 @@ __all__ = [
     "JobFile",
     "JobPlace",
     "JobSummary",
-    "access_from",
     "connect",
     "connect_to_job",
     "find_job",
@@ -120,7 +118,7 @@ def read_job_file(file: Path) -> JobFile:
     """
     try:
         content = json.loads(file.read_text())
-        access = {name: str(content["access"][name]) for name in ACCESS_VARIABLES if name in content.get("access", {})}
+        access = {name: str(content["access"][name]) for name in variables.ACCESS if name in content.get("access", {})}
         place = JobPlace(str(content["run_id"]), str(content["endpoint"]), str(content["prefix"]), access)
         return JobFile(place, int(content["pid"]), str(content.get("target", "local")), str(content.get("mark", "")))
     except FileNotFoundError as error:
@@ -132,11 +130,6 @@ def read_job_file(file: Path) -> JobFile:
         raise JobNotFoundError(f"{file} cannot be read ({error!r}); name the job's etcd with --endpoint HOST:PORT") from error
 
 
-def access_from(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the etcd user and credential files from the environment, as an agent exports them to its worker."""
-    return {name: environ[variable] for name, variable in ACCESS_VARIABLES.items() if environ.get(variable)}
-
-
 def find_job(
     run_id: str, endpoint: str | None, prefix: str | None, run_dir: Path, access: Mapping[str, str] | None = None
 ) -> JobPlace:
@@ -146,10 +139,10 @@ def find_job(
         JobNotFoundError: none of these names it.
     """
     file = run_dir / run_id / JOB_FILE
-    endpoint = endpoint or (os.environ.get("DLROVER_ENDPOINT") if not file.exists() else None)
+    around = Surroundings.of_this_process()
+    endpoint = endpoint or (around.endpoint if not file.exists() else None)
     if endpoint:
-        folder = prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX)
-        return JobPlace(run_id, endpoint, folder, access or access_from(os.environ))
+        return JobPlace(run_id, endpoint, prefix or around.prefix, access or around.access)
     try:
         place = read_job_file(file).place
     except JobNotFoundError as error:
@@ -174,8 +167,8 @@ def list_jobs(
 ) -> list[JobSummary]:
     """List every job in an etcd or, without an endpoint, in a folder of run folders."""
     if endpoint:
-        folder = prefix or os.environ.get("DLROVER_PREFIX", DEFAULT_PREFIX)
-        return _jobs_of_etcd(JobPlace("list", endpoint, folder, access or access_from(os.environ)))
+        around = Surroundings.of_this_process()
+        return _jobs_of_etcd(JobPlace("list", endpoint, prefix or around.prefix, access or around.access))
     jobs: list[JobSummary] = []
     etcds: dict[tuple[str, str], list[JobSummary] | None] = {}  # None: it does not answer
     for file in sorted(run_dir.glob(f"*/{JOB_FILE}")):
@@ -319,28 +312,23 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
     def bad(key: str, error: RecordError) -> None:
         problems.append(str(error))
 
-    view = read_view({entry.key: entry for entry in entries}, keys, {}, bad)
-    agent_round, notice, controller, nodes = None, None, None, None  # not used by workers
-    since = {entry.key: entry.create_revision for entry in entries}
-    for entry in entries:
+    by_key = {entry.key: entry for entry in entries}
+    view = read_view(by_key, keys, {}, bad)
+
+    def record(record_type: type[T], key: str) -> T | None:
         try:
-            if entry.key == keys.agent_round:
-                agent_round = decode(AgentRound, entry.value, entry.key)
-            elif entry.key == keys.agent_notice:
-                notice = decode(AgentNotice, entry.value, entry.key)
-            elif entry.key == keys.controller:
-                controller = decode(ControllerRecord, entry.value, entry.key)
-            elif entry.key == keys.nodes:
-                nodes = decode(NodesRecord, entry.value, entry.key)
+            return read(record_type, by_key.get(key))
         except RecordError as error:
-            bad(entry.key, error)
+            bad(key, error)
+            return None
+
     agents = AgentView(
-        agents={a: SeenAgent(record, since[keys.agents + a]) for a, record in view.agents.items()},
-        round=agent_round,
-        notice=notice,
+        agents={a: SeenAgent(agent, by_key[keys.agents + a].create_revision) for a, agent in view.agents.items()},
+        round=record(AgentRound, keys.agent_round),
+        notice=record(AgentNotice, keys.agent_notice),
         job=view.job,
     )
-    return FoundJob(view, agents, controller, nodes, problems)
+    return FoundJob(view, agents, record(ControllerRecord, keys.controller), record(NodesRecord, keys.nodes), problems)
 
 
 def show_status(
@@ -451,11 +439,7 @@ def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) 
 
 def read_nodes(client: EtcdClient, keys: Keys) -> dict[str, NodeRecord]:
     """Return nodes that controllers have requested, by name. Unreadable records are left out."""
-    nodes = {}
-    for entry in client.get_prefix(keys.each_node)[1]:
-        with contextlib.suppress(RecordError):
-            nodes[entry.key.removeprefix(keys.each_node)] = decode(NodeRecord, entry.value, entry.key)
-    return nodes
+    return readable_folder(client, NodeRecord, keys.each_node)
 
 
 def _show_plan(plan: PlanRecord) -> dict[str, Any]:

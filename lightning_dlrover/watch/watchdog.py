@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from lightning_dlrover import variables
 from lightning_dlrover.observe.stacks import (
     innermost_user_place,
     is_in_debugger,
@@ -82,13 +83,6 @@ JUDGE_AGAIN_S = 10.0
 
 GIL_TIMEOUT_S = 15.0
 """Seconds without a chance to run after which the watch reports that no Python thread of this worker could run."""
-
-UNSAFE_STACKS_VARIABLE = "DLROVER_UNSAFE_STACKS"
-"""Set to 1: after `GIL_TIMEOUT_S` faulthandler's thread, which needs no GIL, writes the stacks to standard error.
-
-Off by default: the thread reads frames that may change meanwhile. That may crash a worker that is not stuck but was stopped, or
-starved by an overloaded machine.
-"""
 
 TELL_AGAIN_S = 600.0
 """Seconds between two reports that no Python thread could run."""
@@ -165,7 +159,7 @@ class _GilWatch:
     """Reports times without any running Python thread, as when C code holds the GIL. This process cannot answer meanwhile."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._is_unsafe = environ.get(UNSAFE_STACKS_VARIABLE) == "1"
+        self._is_unsafe = environ.get(variables.UNSAFE_STACKS) == "1"
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlrover-gil-watch", daemon=True)
         self._looked_at = self._armed_at = self._told_at = -math.inf
@@ -173,7 +167,7 @@ class _GilWatch:
             log.warning(
                 "%s is set: if no Python thread of this worker can run for %.0f s, lightning_dlrover has its stacks written "
                 "below the word 'Timeout', which may crash it; unset the variable to switch that off",
-                *(UNSAFE_STACKS_VARIABLE, GIL_TIMEOUT_S),
+                *(variables.UNSAFE_STACKS, GIL_TIMEOUT_S),
             )
 
     def start(self) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightning_dlrover import variables as names
 from lightning_dlrover.components.control.post_mortem import (
     PostMortem,
     examine,
 )
-from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, LEAVE_VARIABLE, NOTICE_VARIABLE, notice_file
+from lightning_dlrover.components.node import notice_file
 
 POLITE = """
 import signal, sys, time
@@ -40,7 +41,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def node(source: str, notice_s: float = 0.0, **variables: str) -> subprocess.Popen[bytes]:
         (tmp_path / "script.py").write_text(source)
         (tmp_path / "tmp").mkdir()
-        added = variables or {EXIT_FILE_VARIABLE: str(tmp_path / "exit_code"), NOTICE_VARIABLE: str(notice_s)}
+        added = variables or {names.EXIT_FILE: str(tmp_path / "exit_code"), names.NOTICE_S: str(notice_s)}
         with (tmp_path / "output").open("wb") as output:
             command = ["-m", "lightning_dlrover.components.node", "--standalone", "--nproc-per-node=1"]
             started.append(
@@ -102,7 +103,7 @@ def test_sigterm_ends_agent_and_worker(start: Start, tmp_path: Path) -> None:
 
 
 def test_sigterm_from_a_scheduler_reaches_the_worker_alone(start: Start, tmp_path: Path) -> None:
-    node = start(POLITE, **{LEAVE_VARIABLE: "1"})
+    node = start(POLITE, **{names.LEAVE_ON_SIGTERM: "1"})
     wait_for_output(tmp_path, "training")
     node.send_signal(signal.SIGTERM)
     assert node.wait(30) == 0
@@ -134,7 +135,7 @@ print("none is left")
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "lightning_dlrover.components.node"]
     done = subprocess.run(
         [*command, "--standalone", "--nproc-per-node=1", str(tmp_path / "script.py")],
-        env={**os.environ, LEAVE_VARIABLE: "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, names.LEAVE_ON_SIGTERM: "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=90,

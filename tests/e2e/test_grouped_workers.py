@@ -19,12 +19,10 @@ from torchrun_agent import Agent
 from waiting import eventually
 from warm_process import WarmProcess, run_torchrun
 
+from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.group.left_state import (
-    ROOT,
-    VARIABLE,
-)
+from lightning_dlrover.rdzv.group.left_state import ROOT
 from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     Keys,
@@ -117,7 +115,7 @@ def kept(client: EtcdClient, keys: Keys) -> list[int]:
 
 def own_folder(pid: int) -> Path:
     """Folder in which a worker's agent keeps the state of workers that leave."""
-    folder = Path(psutil.Process(pid).environ()[VARIABLE])
+    folder = Path(psutil.Process(pid).environ()[variables.LEFT_STATE])
     assert folder.is_dir()
     assert folder.parent == ROOT
     return folder

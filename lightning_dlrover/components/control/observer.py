@@ -16,12 +16,12 @@ from lightning_dlrover.components.control.reconcile import JobView, Limits, Pati
 from lightning_dlrover.components.targets.logs import read_tail
 from lightning_dlrover.components.targets.target import App, Target, TargetError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     Keys,
     NodesRecord,
     RecordError,
-    decode,
 )
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
@@ -210,18 +210,14 @@ class Observer:
 
     def _checkpoint_step(self) -> int:
         """Return the step of the job's newest checkpoint; 0: none is known."""
-        entry = self._mirror.get(self._keys.checkpoint)
-        try:
-            return max(0, decode(CheckpointRecord, entry.value, entry.key).global_step) if entry else 0
-        except RecordError:
-            return 0  # reported by workers that resume from it
+        # An unreadable record is reported by workers that resume from it.
+        record = readable(CheckpointRecord, self._mirror.get(self._keys.checkpoint))
+        return record.global_step if record is not None else 0
 
     def _stop_reason(self) -> str:
-        entry = self._mirror.get(self._keys.nodes)
-        try:
-            return decode(NodesRecord, entry.value, entry.key).stop if entry else ""
-        except RecordError:
-            return ""  # reported when it is read for the next write
+        # An unreadable record is reported when it is read for the next write.
+        record = readable(NodesRecord, self._mirror.get(self._keys.nodes))
+        return record.stop if record is not None else ""
 
 
 def _read(file: Path) -> str:

@@ -26,7 +26,11 @@ _MAX_PAUSE_S = 15.0
 
 def is_in_pod() -> bool:
     """Whether this process runs in a cluster with access to its API: with a service account or a kubeconfig of its own."""
-    return "KUBERNETES_SERVICE_HOST" in os.environ and (_NAMESPACE_FILE.exists() or _has_config(_config_file()))
+    return _has_service_account() and (_NAMESPACE_FILE.exists() or _has_config(_config_file()))
+
+
+def _has_service_account() -> bool:
+    return "KUBERNETES_SERVICE_HOST" in os.environ
 
 
 def _config_file() -> str:
@@ -93,7 +97,7 @@ class KubernetesApi:
         configuration = client.Configuration()
         file = _config_file()
         try:
-            if "KUBERNETES_SERVICE_HOST" in os.environ and not _has_config(file):
+            if _has_service_account() and not _has_config(file):
                 config.load_incluster_config(client_configuration=configuration)
                 self.namespace = _NAMESPACE_FILE.read_text().strip()
             else:

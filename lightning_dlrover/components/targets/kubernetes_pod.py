@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_dlrover.components.node import LEAVE_VARIABLE
+from lightning_dlrover import variables
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.target import (
     NodeSize,
     NodeSpec,
     TargetError,
+    thread_variables,
 )
 
 __all__ = [
@@ -159,9 +159,9 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
     access = {**spec.access, **{name: f"{SECRET_FOLDER}/{key}" for name, key in files.items()}}
     inside = dataclasses.replace(spec, endpoint=options.endpoint or spec.endpoint, access=access)
     role = node_app(inside, node, dollar="$$").roles[0]
-    threads = os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))
     resources = options.resources(size)
-    variables = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **role.env, **spec.environment, LEAVE_VARIABLE: "1"}
+    exported = {**thread_variables(size.cpus), "PYTHONUNBUFFERED": "1", **role.env, **spec.environment}
+    exported[variables.LEAVE_ON_SIGTERM] = "1"
     # Loader workers pass batches through shared memory. A container has 64 MB of it by default.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -177,7 +177,7 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
         "command": [options.python],
         # Kubernetes expands $(...) and turns $$ into $.
         "args": [argument.replace("$", "$$") for argument in role.args],
-        "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()],
+        "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in exported.items()],
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -14,12 +14,11 @@ from pathlib import Path
 import psutil
 from torchx.specs import AppDef
 
+from lightning_dlrover import variables
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.node import PARENT_VARIABLE
 from lightning_dlrover.components.targets.machine.shares import MachineShares
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec
 from lightning_dlrover.components.targets.torchx_api import TorchXRunner
-from lightning_dlrover.observe.cgroups import MARK_VARIABLE
 
 __all__ = ["LocalTarget", "NodeSpec", "node_app"]
 
@@ -99,14 +98,14 @@ class LocalTarget:
 
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         self._settle()
-        cores, variables = self._shares.take(node, size)
+        cores, own = self._shares.take(node, size)
         # TorchX expands ${...} with its macros, then torchrun does the same with its own.
         app = node_app(self._spec, node, dollar="$$$$")
         app.roles[0].env |= {
-            **variables,
+            **own,
             **{name: value.replace("$", "$$") for name, value in self._spec.environment.items()},
-            PARENT_VARIABLE: str(os.getpid()),
-            MARK_VARIABLE: self._mark,
+            variables.PARENT_PID: str(os.getpid()),
+            variables.STARTED_BY: self._mark,
         }
         self._reap_orphans()
         before = set(self._children())
@@ -127,7 +126,7 @@ class LocalTarget:
             # A killed agent leaves its worker behind. A training worker hands over on SIGTERM.
             for process in self._orphans():
                 with contextlib.suppress(psutil.Error):
-                    if process.environ().get("DLROVER_NODE") == node:
+                    if process.environ().get(variables.NODE) == node:
                         process.terminate()
             if status == "failed" and (why := self._shares.why_killed(node)):
                 self._out_of_memory.add(handle)
@@ -171,7 +170,7 @@ class LocalTarget:
         left = set()
         for process in self._orphans():
             with contextlib.suppress(psutil.Error):
-                left.add(process.environ().get("DLROVER_NODE", ""))
+                left.add(process.environ().get(variables.NODE, ""))
         handles = {node: handle for handle, node in self._nodes.items()}
         for node, cores in self._shares.settle(left).items():
             if (agent := self._agents.get(handles.get(node, ""))) is not None:
@@ -184,7 +183,7 @@ class LocalTarget:
         orphans = []
         for process in self._children():
             with contextlib.suppress(psutil.Error):
-                if process not in self._agents.values() and process.environ().get(MARK_VARIABLE) == self._mark:
+                if process not in self._agents.values() and process.environ().get(variables.STARTED_BY) == self._mark:
                     orphans.append(process)
         return orphans
 

@@ -21,11 +21,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dlrover.components.node import EXIT_FILE_VARIABLE, NOTICE_VARIABLE, notice_file
+from lightning_dlrover import variables
+from lightning_dlrover.components.node import notice_file
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.logs import read_tail
 from lightning_dlrover.components.targets.polling import Polling
-from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.components.targets.target import (
+    ANY_SIZE,
+    App,
+    AppStatus,
+    NodeSize,
+    NodeSpec,
+    NotTakenError,
+    TargetError,
+    thread_variables,
+)
 
 __all__ = ["SlurmOptions", "SlurmTarget"]
 
@@ -304,15 +314,19 @@ class SlurmTarget:
     def _script(self, node: str, size: NodeSize) -> str:
         # Only torchrun expands ${...} here.
         role = node_app(self._spec, node, dollar="$$").roles[0]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(size.cpus or 1))}
-        variables = {**threads, **role.env, **self._spec.environment, EXIT_FILE_VARIABLE: str(self._exit_file(node))}
-        variables[NOTICE_VARIABLE] = str(self._options.notice_s)
+        exported = {
+            **thread_variables(size.cpus),
+            **role.env,
+            **self._spec.environment,
+            variables.EXIT_FILE: str(self._exit_file(node)),
+            variables.NOTICE_S: str(self._options.notice_s),
+        }
         return "\n".join(
             [
                 "#!/bin/bash",
                 f"# {node} of job {self._spec.run_id}, as `dlrover run --target slurm` has submitted it.",
                 *([self._options.setup] if self._options.setup else []),
-                *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+                *(f"export {name}={shlex.quote(value)}" for name, value in exported.items()),
                 f"exec {shlex.join([role.entrypoint, *role.args])}",
                 "",
             ]

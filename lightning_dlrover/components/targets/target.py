@@ -5,12 +5,13 @@ One class per kind of place implements it: in `local.py`, `slurm.py` and `kubern
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-__all__ = ["ANY_SIZE", "App", "AppStatus", "NodeSize", "NodeSpec", "NotTakenError", "Target", "TargetError"]
+__all__ = ["ANY_SIZE", "App", "AppStatus", "NodeSize", "NodeSpec", "NotTakenError", "Target", "TargetError", "thread_variables"]
 
 
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
@@ -119,3 +120,8 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Release this process's resources. End everything it started, unless nodes outlive the controller."""
+
+
+def thread_variables(num_cores: int) -> dict[str, str]:
+    """Return the variables for a node's threads: as in this process, else one thread per core of the node, or one."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_cores or 1))}

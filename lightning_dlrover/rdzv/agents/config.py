@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
+from lightning_dlrover import variables
 from lightning_dlrover.rdzv.agents.rounds import Limits
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S, Keys
@@ -36,11 +37,12 @@ class HandlerConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)  # timeouts of this agent and its workers
     live: bool = False  # True if the script re-forms in process: never wait for more nodes, never restart
     num_workers: int = 1  # workers of this node, until the agent reports the number
+    node: str = ""  # name of this node; empty if `dlrover run` has not started it
     history_ttl_s: float = HISTORY_TTL_S  # seconds that the run's records outlast its last agent and worker
 
     @staticmethod
     def from_parameters(params: RendezvousParameters) -> HandlerConfig:
-        """Read `--rdzv-conf`.
+        """Read `--rdzv-conf`, and the environment of this agent.
 
         Raises:
             ValueError: a key is unknown or its value malformed; the message names it.
@@ -79,9 +81,10 @@ class HandlerConfig:
             last_call_timeout_s=take("last_call_timeout", _seconds_or_zero, 3.0),
             close_timeout_s=take_seconds("close_timeout", 30.0),
             timeouts=timeouts,
+            node=os.environ.get(variables.NODE, ""),
             live=take("live", _flag, False),
             history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
-            num_workers=take("nproc", _positive, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+            num_workers=take("nproc", _positive, variables.local_world_size(os.environ)),
         )
         if conf:
             raise ValueError(f"--rdzv-conf has unknown keys {sorted(conf)}; known are {' '.join(sorted(known))}")

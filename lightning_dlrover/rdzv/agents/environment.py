@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from lightning_dlrover import variables
 from lightning_dlrover.rdzv.agents.config import HandlerConfig
-from lightning_dlrover.rdzv.group import left_state
 
 __all__ = ["export"]
 
@@ -14,15 +14,15 @@ def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) 
     """Export the location of the job's records to the workers, which inherit the agent's environment."""
     etcd, limits = config.etcd, config.limits
     values = {
-        "DLROVER_ENDPOINT": etcd.endpoints,
-        "DLROVER_PREFIX": config.key_prefix,
-        "DLROVER_RUN_ID": config.run_id,
-        "DLROVER_AGENT_ID": agent_id,
-        "DLROVER_AGENT_PID": str(os.getpid()),
-        "DLROVER_MIN_NODES": str(limits.min_nodes),
-        "DLROVER_MAX_NODES": str(limits.max_nodes),
-        "DLROVER_HISTORY_TTL_S": str(round(config.history_ttl_s)),
-        left_state.VARIABLE: left_state_folder,
+        variables.ENDPOINT: etcd.endpoints,
+        variables.PREFIX: config.key_prefix,
+        variables.RUN_ID: config.run_id,
+        variables.AGENT_ID: agent_id,
+        variables.AGENT_PID: str(os.getpid()),
+        variables.MIN_NODES: str(limits.min_nodes),
+        variables.MAX_NODES: str(limits.max_nodes),
+        variables.HISTORY_TTL_S: str(round(config.history_ttl_s)),
+        variables.LEFT_STATE: left_state_folder,
         **config.timeouts.to_environment(),
         **etcd.to_environment(),
     }

@@ -187,7 +187,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             pid=os.getpid(),
             num_workers=config.num_workers,
             state="waiting",
-            labels={"node": node} if (node := os.environ.get("DLROVER_NODE")) else {},
+            labels={"node": config.node} if config.node else {},
             address=self._address,
             min_nodes=config.limits.min_nodes,
             join_timeout_s=config.join_timeout_s,

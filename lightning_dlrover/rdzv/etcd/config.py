@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 
-__all__ = ["ACCESS_VARIABLES", "EtcdConfig", "is_loopback", "parse_endpoints", "read_password"]
+__all__ = ["EtcdConfig", "access_from", "is_loopback", "parse_endpoints", "read_password"]
 
 
 def parse_endpoints(text: str) -> list[tuple[str, int]]:
@@ -40,14 +41,9 @@ def is_loopback(host: str) -> bool:
         return host.lower().rstrip(".") == "localhost"
 
 
-ACCESS_VARIABLES = {
-    "user": "DLROVER_USER",
-    "password_file": "DLROVER_PASSWORD_FILE",
-    "ca_cert": "DLROVER_CA_CERT",
-    "cert": "DLROVER_CERT",
-    "cert_key": "DLROVER_CERT_KEY",
-}
-"""Fields of `EtcdConfig` for authentication, and the environment variables in which agents pass them to workers."""
+def access_from(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the etcd user and credential files from the environment, by field of `EtcdConfig`."""
+    return {name: environ[variable] for name, variable in variables.ACCESS.items() if environ.get(variable)}
 
 
 @dataclass(frozen=True)
@@ -74,16 +70,16 @@ class EtcdConfig:
     @classmethod
     def from_environment(cls, endpoints: str, environ: Mapping[str, str], timeout_s: float = 5.0) -> EtcdConfig:
         """Read the user and the paths of files from the variables that `to_environment` sets."""
-        return cls(endpoints, timeout_s=timeout_s, **{f: environ[v] for f, v in ACCESS_VARIABLES.items() if environ.get(v)})
+        return cls(endpoints, timeout_s=timeout_s, **access_from(environ))
 
     def to_environment(self) -> dict[str, str | None]:
         """Return the variables that `from_environment` reads; None: not to be set."""
-        return {variable: getattr(self, name) for name, variable in ACCESS_VARIABLES.items()}
+        return {variable: getattr(self, name) for name, variable in variables.ACCESS.items()}
 
     @property
     def access(self) -> dict[str, str]:
         """The user and the files that are set, by field."""
-        return {name: value for name in ACCESS_VARIABLES if (value := getattr(self, name)) is not None}
+        return {name: value for name in variables.ACCESS if (value := getattr(self, name)) is not None}
 
     @property
     def uses_tls(self) -> bool:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.group import left_state
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
 from lightning_dlrover.rdzv.live.admission import MembershipConfig
 from lightning_dlrover.rdzv.live.rounds import Patience
 from lightning_dlrover.rdzv.timeouts import Timeouts
 
-__all__ = ["WorldConfig"]
+__all__ = ["WorldConfig", "is_in_job"]
+
+
+def is_in_job(environ: Mapping[str, str]) -> bool:
+    """Whether the `etcd-v3` rendezvous handler has started this process."""
+    return variables.RUN_ID in environ
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,9 @@ class WorldConfig:
     collective_timeout_s: float = 1800.0
     history_ttl_s: float = HISTORY_TTL_S  # seconds that the job's records outlast its last process
     left_state_folder: str = ""  # folder of this worker's agent, see `left_state`; empty if the agent has a single worker
+    agent_pid: int = 0  # process id of this worker's agent; 0: unknown
+    node: str = ""  # name of this worker's node; empty if `dlrover run` has not started it
+    workers_per_node: int = 1
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], version: str) -> WorldConfig | None:
@@ -44,36 +53,32 @@ class WorldConfig:
         Raises:
             ValueError: a variable is missing or malformed.
         """
-        if "DLROVER_RUN_ID" not in environ:
+        if not is_in_job(environ):
             return None
-
-        def number(name: str, default: int) -> int:
-            text = environ.get(name, str(default))
-            try:
-                return int(text)
-            except ValueError as error:
-                raise ValueError(f"environment variable {name} is {text!r}, not a whole number") from error
-
+        number = functools.partial(variables.whole_number, environ)
         try:
-            endpoints, agent_id = environ["DLROVER_ENDPOINT"], environ["DLROVER_AGENT_ID"]
+            endpoints, agent_id = environ[variables.ENDPOINT], environ[variables.AGENT_ID]
         except KeyError as error:
             raise ValueError(
-                f"environment variable {error} is missing though DLROVER_RUN_ID is set; "
+                f"environment variable {error} is missing though {variables.RUN_ID} is set; "
                 "both come from torchrun --rdzv-backend=etcd-v3: start the script with it"
             ) from error
-        workers_per_node = number("LOCAL_WORLD_SIZE", 1)
+        workers_per_node = variables.local_world_size(environ)
         timeouts = dataclasses.asdict(Timeouts.from_environment(environ))
         return cls(
             etcd=EtcdConfig.from_environment(endpoints, environ, timeouts.pop("etcd_timeout_s")),
-            run_id=environ["DLROVER_RUN_ID"],
-            prefix=environ.get("DLROVER_PREFIX", DEFAULT_PREFIX),
+            run_id=environ[variables.RUN_ID],
+            prefix=environ.get(variables.PREFIX, DEFAULT_PREFIX),
             agent_id=agent_id,
             local_rank=number("LOCAL_RANK", 0),
-            min_workers=number("DLROVER_MIN_NODES", 1) * workers_per_node,
-            max_workers=number("DLROVER_MAX_NODES", 1) * workers_per_node,
+            min_workers=number(variables.MIN_NODES, 1) * workers_per_node,
+            max_workers=number(variables.MAX_NODES, 1) * workers_per_node,
             version=version,
-            history_ttl_s=number("DLROVER_HISTORY_TTL_S", round(HISTORY_TTL_S)),
-            left_state_folder=environ.get(left_state.VARIABLE, ""),
+            history_ttl_s=number(variables.HISTORY_TTL_S, round(HISTORY_TTL_S)),
+            left_state_folder=environ.get(variables.LEFT_STATE, ""),
+            agent_pid=number(variables.AGENT_PID, 0),
+            node=environ.get(variables.NODE, ""),
+            workers_per_node=workers_per_node,
             **timeouts,
         )
 

@@ -62,20 +62,22 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
     signal.signal(signal.SIGTERM, drain)
 
 
-def end_with_agent() -> None:
+def end_with_agent(agent_pid: int) -> None:
     """Make this process receive SIGTERM when its agent ends: no other process would restart it, or end it with its node.
+
+    Args:
+        agent_pid: process id of the agent; 0: unknown.
 
     Raises:
         SystemExit: the agent has already ended.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    agent = os.environ.get("DLROVER_AGENT_PID", "")
-    if not agent:
+    if not agent_pid:
         return
     try:
-        has_ended = psutil.Process(int(agent)).status() == psutil.STATUS_ZOMBIE
+        has_ended = psutil.Process(agent_pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         has_ended = True
     if has_ended:
         # The agent ended while this process was importing torch, too early for the signal.
-        raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")
+        raise SystemExit(f"the elastic agent of this worker, process {agent_pid}, has ended: so does the worker")

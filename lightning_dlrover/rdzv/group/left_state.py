@@ -19,14 +19,12 @@ from typing import Any
 
 from lightning_dlrover.rdzv.group import transfer
 
-__all__ = ["PREFIX", "ROOT", "VARIABLE", "LeftState", "LeftStateError", "newest", "resume"]
+__all__ = ["PREFIX", "ROOT", "LeftState", "LeftStateError", "newest", "resume"]
 
 log = logging.getLogger(__name__)
 
 ROOT = Path("/dev/shm")
 PREFIX = "dlrover-agent-"
-VARIABLE = "DLROVER_LEFT_STATE"
-"""Environment variable in which an agent of several workers passes its folder to them."""
 
 
 class LeftStateError(RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lightning_dlrover.rdzv.etcd.operations import Compare, absent, exists, modified
-from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.journal import Journal, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import DrainRecord, StacksRecord, StacksRequest
 
 __all__ = ["ask_for_replacement", "ask_for_stacks", "read_stacks"]
@@ -36,6 +36,4 @@ def ask_for_stacks(journal: Journal, asked_by: str, reason: str, after: int | No
 
 def read_stacks(journal: Journal) -> dict[str, StacksRecord]:
     """Return each worker's newest stack trace. Records that cannot be read are left out."""
-    prefix = journal.keys.stacks
-    found = {entry.key.removeprefix(prefix): readable(StacksRecord, entry) for entry in journal.client.get_prefix(prefix)[1]}
-    return {worker: record for worker, record in found.items() if record is not None}
+    return readable_folder(journal.client, StacksRecord, journal.keys.stacks)

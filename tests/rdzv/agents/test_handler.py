@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torchrun_agent import Agent
 from waiting import eventually
 
+from lightning_dlrover import variables
 from lightning_dlrover.rdzv.agents.handler import (
     EtcdRendezvousHandler,
     create_backend,
@@ -436,10 +437,10 @@ def test_agent_of_several_workers_has_a_folder_in_memory_until_it_ends(
     make_handler: MakeHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role = '{"role": "default", "rank": 0, "local_world_size": %d}'
-    monkeypatch.setenv(left_state.VARIABLE, "/of/an/outer/job")
+    monkeypatch.setenv(variables.LEFT_STATE, "/of/an/outer/job")
     single = make_handler()
     single.next_rendezvous().store.set("torchelastic/role_info/0", role % 1)
-    assert left_state.VARIABLE not in os.environ
+    assert variables.LEFT_STATE not in os.environ
     single.shutdown()
     # Leave a state as a killed agent would.
     orphan = left_state.ROOT / f"{left_state.PREFIX}of-nobody"
@@ -447,7 +448,7 @@ def test_agent_of_several_workers_has_a_folder_in_memory_until_it_ends(
     (orphan / ".owner").touch()
     handler = make_handler(key_prefix="/several")
     handler.next_rendezvous().store.set("torchelastic/role_info/0", role % 2)
-    folder = Path(os.environ[left_state.VARIABLE])
+    folder = Path(os.environ[variables.LEFT_STATE])
     assert folder.parent == left_state.ROOT
     assert folder.is_dir()
     assert not orphan.exists()

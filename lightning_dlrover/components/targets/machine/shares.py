@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from lightning_dlrover.components.node import GROUP_VARIABLE
+from lightning_dlrover import variables
 from lightning_dlrover.components.targets.machine.allocation import (
     Allocation,
     NothingFreeError,
@@ -26,6 +26,7 @@ from lightning_dlrover.components.targets.machine.devices import (
 from lightning_dlrover.components.targets.target import (
     NodeSize,
     NotTakenError,
+    thread_variables,
 )
 
 __all__ = ["MachineShares"]
@@ -74,12 +75,12 @@ class MachineShares:
             cores = ", ".join(map(str, shared))
             self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with others until some are")
         # More threads than cores would slow each other down. Nodes without cores of their own compete, so each gets one thread.
-        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(share.cores) or 1))}
+        exported = thread_variables(len(share.cores))
         if share.devices:
-            variables[DEVICES_VARIABLE] = ",".join(share.devices)
+            exported[DEVICES_VARIABLE] = ",".join(share.devices)
         if group is not None:
-            variables[GROUP_VARIABLE] = str(group)
-        return share.cores, variables
+            exported[variables.MEMORY_GROUP] = str(group)
+        return share.cores, exported
 
     def end(self, node: str) -> None:
         """Record that a node has ended; some of its processes may still run."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.components.node import GROUP_VARIABLE
 from lightning_dlrover.components.targets.machine import shares
 from lightning_dlrover.components.targets.machine.control_groups import (
     MemoryGroups,
@@ -21,6 +20,7 @@ from lightning_dlrover.components.targets.target import (
     NodeSize,
     NotTakenError,
 )
+from lightning_dlrover.variables import MEMORY_GROUP
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -53,7 +53,7 @@ def test_a_node_has_a_memory_limit_of_its_own_size_until_it_has_ended() -> None:
         MemoryGroups().close()
     except NoMemoryGroupsError as error:
         pytest.skip(f"memory cannot be limited here: {error}")
-    folders = [Path(machine.take(f"node{mib}", NodeSize(0, mib))[1][GROUP_VARIABLE]) for mib in (64, 128)]
+    folders = [Path(machine.take(f"node{mib}", NodeSize(0, mib))[1][MEMORY_GROUP]) for mib in (64, 128)]
     files = [next(f for f in (each / "memory.max", each / "memory.limit_in_bytes") if f.exists()) for each in folders]
     assert [int(file.read_text()) >> 20 for file in files] == [64, 128]
     assert not machine.awaits
@@ -87,7 +87,7 @@ def test_missing_resource_of_this_machine_is_reported_once(
     for number in (1, 2, 3):
         cores, variables = machine.take(f"node{number}", size)
         assert cores == tuple(CORES)
-        assert GROUP_VARIABLE not in variables
+        assert MEMORY_GROUP not in variables
         assert machine.why_killed(f"node{number}") == ""
     assert warnings_in(caplog) == [
         f"nodes run without a limit of memory: no control group with a memory controller is mounted at {tmp_path / 'cgroup'}; "

@@ -1,0 +1,27 @@
+"""The etcd that a command uses unless its options name another one: that of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_dlrover import variables
+from lightning_dlrover.rdzv.etcd.config import access_from
+from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+
+__all__ = ["Surroundings"]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The etcd of a job's worker that starts a command, or the one that the user has set."""
+
+    endpoint: str | None
+    prefix: str
+    access: Mapping[str, str]  # as in `EtcdConfig.access`
+
+    @classmethod
+    def of_this_process(cls) -> Surroundings:
+        endpoint, prefix = os.environ.get(variables.ENDPOINT), os.environ.get(variables.PREFIX)
+        return cls(endpoint or None, prefix or DEFAULT_PREFIX, access_from(os.environ))

@@ -1,0 +1,111 @@
+"""Environment variables: the names of all that are this package's own, and foreign ones that several rooms read.
+
+Each kind of process reads its variables in one place and passes values on:
+
+| kind | reads |
+| --- | --- |
+| worker | `rdzv/group/config.py`: its place in the job; `observe/cgroups.py`: what limits its node |
+| agent | `rdzv/agents/config.py`; `rdzv/agents/environment.py` writes what its workers read |
+| node | `components/node.py` |
+| command | `report/surroundings.py`: the etcd to use |
+
+Settings of the user hold for several kinds: `planner/objective.py`, `learn/history.py` and `watch/watchdog.py` read their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# --- the job's etcd: the agent writes them for its workers, and users for commands --------------------------------------------
+
+ENDPOINT = "DLROVER_ENDPOINT"
+PREFIX = "DLROVER_PREFIX"
+ACCESS = {
+    "user": "DLROVER_USER",
+    "password_file": "DLROVER_PASSWORD_FILE",
+    "ca_cert": "DLROVER_CA_CERT",
+    "cert": "DLROVER_CERT",
+    "cert_key": "DLROVER_CERT_KEY",
+}
+"""Authentication by field of `EtcdConfig`."""
+
+# --- from an agent to its workers ---------------------------------------------------------------------------------------------
+
+RUN_ID = "DLROVER_RUN_ID"
+AGENT_ID = "DLROVER_AGENT_ID"
+AGENT_PID = "DLROVER_AGENT_PID"
+MIN_NODES = "DLROVER_MIN_NODES"
+MAX_NODES = "DLROVER_MAX_NODES"
+HISTORY_TTL_S = "DLROVER_HISTORY_TTL_S"
+LEFT_STATE = "DLROVER_LEFT_STATE"
+"""Folder of an agent of several workers for the state that they leave."""
+
+# --- from a controller to its nodes -------------------------------------------------------------------------------------------
+
+NODE = "DLROVER_NODE"
+"""Name of the node, set by `dlrover run` on every target."""
+STARTED_BY = "DLROVER_STARTED_BY"
+"""Mark of all processes that a controller on this machine has started."""
+PARENT_PID = "DLROVER_DIE_WITH_PID"
+"""Process id of the parent. The node ends with it; unset where nodes run independently."""
+MEMORY_GROUP = "DLROVER_MEMORY_GROUP"
+"""Folder of the control group that limits the node's memory, if there is one."""
+EXIT_FILE = "DLROVER_EXIT_FILE"
+"""File for the agent's exit code. If set, SIGUSR1 is a notice that the scheduler will take the node back."""
+NOTICE_S = "DLROVER_NOTICE_S"
+"""Seconds between the notice and a node's end."""
+LEAVE_ON_SIGTERM = "DLROVER_LEAVE_ON_SIGTERM"
+"""Set where SIGTERM asks the worker to hand over and leave. Its sender kills what remains after a grace period."""
+
+# --- settings of the user -----------------------------------------------------------------------------------------------------
+
+OBJECTIVE = {
+    "aim": "DLROVER_OBJECTIVE",
+    "deadline_s": "DLROVER_DEADLINE_S",
+    "budget": "DLROVER_BUDGET",
+    "prices": "DLROVER_PRICES",
+}
+"""The user's objective by argument of `Objective`; `dlrover run` passes it to its nodes."""
+HISTORY = "DLROVER_HISTORY"
+"""Location of the job history, or `off`."""
+UNSAFE_STACKS = "DLROVER_UNSAFE_STACKS"
+"""Set to 1: after `watchdog.GIL_TIMEOUT_S` faulthandler's thread, which needs no GIL, writes the stacks to standard error.
+
+Off by default: the thread reads frames that may change meanwhile. That may crash a worker that is not stuck but was stopped, or
+starved by an overloaded machine.
+"""
+
+
+def timeout(name: str) -> str:
+    """Return the variable of a timeout by its key in `--rdzv-conf`: `DLROVER_WAIT_TIMEOUT_S` for `wait_timeout`."""
+    return f"DLROVER_{name.upper()}_S"
+
+
+# --- foreign ones -------------------------------------------------------------------------------------------------------------
+
+
+def local_world_size(environ: Mapping[str, str]) -> int:
+    """Return the workers of this worker's agent, as TorchElastic sets it.
+
+    Raises:
+        ValueError: the variable holds no whole number.
+    """
+    return whole_number(environ, "LOCAL_WORLD_SIZE", 1)
+
+
+def slurm_job(environ: Mapping[str, str]) -> str:
+    """Return the id of the Slurm job of this process; empty outside of Slurm."""
+    return environ.get("SLURM_JOB_ID", "")
+
+
+def whole_number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return a variable's whole number.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    text = environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"environment variable {name} is {text!r}, not a whole number") from error
