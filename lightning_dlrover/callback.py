@@ -16,29 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dlrover.learn.analyst import (
-    Analyst,
-    Intentions,
-)
+from lightning_dlrover.learn.analyst import Analyst, Intentions
 from lightning_dlrover.learn.history import history_url
 from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.progress import (
-    batches_done,
-    remaining_batches,
-)
-from lightning_dlrover.observe.descriptors import (
-    Descriptors,
-    ForwardWatch,
-    dense_gradient_bytes,
-    embedding_bytes,
-    uses_dynamo,
-)
-from lightning_dlrover.observe.profiler import (
-    Model,
-    Place,
-    StepProfiler,
-)
+from lightning_dlrover.live.progress import batches_done, remaining_batches
+from lightning_dlrover.observe.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
+from lightning_dlrover.observe.profiler import Model, Place, StepProfiler
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.packages import on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
@@ -46,10 +30,7 @@ from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.planner.plan import Settings
 from lightning_dlrover.planner.trial import TrialWatch
 from lightning_dlrover.strategy import DLRoverStrategy
-from lightning_dlrover.watch.watchdog import (
-    HangPatience,
-    Watchdog,
-)
+from lightning_dlrover.watch.watchdog import HangPatience, Watchdog
 
 if TYPE_CHECKING:
     import lightning as L

@@ -34,11 +34,7 @@ from lightning_dlrover.live.checkpoints import TABLES_FOLDER, saving_file, savin
 from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
-from lightning_dlrover.live.lightning_names import (
-    ForwardRedirection,
-    apply_layer_sync,
-    without_model,
-)
+from lightning_dlrover.live.lightning_names import ForwardRedirection, apply_layer_sync, without_model
 from lightning_dlrover.live.place_in_job import PlaceInJob
 from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings

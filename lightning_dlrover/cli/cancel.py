@@ -125,10 +125,7 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
     spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
     target: Target
     if kind == "slurm":
-        from lightning_dlrover.components.targets.slurm import (
-            SlurmOptions,
-            SlurmTarget,
-        )
+        from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
         target = SlurmTarget(spec, SlurmOptions(), Path(), poll_s=0.5)
     elif kind.startswith("kubernetes"):

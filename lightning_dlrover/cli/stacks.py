@@ -9,10 +9,7 @@ from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job
 from lightning_dlrover.output import show
 from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.live.requests import (
-    ask_for_stacks,
-    read_stacks,
-)
+from lightning_dlrover.rdzv.live.requests import ask_for_stacks, read_stacks
 from lightning_dlrover.report.status import read_job
 
 

@@ -27,16 +27,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from lightning_dlrover.learn.history import (
-    JobEntry,
-    JobHistory,
-)
+from lightning_dlrover.learn.history import JobEntry, JobHistory
 from lightning_dlrover.learn.history_access import HistoryAccess
 from lightning_dlrover.learn.job_memory import JobMemory, Past
-from lightning_dlrover.learn.profile_log import (
-    PublishedProfile,
-    WindowLog,
-)
+from lightning_dlrover.learn.profile_log import PublishedProfile, WindowLog
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
@@ -58,13 +52,7 @@ from lightning_dlrover.rdzv.job.events import (
     WindowMeasured,
     events_of,
 )
-from lightning_dlrover.rdzv.job.records import (
-    EventRecord,
-    JobRecord,
-    NodesRecord,
-    PlanRecord,
-    encode,
-)
+from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, PlanRecord, encode
 from lightning_dlrover.rdzv.live.membership import Membership
 
 __all__ = ["Analyst", "Intentions"]

@@ -25,10 +25,7 @@ from lightning_dlrover.planner.plan import Decision, Outcome, Settings
 from lightning_dlrover.planner.space import settings_of
 from lightning_dlrover.planner.warm_start import Descriptor, PastJob, nearest
 from lightning_dlrover.rdzv.job.events import DecisionMade, WindowMeasured, record_of
-from lightning_dlrover.rdzv.job.records import (
-    EventRecord,
-    RecordError,
-)
+from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, MetaData, Table

@@ -21,10 +21,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.fit_context import FitContext
-from lightning_dlrover.live.logged_values import (
-    description,
-    new_entry,
-)
+from lightning_dlrover.live.logged_values import description, new_entry
 from lightning_dlrover.packages import PACKAGES, Checkpoint, EarlyStopping
 from lightning_dlrover.rdzv.group import transfer
 

@@ -33,17 +33,11 @@ import numpy as np
 import torch
 from torch.nn.utils import prune
 
-from lightning_dlrover.checks.script import (
-    different_callbacks,
-    monitoring,
-)
+from lightning_dlrover.checks.script import different_callbacks, monitoring
 from lightning_dlrover.live import lightning_names, loggers
 from lightning_dlrover.live.lightning_names import CALLBACK_CLOCKS, CALLBACK_FIELDS
 from lightning_dlrover.live.loader import LoaderState
-from lightning_dlrover.live.logged_values import (
-    description,
-    new_entry,
-)
+from lightning_dlrover.live.logged_values import description, new_entry
 
 if TYPE_CHECKING:
     import lightning as L

@@ -21,12 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.live import lightning_names, loggers
 from lightning_dlrover.live import reserve as memory
-from lightning_dlrover.live.data_fingerprint import (
-    DataFingerprint,
-    fingerprint_data,
-    refuse_different_data,
-    refuse_other_data,
-)
+from lightning_dlrover.live.data_fingerprint import DataFingerprint, fingerprint_data, refuse_different_data, refuse_other_data
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.fits import Fits

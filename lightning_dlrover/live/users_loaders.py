@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import batching_of, check_data_loader, check_step_signature
-from lightning_dlrover.live.lightning_names import (
-    replaces_samplers,
-    set_replaces_samplers,
-    takes_iterator,
-)
+from lightning_dlrover.live.lightning_names import replaces_samplers, set_replaces_samplers, takes_iterator
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.packages import TrainerFn
 

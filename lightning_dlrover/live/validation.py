@@ -31,12 +31,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.buffers import send_buffers, take_buffers
-from lightning_dlrover.live.epoch_metrics import (
-    adopt,
-    entry_of,
-    set_computed,
-    value_of,
-)
+from lightning_dlrover.live.epoch_metrics import adopt, entry_of, set_computed, value_of
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
 from lightning_dlrover.live.loader import ElasticLoader

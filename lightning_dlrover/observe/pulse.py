@@ -23,11 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.observe.cgroups import (
-    CGROUPS,
-    PROC,
-    cgroup_folders,
-)
+from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders
 from lightning_dlrover.perf.samples import OwnTimes
 
 __all__ = ["OwnClock", "OwnTime", "Pulse"]

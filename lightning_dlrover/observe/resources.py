@@ -14,12 +14,7 @@ from pathlib import Path
 import psutil
 
 from lightning_dlrover import variables
-from lightning_dlrover.observe.cgroups import (
-    CGROUPS,
-    PROC,
-    cgroup_folders,
-    is_of_one_node,
-)
+from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders, is_of_one_node
 from lightning_dlrover.perf.samples import AGENT_BYTES
 
 __all__ = [

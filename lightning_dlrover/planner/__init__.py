@@ -3,10 +3,7 @@
 from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, outcome
-from lightning_dlrover.planner.situation import (
-    Rules,
-    Situation,
-)
+from lightning_dlrover.planner.situation import Rules, Situation
 from lightning_dlrover.planner.space import Limits
 
 __all__ = [

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.group.failures import is_group_failure
     from lightning_dlrover.rdzv.group.loop import Step
     from lightning_dlrover.rdzv.group.world import World
-    from lightning_dlrover.rdzv.live.member import (
-        EvictedError,
-        Formation,
-        LeftOutError,
-        MembershipError,
-        WorldError,
-    )
+    from lightning_dlrover.rdzv.live.member import EvictedError, Formation, LeftOutError, MembershipError, WorldError
 
 __all__ = [
     "EvictedError",

@@ -7,10 +7,7 @@ import time
 from collections.abc import Sequence
 
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings, step_text
-from lightning_dlrover.report.story import (
-    JobStory,
-    outcome_of,
-)
+from lightning_dlrover.report.story import JobStory, outcome_of
 from lightning_dlrover.report.text_table import text_table
 
 __all__ = ["cost_text", "explain_text"]

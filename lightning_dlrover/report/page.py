@@ -15,11 +15,7 @@ from pathlib import Path
 
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.explain import cost_text
-from lightning_dlrover.report.story import (
-    JobStory,
-    outcome_of,
-    tell,
-)
+from lightning_dlrover.report.story import JobStory, outcome_of, tell
 from lightning_dlrover.report.text_table import text_table
 
 __all__ = ["summary_text", "write_report"]

@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.perf.samples import STEP_PARTS
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.report.story import (
-    JobStory,
-    Profile,
-    outcome_of,
-)
+from lightning_dlrover.report.story import JobStory, Profile, outcome_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

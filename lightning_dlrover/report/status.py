@@ -16,16 +16,10 @@ from typing import Any, TypeVar
 from lightning_dlrover import variables
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.agents import rounds as agent_rounds
-from lightning_dlrover.rdzv.agents.rounds import (
-    AgentView,
-    SeenAgent,
-)
+from lightning_dlrover.rdzv.agents.rounds import AgentView, SeenAgent
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import (
-    EtcdError,
-    EtcdUnavailableError,
-)
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.journal import read, readable_folder
 from lightning_dlrover.rdzv.job.records import (

@@ -27,39 +27,14 @@ from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import SnapshotLost, TablesMoved
 from lightning_dlrover.rdzv.job.records import RoundRecord
-from lightning_dlrover.rdzv.live.member import (
-    Formation,
-    RoundEndedError,
-    UnreachableError,
-)
+from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError, UnreachableError
 from lightning_dlrover.tables.arena import warm
 from lightning_dlrover.tables.collectives import all_gather, meet
-from lightning_dlrover.tables.exchange import (
-    ExchangeStats,
-    exchange,
-)
-from lightning_dlrover.tables.layout import (
-    Move,
-    Shard,
-    plan_moves,
-)
-from lightning_dlrover.tables.placement import (
-    Plan,
-    TablePlan,
-    layout_of,
-    plan_from_dict,
-    plan_to_dict,
-    replan,
-)
+from lightning_dlrover.tables.exchange import ExchangeStats, exchange
+from lightning_dlrover.tables.layout import Move, Shard, plan_moves
+from lightning_dlrover.tables.placement import Plan, TablePlan, layout_of, plan_from_dict, plan_to_dict, replan
 from lightning_dlrover.tables.sharded import ShardedTables
-from lightning_dlrover.tables.snapshot import (
-    Part,
-    PartHeader,
-    SnapshotError,
-    holders_of,
-    newest_complete,
-    newest_name,
-)
+from lightning_dlrover.tables.snapshot import Part, PartHeader, SnapshotError, holders_of, newest_complete, newest_name
 from lightning_dlrover.tables.snapshot_store import SnapshotStore
 from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
 

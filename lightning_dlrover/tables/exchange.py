@@ -26,15 +26,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import waits
-from lightning_dlrover.tables.block import (
-    Block,
-    part_of,
-)
-from lightning_dlrover.tables.layout import (
-    LayoutError,
-    Move,
-    Region,
-)
+from lightning_dlrover.tables.block import Block, part_of
+from lightning_dlrover.tables.layout import LayoutError, Move, Region
 
 __all__ = ["ExchangeStats", "exchange"]
 

@@ -12,11 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_dlrover.codec import from_fields
-from lightning_dlrover.tables.layout import (
-    Layout,
-    Region,
-    Shard,
-)
+from lightning_dlrover.tables.layout import Layout, Region, Shard
 
 __all__ = ["Plan", "PlanError", "TablePlan", "layout_of", "plan_from_dict", "plan_to_dict", "replan"]
 

@@ -31,16 +31,8 @@ from lightning_dlrover.tables.neighbours import Neighbours, others
 from lightning_dlrover.tables.persist import Persister
 from lightning_dlrover.tables.placement import plan_to_dict
 from lightning_dlrover.tables.sharded import ShardedTables
-from lightning_dlrover.tables.snapshot import (
-    Part,
-    PartWriter,
-    SnapshotError,
-    part_header,
-)
-from lightning_dlrover.tables.snapshot_store import (
-    ROOT,
-    SnapshotStore,
-)
+from lightning_dlrover.tables.snapshot import Part, PartWriter, SnapshotError, part_header
+from lightning_dlrover.tables.snapshot_store import ROOT, SnapshotStore
 from lightning_dlrover.tables.touched import TouchedRows
 
 __all__ = ["SnapshotConfig", "Snapshots"]

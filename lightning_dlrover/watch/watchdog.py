@@ -22,11 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_dlrover import variables
-from lightning_dlrover.observe.stacks import (
-    innermost_user_place,
-    is_in_debugger,
-    stacks,
-)
+from lightning_dlrover.observe.stacks import innermost_user_place, is_in_debugger, stacks
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.memory_growth import (
     LEADS,
@@ -52,12 +48,7 @@ from lightning_dlrover.rdzv.job.events import (
     TrainingStalled,
     events_of,
 )
-from lightning_dlrover.rdzv.job.records import (
-    EventRecord,
-    PlanRecord,
-    StacksRecord,
-    StacksRequest,
-)
+from lightning_dlrover.rdzv.job.records import EventRecord, PlanRecord, StacksRecord, StacksRequest
 
 if TYPE_CHECKING:
     from lightning_dlrover.live.progress import FitProgress, Progress

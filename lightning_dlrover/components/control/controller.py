@@ -40,22 +40,12 @@ from lightning_dlrover.components.control.reconcile import (
     reconcile,
     why_none_is_added,
 )
-from lightning_dlrover.components.targets.target import (
-    NodeSize,
-    NotTakenError,
-    Target,
-    TargetError,
-)
+from lightning_dlrover.components.targets.target import NodeSize, NotTakenError, Target, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.events import NodesHeldUp
-from lightning_dlrover.rdzv.job.records import (
-    HISTORY_TTL_S,
-    ControllerRecord,
-    Keys,
-    RecordError,
-)
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, ControllerRecord, Keys, RecordError
 from lightning_dlrover.rdzv.live.rounds import View
 
 __all__ = ["Controller"]

@@ -18,12 +18,7 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue, absent
 from lightning_dlrover.rdzv.job.events import JobFailed, NodeMemoryShort
 from lightning_dlrover.rdzv.job.journal import FenceLostError, Journal
-from lightning_dlrover.rdzv.job.records import (
-    JobRecord,
-    Keys,
-    PlanRecord,
-    RecordError,
-)
+from lightning_dlrover.rdzv.job.records import JobRecord, Keys, PlanRecord, RecordError
 from lightning_dlrover.rdzv.live.requests import ask_for_replacement
 
 __all__ = ["JobWriter"]

@@ -21,19 +21,9 @@ from lightning_dlrover.components.control.reconcile import Limits, nodes_of_agen
 from lightning_dlrover.components.targets.target import AppStatus, NodeSize, Target
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.operations import (
-    KeyValue,
-    absent,
-    modified,
-)
+from lightning_dlrover.rdzv.etcd.operations import KeyValue, absent, modified
 from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import (
-    Keys,
-    NodeRecord,
-    NodesRecord,
-    RecordError,
-    decode,
-)
+from lightning_dlrover.rdzv.job.records import Keys, NodeRecord, NodesRecord, RecordError, decode
 from lightning_dlrover.rdzv.live.rounds import View
 
 __all__ = ["SAME_FAILURE_S", "Ledger", "NodeEntry"]

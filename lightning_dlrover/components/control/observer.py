@@ -17,12 +17,7 @@ from lightning_dlrover.components.targets.logs import read_tail
 from lightning_dlrover.components.targets.target import App, Target, TargetError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.journal import readable
-from lightning_dlrover.rdzv.job.records import (
-    CheckpointRecord,
-    Keys,
-    NodesRecord,
-    RecordError,
-)
+from lightning_dlrover.rdzv.job.records import CheckpointRecord, Keys, NodesRecord, RecordError
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
 

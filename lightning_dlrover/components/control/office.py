@@ -13,21 +13,10 @@ import psutil
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import (
-    Compare,
-    Delete,
-    created,
-    modified,
-)
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, created, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.records import (
-    ControllerRecord,
-    Keys,
-    NodeRecord,
-    NodesRecord,
-    encode,
-)
+from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, NodeRecord, NodesRecord, encode
 
 __all__ = ["ControllerBusyError", "Office"]
 

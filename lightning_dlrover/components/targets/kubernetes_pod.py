@@ -10,12 +10,7 @@ from typing import Any
 
 from lightning_dlrover import variables
 from lightning_dlrover.components.targets.local import node_app
-from lightning_dlrover.components.targets.target import (
-    NodeSize,
-    NodeSpec,
-    TargetError,
-    thread_variables,
-)
+from lightning_dlrover.components.targets.target import NodeSize, NodeSpec, TargetError, thread_variables
 
 __all__ = [
     "CONTAINER",

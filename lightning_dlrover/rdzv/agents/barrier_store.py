@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch.distributed import DistStoreError
 
-from lightning_dlrover.rdzv.agents.c10d_store import (
-    EtcdStore,
-    _torch_errors,
-)
+from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore, _torch_errors
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue

@@ -19,17 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import (
-    Compare,
-    Delete,
-    Get,
-    KeyValue,
-    Op,
-    Put,
-    absent,
-    created,
-    modified,
-)
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, Get, KeyValue, Op, Put, absent, created, modified
 
 if TYPE_CHECKING:  # the same class; torch.distributed does not re-export it for type checkers
     from torch._C._distributed_c10d import Store

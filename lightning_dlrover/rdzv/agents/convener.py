@@ -15,34 +15,14 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from lightning_dlrover.rdzv.agents.rounds import (
-    AgentView,
-    Limits,
-    SeenAgent,
-    is_urgent,
-    members_of_next_round,
-    next_notice,
-)
+from lightning_dlrover.rdzv.agents.rounds import AgentView, Limits, SeenAgent, is_urgent, members_of_next_round, next_notice
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import (
-    Compare,
-    KeyValue,
-    created,
-    modified,
-)
+from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue, created, modified
 from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import (
-    AgentNotice,
-    AgentRecord,
-    AgentRound,
-    JobRecord,
-    Keys,
-    RecordError,
-    decode,
-)
+from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord, Keys, RecordError, decode
 
 __all__ = ["AgentConvener", "RecordReader"]
 

@@ -35,45 +35,21 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from lightning_dlrover.rdzv.agents import environment
-from lightning_dlrover.rdzv.agents.barrier_store import (
-    LiveAgentStore,
-    RoundStore,
-)
+from lightning_dlrover.rdzv.agents.barrier_store import LiveAgentStore, RoundStore
 from lightning_dlrover.rdzv.agents.c10d_store import is_in_use
 from lightning_dlrover.rdzv.agents.config import HandlerConfig
-from lightning_dlrover.rdzv.agents.convener import (
-    AgentConvener,
-    RecordReader,
-)
+from lightning_dlrover.rdzv.agents.convener import AgentConvener, RecordReader
 from lightning_dlrover.rdzv.agents.registration import Registration
-from lightning_dlrover.rdzv.agents.rounds import (
-    why_over,
-)
+from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.agents.run_records import RunRecords
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import (
-    parse_endpoints,
-)
-from lightning_dlrover.rdzv.etcd.errors import (
-    EtcdError,
-    EtcdUnavailableError,
-)
+from lightning_dlrover.rdzv.etcd.config import parse_endpoints
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import (
-    Delete,
-    Op,
-    Put,
-)
+from lightning_dlrover.rdzv.etcd.operations import Delete, Op, Put
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 from lightning_dlrover.rdzv.group import left_state
-from lightning_dlrover.rdzv.job.records import (
-    AgentNotice,
-    AgentRecord,
-    AgentRound,
-    JobRecord,
-    Keys,
-    RecordError,
-)
+from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord, Keys, RecordError
 
 __all__ = ["BACKEND", "EtcdRendezvousHandler", "RunIsOverError", "create_backend"]
 

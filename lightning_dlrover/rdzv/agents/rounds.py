@@ -12,12 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from lightning_dlrover.rdzv.job.records import (
-    AgentNotice,
-    AgentRecord,
-    AgentRound,
-    JobRecord,
-)
+from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord
 
 __all__ = [
     "AgentView",

@@ -13,14 +13,7 @@ from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.operations import Delete, Get, KeyValue, absent
 from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable
-from lightning_dlrover.rdzv.job.records import (
-    AgentRecord,
-    AgentRound,
-    JobRecord,
-    Keys,
-    RecordError,
-    WorkerRecord,
-)
+from lightning_dlrover.rdzv.job.records import AgentRecord, AgentRound, JobRecord, Keys, RecordError, WorkerRecord
 
 __all__ = ["RunRecords"]
 

@@ -21,14 +21,7 @@ from lightning_dlrover.rdzv.group.meeting import Meeting
 from lightning_dlrover.rdzv.group.reach import Reach
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.job.records import RoundRecord
-from lightning_dlrover.rdzv.live.member import (
-    CannotMeetError,
-    EvictedError,
-    Formation,
-    Member,
-    RoundEndedError,
-    VoidRoundError,
-)
+from lightning_dlrover.rdzv.live.member import CannotMeetError, EvictedError, Formation, Member, RoundEndedError, VoidRoundError
 from lightning_dlrover.rdzv.live.membership import Membership
 
 __all__ = ["Forming"]

@@ -12,11 +12,7 @@ from typing import Any
 
 import psutil
 
-from lightning_dlrover.rdzv.etcd.errors import (
-    EtcdError,
-    EtcdUnavailableError,
-    LeaseLostError,
-)
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError, LeaseLostError
 from lightning_dlrover.rdzv.live.membership import Membership
 
 __all__ = ["drain_on_sigterm", "end_with_agent"]

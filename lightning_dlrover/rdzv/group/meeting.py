@@ -37,10 +37,7 @@ import torch.distributed as dist
 from lightning_dlrover.rdzv.group import torch_names, waits
 from lightning_dlrover.rdzv.group.purpose import Purpose, details, place_of, tensors_in
 from lightning_dlrover.rdzv.group.torch_names import Store
-from lightning_dlrover.rdzv.live.member import (
-    RoundEndedError,
-    WorldError,
-)
+from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
 
 __all__ = [
     "Counts",

@@ -37,14 +37,7 @@ from lightning_dlrover.rdzv.group.any_world import AnyWorld
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.failures import Failures
 from lightning_dlrover.rdzv.group.forming import Forming
-from lightning_dlrover.rdzv.group.gloo import (
-    RoundSockets,
-    StoreServer,
-    own_address,
-    protect_forks,
-    use_interface_of,
-    with_gloo,
-)
+from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, own_address, protect_forks, use_interface_of, with_gloo
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.hooks import compare_with
 from lightning_dlrover.rdzv.group.leaving import drain_on_sigterm, end_with_agent

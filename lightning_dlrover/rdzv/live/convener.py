@@ -18,27 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_dlrover.rdzv.etcd.operations import (
-    Compare,
-    Delete,
-    KeyValue,
-    Op,
-    Put,
-    absent,
-    created,
-    modified,
-)
-from lightning_dlrover.rdzv.job.records import (
-    Keys,
-    RoundRecord,
-    encode,
-)
-from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
-    View,
-    awaited,
-    next_round,
-)
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, absent, created, modified
+from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
+from lightning_dlrover.rdzv.live.rounds import Patience, View, awaited, next_round
 
 __all__ = ["Convener", "Write", "burial"]
 

@@ -13,14 +13,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from lightning_dlrover.rdzv.job.records import (
-    RoundRecord,
-    WorkerState,
-)
-from lightning_dlrover.rdzv.live.rounds import (
-    View,
-    lacks_workers,
-)
+from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
+from lightning_dlrover.rdzv.live.rounds import View, lacks_workers
 
 __all__ = [
     "CannotMeetError",

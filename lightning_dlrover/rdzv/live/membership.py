@@ -21,10 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import (
-    EtcdError,
-    EtcdUnavailableError,
-)
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.events import Event, RecordIgnored, record_of
@@ -48,23 +45,13 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
 from lightning_dlrover.rdzv.live.announcement import announce
-from lightning_dlrover.rdzv.live.convener import (
-    Convener,
-    burial,
-)
-from lightning_dlrover.rdzv.live.member import (
-    EvictedError,
-    MembershipError,
-)
+from lightning_dlrover.rdzv.live.convener import Convener, burial
+from lightning_dlrover.rdzv.live.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.live.outbox import Outbox
 from lightning_dlrover.rdzv.live.own_record import OwnRecord
 from lightning_dlrover.rdzv.live.probe import dead_workers
 from lightning_dlrover.rdzv.live.requests import ask_for_replacement, ask_for_stacks, read_stacks
-from lightning_dlrover.rdzv.live.rounds import (
-    View,
-    awaited,
-    lacks_workers,
-)
+from lightning_dlrover.rdzv.live.rounds import View, awaited, lacks_workers
 from lightning_dlrover.rdzv.live.view import Decoded, read_view
 
 __all__ = ["Membership"]

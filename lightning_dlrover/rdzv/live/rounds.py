@@ -19,13 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from lightning_dlrover.rdzv.job.records import (
-    AgentRecord,
-    JobRecord,
-    PlanRecord,
-    RoundRecord,
-    WorkerRecord,
-)
+from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 
 __all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "next_round", "waits"]
 

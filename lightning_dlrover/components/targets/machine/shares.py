@@ -11,23 +11,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from lightning_dlrover import variables
-from lightning_dlrover.components.targets.machine.allocation import (
-    Allocation,
-    NothingFreeError,
-)
-from lightning_dlrover.components.targets.machine.control_groups import (
-    MemoryGroups,
-    NoMemoryGroupsError,
-)
-from lightning_dlrover.components.targets.machine.devices import (
-    DEVICES_VARIABLE,
-    visible_devices,
-)
-from lightning_dlrover.components.targets.target import (
-    NodeSize,
-    NotTakenError,
-    thread_variables,
-)
+from lightning_dlrover.components.targets.machine.allocation import Allocation, NothingFreeError
+from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups, NoMemoryGroupsError
+from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
+from lightning_dlrover.components.targets.target import NodeSize, NotTakenError, thread_variables
 
 __all__ = ["MachineShares"]
 
