@@ -358,11 +358,6 @@ class StepTimeModel:
             parts_high_s=parts_s + np.hypot(parts_s * np.expm1(high)[:, None], of_shares_s),
         )
 
-    @property
-    def num_workers_seen(self) -> tuple[int, ...]:
-        """World sizes with at least one sample of this job, ascending."""
-        return tuple(sorted({configuration.num_workers for configuration in self.evidence}))
-
     def measured(self, num_workers: int, local_batch: int) -> Configuration | None:
         """Return the newest configuration in which this size was measured with this batch, None if it never was."""
         for configuration in reversed(list(self.evidence)):

@@ -7,7 +7,7 @@ states of its optimizer follow its weights. A full-width state (Adagrad, Adam) h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Layout", "LayoutError", "Move", "Region", "Shard", "least_bytes", "plan_moves"]
@@ -122,15 +122,6 @@ def _take(table: str, missing: list[Region], source: Shard, shard: Shard, moves:
             moves.append(Move(table, both, source.owner, shard.owner, shard.region))
         rest += part.without(source.region)
     return rest
-
-
-def bytes_moved(moves: Iterable[Move], row_bytes: Mapping[str, float], value_bytes: Mapping[str, float]) -> float:
-    """Return the bytes sent between workers: `value_bytes` per value and `row_bytes` per row, by table."""
-    return sum(
-        m.region.num_values * value_bytes[m.table] + m.region.num_rows * row_bytes[m.table]
-        for m in moves
-        if m.source != m.target
-    )
 
 
 def least_bytes(new_workers: Sequence[str], total_bytes: float, bytes_by_worker: Mapping[str, float]) -> float:

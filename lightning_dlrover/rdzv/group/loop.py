@@ -14,17 +14,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import checked_updates
-from lightning_dlrover.rdzv.group.any_world import AnyWorld
 from lightning_dlrover.rdzv.group.left_state import LeftStateError, newest, resume
 from lightning_dlrover.rdzv.job.events import FitResumed, TrainingStalled
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
+
+if TYPE_CHECKING:
+    from lightning_dlrover.rdzv.group.world import AnyWorld
 
 __all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps"]
 

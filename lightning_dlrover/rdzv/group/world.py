@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -33,7 +34,6 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group import waits
 from lightning_dlrover.rdzv.group.alone import LoneWorld
-from lightning_dlrover.rdzv.group.any_world import AnyWorld
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.failures import Failures
 from lightning_dlrover.rdzv.group.forming import Forming
@@ -58,7 +58,7 @@ from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, 
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.rounds import View
 
-__all__ = ["World"]
+__all__ = ["AnyWorld", "World"]
 
 log = logging.getLogger(__name__)
 
@@ -436,3 +436,7 @@ class World:
         """Sever the group when it cannot complete any more collectives. Runs in the membership thread."""
         for sockets in self._watched:
             sockets.follow(view, self.membership.evicted)
+
+
+AnyWorld: TypeAlias = World | LoneWorld
+"""World of a training loop, of a job or of a script that was started by hand."""
