@@ -58,8 +58,8 @@ class Term:
     part: Part  # part of the step that it explains
     source: str
     amount: Callable[[Columns], Floats]
-    default: float  # coefficient in the absence of samples
     doubt: float  # pull to the default: where several terms explain the samples, the one with the smallest doubt takes the time
+    default: float = 0.0  # coefficient in the absence of samples
 
 
 def _flops(c: Columns) -> Floats:
@@ -102,7 +102,6 @@ TERMS: tuple[Term, ...] = (
         "data parallelism splits a global batch, and operators split theirs over threads; workers of one "
         "node share its cores, so three workers on two cores are not three times as fast",
         lambda c: _flops(c) / np.minimum(c.threads, c.core_share),
-        default=0.0,
         doubt=0.0,
     ),
     Term(
@@ -110,7 +109,6 @@ TERMS: tuple[Term, ...] = (
         "compute",
         "the share of a sample's work that more threads do not speed up (Amdahl, AFIPS 1967)",
         lambda c: _flops(c) / _serially(c),
-        default=0.0,
         doubt=0.1,
     ),
     Term(
@@ -119,7 +117,6 @@ TERMS: tuple[Term, ...] = (
         "interpreter, kernel launches and optimizer: once a step, whatever the batch, which is also what a batch costs "
         "that does not fill the device (roofline: Williams et al., CACM 52(4), 2009)",
         lambda c: 1.0 / _serially(c),
-        default=0.0,
         doubt=0.2,
     ),
     Term(
@@ -127,7 +124,6 @@ TERMS: tuple[Term, ...] = (
         "compute",
         "rows of the tables that are read and updated, bound by memory (DLRM, Naumov et al., arXiv 1906.00091)",
         lambda c: c.local_batch * c.lookups_per_sample / _serially(c),
-        default=0.0,
         doubt=0.3,
     ),
     Term(
@@ -135,7 +131,6 @@ TERMS: tuple[Term, ...] = (
         "compute",
         "threads of a node beyond its cores switch, and wait for each other at every barrier",
         lambda c: _flops(c) * _crowding(c),
-        default=0.0,
         doubt=0.2,
     ),
     Term(
@@ -143,7 +138,6 @@ TERMS: tuple[Term, ...] = (
         "compute",
         "loader workers take core time from training where no core is left for them",
         lambda c: c.local_batch * _without_a_core(c),
-        default=0.0,
         doubt=0.3,
     ),
     Term(
@@ -151,7 +145,6 @@ TERMS: tuple[Term, ...] = (
         "compute",
         "workers of one node share what the figures do not show: memory, PCIe, the power budget",
         lambda c: c.fullest - 1,
-        default=0.0,
         doubt=0.2,
     ),
     Term(
@@ -159,7 +152,6 @@ TERMS: tuple[Term, ...] = (
         "compute",
         "as before, for what grows with the batch",
         lambda c: (c.fullest - 1) * _flops(c),
-        default=0.0,
         doubt=0.2,
     ),
     Term(
@@ -168,7 +160,6 @@ TERMS: tuple[Term, ...] = (
         "loader workers prepare the samples of a batch side by side, as many as there are cores; without any, the worker "
         "does it itself",
         lambda c: c.local_batch / np.minimum(np.maximum(1.0, c.loader_workers), c.core_share),
-        default=0.0,
         doubt=0.1,
     ),
     Term(
@@ -176,7 +167,6 @@ TERMS: tuple[Term, ...] = (
         "data",
         "waiting for storage or a network takes no core: as many samples come at a time as there are loader workers",
         lambda c: c.local_batch / np.maximum(1.0, c.loader_workers),
-        default=0.0,
         doubt=0.2,
     ),
     Term(
@@ -200,7 +190,6 @@ TERMS: tuple[Term, ...] = (
         "communication",
         "all-to-all of looked-up rows: a worker sends (W - 1) / W of them (DLRM, Naumov et al., arXiv 1906.00091)",
         lambda c: _exchanged_rows(c) * (1 - _several(c)),
-        default=0.0,
         doubt=0.3,
     ),
     Term(
@@ -208,7 +197,6 @@ TERMS: tuple[Term, ...] = (
         "communication",
         "the same exchange over the network",
         lambda c: _exchanged_rows(c) * _several(c),
-        default=0.0,
         doubt=0.3,
     ),
     Term(
@@ -216,7 +204,6 @@ TERMS: tuple[Term, ...] = (
         "communication",
         "what it costs to leave a node at all (Pollux: alpha of several nodes)",
         _several,
-        default=0.0,
         doubt=0.06,
     ),
     Term(
@@ -241,7 +228,6 @@ TERMS: tuple[Term, ...] = (
         "communication",
         "two nodes have one path between them, three and more have several: measured on clusters, doubted by two of the shapes",
         lambda c: (c.num_nodes == 2).astype(np.float64),
-        default=0.0,
         doubt=0.2,
     ),
 )

@@ -30,6 +30,7 @@ from lightning_dlrover.tables.layout import Region
 __all__ = ["Part", "PartHeader", "Place", "SnapshotError", "holders_of", "newest_complete", "newest_name"]
 
 MAGIC = b"DLRSNAP1"
+LARGEST = 1 << 48
 PIECE_BYTES = 8 << 20
 """Bytes copied at once by a thread that may have to stop."""
 
@@ -102,6 +103,8 @@ class PartHeader:
             ends = [b.offset + _num_bytes(b) for b in header.blocks]
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise SnapshotError(f"not the header of a snapshot: {error}") from error
+        if max((header.num_bytes, *(n for b in header.blocks for n in b.shape))) >= LARGEST:
+            raise SnapshotError("the header of a snapshot names more values than any memory holds")
         if max(ends, default=0) > header.num_bytes or any(b.offset % 64 for b in header.blocks):
             raise SnapshotError("the header of a snapshot names values beyond its end, or between two places")
         return header

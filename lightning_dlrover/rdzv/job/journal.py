@@ -90,6 +90,7 @@ class Journal:
         self.client = client
         self.keys = keys
         self._num_appended = 0
+        self._events: dict[str, EventRecord | None] = {}  # lines that were read before, by key; None: unreadable
 
     def get(self, record_type: type[R], key: str, read: Reader[R] = read) -> Found[R]:
         """Read a record.
@@ -195,4 +196,8 @@ class Journal:
 
     def events(self) -> list[EventRecord]:
         """Return the job's history so far, oldest first. Lines that cannot be read are left out."""
-        return read_events(self.client.get_prefix(self.keys.events)[1])
+        entries = sorted(self.client.get_prefix(self.keys.events)[1], key=lambda entry: entry.key)
+        # A line never changes, so each is decoded once: thousands at a time would hold up the training thread.
+        known = self._events
+        self._events = {e.key: known[e.key] if e.key in known else readable(EventRecord, e) for e in entries}
+        return [event for event in self._events.values() if event is not None]
