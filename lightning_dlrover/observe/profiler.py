@@ -81,7 +81,6 @@ class StepProfiler:
 
     Args:
         worker_id: recorded in every window.
-        device: the model's device.
         times: filled by the strategy during each step.
     """
 

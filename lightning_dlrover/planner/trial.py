@@ -55,12 +55,7 @@ class TrialWatch:
         self._num_to_skip = 0
 
     def step_ended(self, trial: Decision, settings: Settings, step_s: float, round_number: int = 0) -> float | None:
-        """Return the usual time of the newest steps, if it shows that the trial has failed.
-
-        Args:
-            settings: the settings of the step.
-            round_number: the round of the step.
-        """
+        """Return the usual time of the newest steps, if it shows that the trial has failed."""
         if round_number != self._round:
             self._num_to_skip = ROUND_SETTLES if self._round is not None else 0
             self._round, self._newest_s = round_number, deque()
@@ -87,9 +82,6 @@ def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float)
     """Return from a failed trial to the best settings measured before it.
 
     Needs no model: a fit takes seconds on a busy machine, and the trial's slow steps would go on meanwhile.
-
-    Args:
-        step_time_s: step time of the trial.
     """
     known = {candidate.settings: candidate for candidate in trial.candidates}
     home = known[trial.home]

@@ -134,7 +134,6 @@ def suggest(
 
     The smoothed figures belong to no job, so the nearest settings among the neighbours' best ones are taken.
     Args:
-        neighbours: the result of `nearest`.
         limits: a neighbour's settings with more or fewer workers do not count.
         at: now, seconds since the epoch.
     """

@@ -86,7 +86,6 @@ class JobPlace:
         """Write `job.json` into the job's run folder, whole or not at all.
 
         Args:
-            target: place where the nodes run.
             mark: part of the nodes' names there.
         """
         content = {**dataclasses.asdict(self), "pid": os.getpid(), "target": target, "mark": mark}

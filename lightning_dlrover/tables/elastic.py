@@ -72,8 +72,6 @@ class ElasticTables:
     """One worker's tables in a live job.
 
     Args:
-        tables: the model's tables.
-        world: the job.
         wrap_dense: makes the module data-parallel, except for the named parameters, for the current round.
     """
 
@@ -349,7 +347,6 @@ class ElasticTables:
         """Take a snapshot after a vote between two steps if all are ready. Returns whether one was taken.
 
         Args:
-            batch: global batches handed out.
             pack_state: returns the state beside the tables.
         """
         wishes, self._world.wishes = self._world.wishes, []

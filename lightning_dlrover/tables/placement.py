@@ -57,7 +57,6 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
     """Return the plan for other workers.
 
     Args:
-        plan: the plan for the workers so far.
         members: worker ids in rank order.
 
     Raises:

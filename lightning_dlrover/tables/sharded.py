@@ -57,7 +57,6 @@ class ShardedTables:
 
     Args:
         module: holds `EmbeddingBagCollection`s or `EmbeddingCollection`s, on any device, `meta` too: their values are not used.
-        device: device of the training.
         constraints: torchrec's, by table name, for the first plan.
         sharders: torchrec's, for other modules or with fused parameters; by default those of the two collections.
 
@@ -102,11 +101,7 @@ class ShardedTables:
         self._templates.train_with(optimizers, are_apart)
 
     def inseparable(self, groups: Mapping[str, Hashable]) -> tuple[str, str] | None:
-        """Return two tables of different parameter groups that may share a kernel, and so its learning rate; else None.
-
-        Args:
-            groups: the parameter groups, by parameter name.
-        """
+        """Return two tables of different parameter groups that may share a kernel, and so its learning rate; else None."""
         return None if self._are_apart else self._templates.inseparable(groups)
 
     def without_optimizer(self) -> set[str]:
@@ -158,7 +153,6 @@ class ShardedTables:
         hold zeros or old values. A former build for another world is replaced; its memory stays until `drop_former`.
 
         Args:
-            plan: sharding of every table.
             wrap_dense: makes the module data-parallel, except for the named parameters.
 
         Returns:

@@ -59,9 +59,6 @@ class Controller:
     A killed process leaves its nodes behind where they outlive it. The job's next controller takes them over.
 
     Args:
-        client: connected client.
-        keys: keys of the job.
-        target: place where nodes run.
         limits: bounds of the plan; the lower one is the first plan.
         show: called with every line of the nodes' output, prefixed with the node's name.
         hurry: when set, do not wait for the end of cancelled nodes.

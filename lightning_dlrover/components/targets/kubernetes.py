@@ -74,8 +74,6 @@ class KubernetesTarget:
     """Create, watch and delete one-node Jobs.
 
     Args:
-        spec: command of the nodes.
-        options: Kubernetes settings of the nodes.
         log_dir: local folder; each node's output is copied into a subfolder. None: output is not copied.
         poll_s: minimum interval between queries; two requests cover all nodes.
         api: default: the cluster that kubectl would use.

@@ -73,7 +73,6 @@ class KubernetesApi:
     """Client of the API server that `kubectl` would use: from KUBECONFIG or ~/.kube/config, else of this pod's cluster.
 
     Args:
-        request_s: timeout of one attempt.
         num_attempts: maximum number of attempts of a repeatable request.
         pause_s: pause before the second attempt; doubles with each further one.
 

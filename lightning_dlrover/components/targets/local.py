@@ -56,8 +56,6 @@ class LocalTarget:
     and no other. Use it from the main thread: nodes end with the thread that started them.
 
     Args:
-        spec: command of the nodes.
-        log_dir: folder for their output.
         gpus: GPUs that each node owns exclusively; 0: all nodes share every GPU visible to this process.
         grace_s: seconds between SIGTERM and SIGKILL.
         hurry: when set, SIGKILL follows without a grace period.

@@ -112,11 +112,8 @@ class SlurmTarget:
     """Submit, watch and cancel one-node jobs.
 
     Args:
-        spec: command of the nodes.
-        options: Slurm settings of the nodes.
         log_dir: folder of this job alone, shared by all hosts. Each node has a subfolder for its script, output and exit code.
         poll_s: minimum interval between calls of squeue; one call covers all nodes.
-        command_s: timeout of a command.
         clock: time of the calls of squeue.
 
     Raises:

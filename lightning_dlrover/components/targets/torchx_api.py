@@ -30,12 +30,7 @@ _STATES: dict[str, AppStatus] = {
 
 
 class TorchXRunner:
-    """Submit and watch apps on one scheduler.
-
-    Args:
-        scheduler: name of the scheduler in TorchX.
-        config: run options of the scheduler.
-    """
+    """Submit and watch apps on one scheduler."""
 
     def __init__(self, scheduler: str, config: Mapping[str, Any]) -> None:
         self._runner = get_runner()

@@ -45,7 +45,6 @@ class Failures:
 
     Args:
         is_broken: returns whether the round's group was severed.
-        meeting: returns the round's meeting, if there is one.
     """
 
     def __init__(self, is_broken: Callable[[], bool], meeting: Callable[[], Meeting | None]) -> None:

@@ -39,10 +39,7 @@ class Forming:
     """Connect one worker to the other members of a round.
 
     Args:
-        backend: backend of the default group.
-        can_meet: see `World`.
         sockets: sockets of the round, which are shut down if it does not form.
-        groups: groups of the round.
     """
 
     def __init__(

@@ -39,9 +39,6 @@ class BlockingMeans:
 
     Args:
         out_of_reach: returns those of some workers that do not respond.
-        form: forms a round's process group.
-        destroy: leaves the process group, if any.
-        report_wait: reports a long wait to people.
     """
 
     def __init__(

@@ -26,8 +26,6 @@ class Reports:
     """Reports of one worker's waits and errors for people.
 
     Args:
-        membership: the job's records.
-        run_id: the job's id.
         formation: returns the round that this worker formed last.
     """
 

@@ -23,8 +23,6 @@ class JobStanding:
     """The record of one worker's job, as this worker reads and writes it.
 
     Args:
-        membership: the job's records.
-        run_id: the job's id.
         wait_timeout_s: seconds to wait until a write shows up in the view.
         formation: returns the round that this worker formed last.
     """

@@ -406,7 +406,6 @@ class World:
         The group ends with the round: when the round breaks, every pending operation of the group fails.
 
         Args:
-            target: the round.
             name: name of the group, unique for each call.
 
         Raises:

@@ -67,7 +67,6 @@ class Membership:
 
     Args:
         client: a connected client; its owner closes it.
-        config: identity of this worker and its job.
         on_view: called from the background thread after every change, with the new view. Must return quickly.
         on_tick: called from the background thread about every 100 ms, even without a change.
     """

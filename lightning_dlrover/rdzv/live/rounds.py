@@ -214,7 +214,6 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
     """Return the round that should follow the current one, or None if it should stay or others are awaited.
 
     Args:
-        view: the job's records.
         waited_s: seconds for which `awaited(view)` has not changed.
         patience: limits on `waited_s`.
     """
