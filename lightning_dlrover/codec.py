@@ -70,8 +70,11 @@ def _fields_of(record_type: Any) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(record_type)}
 
 
-def _converted(value: Any, hint: Any, where: str) -> Any:
+def _converted(value: Any, hint: Any, where: str, shown: Any = None) -> Any:
     """Return a value of JSON as the type of a field.
+
+    Args:
+        shown: type for the error, if `hint` is a part of it.
 
     Raises:
         RecordError: it is of another type, or out of range.
@@ -79,7 +82,7 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = (each for each in inner if each is not types.NoneType)
-        return None if value is None else _converted(value, inner, where)
+        return None if value is None else _converted(value, inner, where, shown=hint)
     if dataclasses.is_dataclass(hint):
         return from_fields(typing.cast("type[Any]", hint), value, where)
     if origin is list and isinstance(value, list):
@@ -89,14 +92,14 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return dict(zip(value, _items(value.values(), inner[1], where), strict=True))
     if not _has_type(value, hint, origin, inner):
-        raise RecordError(f"{where} is {value!r:.80}, not {hint}")
+        raise RecordError(f"{where} is {value!r:.80}, not {shown or hint}")
     return float(value) if hint is float else value
 
 
 def _items(values: typing.Collection[Any], hint: Any, where: str) -> list[Any]:
     if hint is Any or (hint is str and set(map(type, values)) <= {str}):  # long lists, such as the names of a thousand nodes
         return list(values)
-    return [_converted(item, hint, where) for item in values]
+    return [_converted(item, hint, f"{where}, in one item,") for item in values]
 
 
 def _has_type(value: Any, hint: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
