@@ -99,7 +99,7 @@ def _converted(value: Any, hint: Any, where: str, shown: Any = None) -> Any:
 def _items(values: typing.Collection[Any], hint: Any, where: str) -> list[Any]:
     if hint is Any or (hint is str and set(map(type, values)) <= {str}):  # long lists, such as the names of a thousand nodes
         return list(values)
-    return [_converted(item, hint, f"{where}, in one item,") for item in values]
+    return [_converted(item, hint, f"{where} (one item)") for item in values]
 
 
 def _has_type(value: Any, hint: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
