@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import inspect
 from collections.abc import Iterator
 from functools import cache
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning
 import torch
 from torch.utils.data import DataLoader
 
@@ -88,7 +88,7 @@ IN_SOURCE: dict[str, tuple[str, ...]] = {
 }
 """Names in the source of classes: of loggers that need a library of their own, and an attribute that a step sets."""
 
-IS_OLD = pytorch_lightning.__version__.startswith("2.5.")
+IS_OLD = importlib.metadata.version("pytorch-lightning").startswith("2.5.")
 
 SINCE_2_6 = {
     *("trainer._last_val_time", "trainer._val_check_time_interval", "callbacks.WeightAveraging()._latest_update_epoch"),
