@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Each test starts many processes. They share compiled modules, even where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run quick test test-all test-torchx-nightly lint clean
+.PHONY: setup run quick test test-all test-versions test-torchx-nightly lint clean
 
 setup: $(VENV)/.ready
 
@@ -48,6 +48,11 @@ test: lint
 # Everything, also what takes hours: docs/testing.md lists it.
 test-all: lint
 	DLROVER_ALL_FAULTS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+# A core of the tests with other versions of Python, torch, Lightning and torchrec. Each environment takes minutes and, with the
+# CUDA libraries of its torch, several GB of disk until its tests have ended.
+test-versions: setup
+	$(BIN)/python tests/versions.py $(ARGS)
 
 # TorchX's newest nightly, in front of the release that is installed, for the tests that use TorchX.
 test-torchx-nightly: setup

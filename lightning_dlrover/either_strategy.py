@@ -6,12 +6,13 @@ This module decides which package's `DDPStrategy` is behind an instance. `strate
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_dlrover.packages import default_package, on_import, package_of, release, submodule
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
+    from typing_extensions import Self
 else:
     DDPStrategy = object  # `_concrete` brings in a package's own
 

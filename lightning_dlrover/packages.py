@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
+from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -46,13 +46,15 @@ MALICIOUS = ("2.6.2", "2.6.3")
 """Releases of `lightning` that steal credentials when they are imported (April 2026)."""
 
 
-class TrainerFn(StrEnum):
+class TrainerFn(str, Enum):
     """Lightning's names for a Trainer's activity. Members of both packages compare equal to these."""
 
     FITTING = "fit"
     VALIDATING = "validate"
     TESTING = "test"
     PREDICTING = "predict"
+
+    __str__ = str.__str__
 
 
 def loaded_packages() -> list[str]:

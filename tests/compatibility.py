@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from versions import Result, results
+
 __all__ = ["PAGE", "ROWS", "Row", "render"]
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
@@ -452,7 +454,7 @@ ROWS: list[Row] = [
 ]
 
 
-def render(rows: list[Row]) -> str:
+def render(rows: list[Row], tested: list[Result]) -> str:
     """Return the page."""
     lines = [
         "# What scripts may contain",
@@ -468,8 +470,19 @@ def render(rows: list[Row]) -> str:
         for row in (row for row in rows if row.group == group):
             verdict = f"{row.verdict}: {row.note}" if row.note else row.verdict
             lines.append(f"| {row.feature} | {verdict} | `{row.test}` |")
+    lines += [
+        "",
+        "## Versions",
+        "`make test-versions` runs a core of the tests with each row's versions, on CPU.",
+        "| environment | Python | torch | Lightning | torchrec | passed | on |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(
+            f"| {r.name} | {r.python} | {r.torch} | {r.lightning} | {r.torchrec or '-'} | {r.passed} of {r.of} | {r.date} |"
+            for r in tested
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(ROWS))
+    PAGE.write_text(render(ROWS, results()))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from compatibility import PAGE, ROWS, Row, render
+from versions import ENVIRONMENTS, results
 
 ROOT = PAGE.parent.parent
 
@@ -20,7 +21,7 @@ def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
 
 
 def test_page_is_written_from_the_table() -> None:
-    assert PAGE.read_text() == render(ROWS), "write it anew: python tests/compatibility.py"
+    assert PAGE.read_text() == render(ROWS, results()), "write it anew: python tests/compatibility.py"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.feature)
@@ -43,3 +44,9 @@ def test_every_feature_of_the_tables_has_a_row() -> None:
     assert features
     assert scripts
     assert (features | scripts) - cases == set()
+
+
+def test_every_environment_has_passed() -> None:
+    tested = {result.name: result for result in results()}
+    assert tested.keys() == {environment.name for environment in ENVIRONMENTS}, "run `make test-versions`"
+    assert all(result.passed == result.of > 0 for result in tested.values())

@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -26,6 +25,11 @@ from lightning_dlrover.components.escaped import ESCAPED
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.rdzv.agents.config import HandlerConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 REPOSITORY = Path(__file__).parents[2]
 COMPONENT = REPOSITORY / "components" / "elastic.py"

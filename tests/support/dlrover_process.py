@@ -89,7 +89,7 @@ class Dlrover:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 # A foreground job of a terminal leads its own process group.
-                process_group=0,
+                preexec_fn=os.setpgrp,
             )
         self.runs.append(Run(self, run_id, process, output))
         return self.runs[-1]

@@ -579,7 +579,7 @@ def _joined(*parts: str) -> str:
 
 
 def _now() -> str:
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.now(datetime.timezone.utc)
     return f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond:06d}000Z"
 
 

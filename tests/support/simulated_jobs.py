@@ -229,5 +229,6 @@ def traced_steps(file: Path) -> dict[tuple[int, int, int], float]:
                 place = len(digits), sum(digits)
             else:
                 place = int(row["num_nodes"]), int(row["num_replicas"])
-            found[*place, int(row["local_bsz"])].append(float(row["step_time"]))
+            key = (*place, int(row["local_bsz"]))
+            found[key].append(float(row["step_time"]))
     return {key: sum(times) / len(times) for key, times in found.items()}

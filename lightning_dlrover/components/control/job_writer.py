@@ -104,10 +104,10 @@ class JobWriter:
                 return None
             return dataclasses.replace(wanted, created_at=time.time())
 
-        plan, revision = self._journal.swap(PlanRecord, self._keys.plan, enlarged, [self._office.is_ours])
+        written = self._journal.swap(PlanRecord, self._keys.plan, enlarged, [self._office.is_ours])
         with contextlib.suppress(TimeoutError):  # the next node's size comes from the mirror
-            self._mirror.wait_for(functools.partial(_as_new_as, self._keys.plan, revision), MIRROR_S)
-        return self._limits.size(plan).memory_mb
+            self._mirror.wait_for(functools.partial(_as_new_as, self._keys.plan, written.revision), MIRROR_S)
+        return self._limits.size(written.record).memory_mb
 
 
 def _why_no_more_memory(size: NodeSize) -> str:

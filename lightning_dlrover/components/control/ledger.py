@@ -164,7 +164,8 @@ class Ledger:
         Raises:
             ValueError: their nodes run on another kind of target, and may still be alive.
         """
-        nodes, revision = self._journal.get(NodesRecord, self._keys.nodes)
+        written = self._journal.get(NodesRecord, self._keys.nodes)
+        nodes, revision = written.record, written.revision
         _, entries = self._client.get_prefix(self._keys.each_node)
         records = {entry.key.removeprefix(self._keys.each_node): entry for entry in entries}
         self._num_taken = _highest_number(records)
@@ -202,7 +203,8 @@ class Ledger:
             EtcdError: the record was not written, or its fate is unknown.
             RecordError: the existing record of the nodes is unreadable.
         """
-        nodes, revision = self._journal.get(NodesRecord, self._keys.nodes)
+        found = self._journal.get(NodesRecord, self._keys.nodes)
+        nodes, revision = found.record, found.revision
         if nodes is None:  # the job's keys were deleted
             assert self.nodes is not None
             nodes = self.nodes
@@ -258,7 +260,8 @@ class Ledger:
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
         if dataclasses.replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
             # `dlrover cancel` may have written meanwhile.
-            newest_nodes, revision = self._journal.get(NodesRecord, self._keys.nodes)
+            found = self._journal.get(NodesRecord, self._keys.nodes)
+            newest_nodes, revision = found.record, found.revision
             nodes = dataclasses.replace(newest_nodes or nodes, **limits)  # type: ignore[arg-type]
             self._office.write(self._keys.nodes, nodes, revision)
         return nodes

@@ -72,7 +72,7 @@ def place_of(frame: FrameType | None) -> Place:
         if package not in LIBRARIES:
             return Place(outermost, caller, f"{Path(code.co_filename).name}:{frame.f_lineno}")
         if not caller and package not in ("torch", "lightning_dlrover", "contextlib", "functools"):
-            caller = f"{name}.{code.co_qualname}"
+            caller = f"{name}.{getattr(code, 'co_qualname', code.co_name)}"  # Python 3.10 has the short name only
         frame = frame.f_back
     return Place(outermost, caller, "")
 

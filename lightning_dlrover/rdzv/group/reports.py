@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -38,11 +39,12 @@ class Reports:
         """See `World.report_error`."""
         if isinstance(error, WorldError | MembershipError) and (first := self._first_failure()) is not None:
             text, failed = first
-            error.add_note(f"\nThe first to fail was {text}\n{failed.traceback}")
+            _add_note(error, f"\nThe first to fail was {text}\n{failed.traceback}")
         if is_group_failure(error) and (lost := self._lost_members()):
-            error.add_note(
+            _add_note(
+                error,
                 f"\nThis worker failed because the job has lost {', '.join(lost)}, in whose collective it was: "
-                "see why that one has ended. Outside of a training loop a loss ends the other workers, too"
+                "see why that one has ended. Outside of a training loop a loss ends the other workers, too",
             )
         get_error_handler().record_exception(error)
         text = "".join(traceback.format_exception(error))
@@ -84,3 +86,10 @@ class Reports:
             events = self._membership.past_events() if peers else []
             return next(((r.text, failed) for r, failed in events_of(events, WorkerFailed) if failed.worker_id in peers), None)
         return None
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):  # Python 3.10 prints no notes
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
@@ -47,7 +48,8 @@ class ContentionError(EtcdError):
     """Other processes changed a record each time before this one could write it."""
 
 
-class Found(NamedTuple, Generic[R]):
+@dataclass(frozen=True)
+class Found(Generic[R]):
     """A record and the revision of its last write. None and 0: there is none."""
 
     record: R | None
