@@ -300,13 +300,25 @@ class Job:
         """Number of registered workers, in any state."""
         return len(self._client.get_prefix(Keys(self.run_id).workers)[1])
 
+    @contextlib.contextmanager
+    def at_full_speed(self) -> Iterator[None]:
+        """Let steps take no longer than they need, see `Recorder.pace`."""
+        hurry = self.folder / "hurry"
+        hurry.touch()
+        yield
+        hurry.unlink()
+
     def end(self) -> list[int]:
         """End the plain loop with its next step; return the exit codes of all workers once they have ended."""
         (self.folder / "end").touch()
         return self.finish()
 
     def finish(self, timeout_s: float = DEADLINE_S) -> list[int]:
-        """Exit codes of all workers, once they have ended."""
+        """Let the job hurry from now on; return the exit codes of all workers once they have ended.
+
+        Wait for the effect of each change before: the job may end within a moment.
+        """
+        (self.folder / "hurry").touch()
         try:
             eventually(lambda: all(w.exit_code is not None for w in self.workers), "all workers to end", timeout_s)
         except TooLateError as error:
