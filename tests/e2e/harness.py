@@ -201,6 +201,7 @@ class Job:
     ) -> None:
         self.run_id = run_id
         self.folder = folder
+        self.max_workers = max_workers
         self.workers: list[Worker] = []
         self._endpoint = endpoint
         self._client = EtcdClient(EtcdConfig(endpoint))
@@ -313,12 +314,14 @@ class Job:
         (self.folder / "end").touch()
         return self.finish()
 
-    def finish(self, timeout_s: float = DEADLINE_S) -> list[int]:
-        """Let the job hurry from now on; return the exit codes of all workers once they have ended.
+    def finish(self, timeout_s: float = DEADLINE_S, hurry: bool = True) -> list[int]:
+        """Return the exit codes of all workers once they have ended.
 
-        Wait for the effect of each change before: the job may end within a moment.
+        Steps take no longer than they need from now on, unless `hurry` is false. So wait for the effect of each change before:
+        the job may end within a moment.
         """
-        (self.folder / "hurry").touch()
+        if hurry:
+            (self.folder / "hurry").touch()
         try:
             eventually(lambda: all(w.exit_code is not None for w in self.workers), "all workers to end", timeout_s)
         except TooLateError as error:

@@ -85,7 +85,7 @@ def carry_out(schedule: Schedule, job: Job) -> list[str]:
         job.wait_for_step(action.step)
         time.sleep(action.delay_s)
         _act(action, job)
-    exit_codes = job.finish()
+    exit_codes = job.finish(hurry=False)  # the last action may still be under way
     bad = violations(job, schedule.settings)
     for worker, code in zip(job.workers, exit_codes, strict=True):
         # An armed worker need not reach its moment any more. A drained worker may not have started yet.
@@ -126,7 +126,8 @@ def _kill_while_forming(action: Action, job: Job) -> None:
         return
     number = job.round_number
     joiner = job.start()
-    deadline = time.monotonic() + 5.0  # no round forms if the job ends now, or is full
+    is_full = len(job.members) == job.max_workers  # so no round forms, as if the job ended now
+    deadline = time.monotonic() + (0.5 if is_full else 5.0)
     while job.round_number == number and time.monotonic() < deadline:
         time.sleep(0.0005)
     time.sleep(action.delay_s / 20)
@@ -153,6 +154,7 @@ def test_the_only_worker_stays_until_its_replacement_has_started(make_job: Calla
     replacement = job.start(settings=replace(settings, slow_start_s=1.0))
     job.wait_until(lambda: replacement.records("fit_start"), "the replacement to start")
     only.terminate()
+    assert only.wait() == 0
     assert job.finish() == [0, 0]
     assert replacement.records("done")
     assert violations(job, settings) == []
