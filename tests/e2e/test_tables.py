@@ -6,6 +6,7 @@ A spread of cases by default; DLROVER_ALL_FAULTS=1 in the environment tests all 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -223,7 +224,9 @@ def test_a_leaver_is_killed_while_it_hands_over(new_job: MakeJob, moment: str) -
     workers[0].arm(moment)
     workers[0].terminate()
     job.wait_until(lambda: workers[0].records("killed"), "the kill")
+    killed_at = time.monotonic()
     job.wait_for_world(2)
+    assert time.monotonic() - killed_at < 20, job.report()  # its lease lasts 30 s
     assert_fine(new_job, job, SETTINGS, [-9, 0, 0], rollbacks=None if moment == "hand_over_done" else 1)
 
 
@@ -593,7 +596,7 @@ def test_loss_in_a_later_fit_leads_back_to_a_snapshot_of_that_fit(new_job: MakeJ
     job.wait_until(lambda: len(counted_in_second()) >= 2, "snapshots of the second fit")
     newest = counted_in_second()[-1]
     lost.kill()
-    job.wait_for_world(1)
+    job.wait_until(lambda: survivor.records("done")[-1]["world"] == 1, "a step of the survivor alone")
     assert job.finish() == [-9, 0], job.report()
     (event,) = job.events("rollback")
     assert newest <= event.data["batch"] < settings.num_steps * 0.75  # the first fit's newest snapshots are from its end
