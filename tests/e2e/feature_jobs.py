@@ -691,7 +691,7 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             stopping = EarlyStopping("val_mean", patience=100, check_on_train_epoch_end=False)
             averaging = EMAWeightAveraging(decay=0.5)
             options = {"callbacks": [averaging, stopping, saving], "enable_checkpointing": True}
-        case "by_name":
+        case "by_name" | "batch_sampler":
             strategy = "dlrover"
         case "max_size_cycle" | "max_size":
             options = {"accumulate_grad_batches": 4}
@@ -730,7 +730,7 @@ def _training_data(name: str, loader: DataLoader[Any]) -> Any:
     """Return a feature's training data: `loader`, unless the data are the feature."""
     rows = Rows(NUM_ROWS)
     match name:
-        case "by_name":
+        case "batch_sampler":
             return DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), BATCH_SIZE, False))
         case "max_size_cycle" | "max_size":
             loaders = {
