@@ -80,7 +80,7 @@ def carry_out(schedule: Schedule, job: Job) -> list[str]:
         job.start()
     job.wait_for_step(1)
     for action in schedule.actions:
-        if any(w.exit_code == 0 for w in job.workers if not w.doomed):
+        if _has_ended(job):
             break
         job.wait_for_step(action.step)
         time.sleep(action.delay_s)
@@ -95,6 +95,10 @@ def carry_out(schedule: Schedule, job: Job) -> list[str]:
         if code not in allowed:
             bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
     return bad
+
+
+def _has_ended(job: Job) -> bool:
+    return any(w.exit_code == 0 for w in job.workers if not w.doomed)
 
 
 def _act(action: Action, job: Job) -> None:
@@ -126,9 +130,9 @@ def _kill_while_forming(action: Action, job: Job) -> None:
         return
     number = job.round_number
     joiner = job.start()
-    is_full = len(job.members) == job.max_workers  # so no round forms, as if the job ended now
+    is_full = len(job.members) == job.max_workers  # the joiner becomes a spare, unless another worker leaves
     deadline = time.monotonic() + (0.5 if is_full else 5.0)
-    while job.round_number == number and time.monotonic() < deadline:
+    while job.round_number == number and time.monotonic() < deadline and not _has_ended(job):
         time.sleep(0.0005)
     time.sleep(action.delay_s / 20)
     standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
