@@ -134,6 +134,6 @@ def test_straggler_is_only_recommended_for_replacement_without_controller(make_j
     assert (event.data["act"], event.data["part"]) == ("recommend", "compute")
     assert 2.0 < event.data["ratio"] < 4.0
     members = job.members
-    job.wait_for_step(job.step + 100)
+    job.wait_for_step(job.step + 40)
     assert len(job.events("straggler")) == 1
     assert job.members == members

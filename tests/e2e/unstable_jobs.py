@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.watch.watchdog import UNSAFE_STACKS_VARIABLE
+from lightning_dlrover.watch import watchdog
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Saves(L.Callback):
 def train_unstable(recorder: Recorder, settings: UnstableSettings) -> None:
     L.seed_everything(SEED, verbose=False)
     if settings.unsafe_stacks:
-        os.environ[UNSAFE_STACKS_VARIABLE] = "1"
+        os.environ[watchdog.UNSAFE_STACKS_VARIABLE] = "1"
+        watchdog.GIL_TIMEOUT_S = 5.0
     trainer = make_trainer(
         recorder.place.folder,
         strategy=DLRoverStrategy(global_batch_size=12, check_interval_s=0.03),
