@@ -34,7 +34,7 @@ class Feature:
     name: str
     epochs: int = 3
     max_steps: int = -1
-    step_s: float = 0.05  # slow enough for three workers to join before the job ends
+    step_s: float = 0.05  # until the test lets the job hurry: slow enough for all its changes
 
 
 class Scheduled(ToyModel):
@@ -53,7 +53,7 @@ class Manual(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
-        time.sleep(self.step_s)
+        self.recorder.pace(self.step_s)
         for number, optimizer in enumerate(self.optimizers()):
             self.recorder.moment("forward" if number == 0 else "second_forward")
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -78,7 +78,7 @@ class Gan(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
-        time.sleep(self.step_s)
+        self.recorder.pace(self.step_s)
         generator, critic = self.optimizers()  # type: ignore[attr-defined]
         x, y, _ = batch
         self.recorder.moment("forward")
@@ -447,7 +447,7 @@ class Toggling(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
-        time.sleep(self.step_s)
+        self.recorder.pace(self.step_s)
         for number, optimizer in enumerate(self.optimizers()):
             self.toggle_optimizer(optimizer)
             self.recorder.moment(f"toggled_{number}")
@@ -491,7 +491,7 @@ class ManualWindows(Accumulating):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
-        time.sleep(self.step_s)
+        self.recorder.pace(self.step_s)
         optimizer: Any = self.optimizers()
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.manual_backward(loss / 3)
@@ -598,7 +598,7 @@ class SeveralLoaders(ToyModel):
         self._share = {**self.where(), "epoch": self.trainer.current_epoch, "batch": batch_idx}
         self.recorder.write("share", **self._share, ids=[])
         self.recorder.moment("forward")
-        time.sleep(self.step_s)
+        self.recorder.pace(self.step_s)
         loss = nn.functional.mse_loss(self.net(long[0]), long[1])
         self._loss, self._weight = float(loss.detach()), len(long[2])
         return loss
@@ -625,9 +625,9 @@ MODELS: dict[str, type[ToyModel]] = {
     "rate_of_world": RateOfWorld,
     "zero": ZeroOptimizer,
     "single_sample": Normed,
-    "batch_norm": Normed,
+    "bf16": Normed,
     "failing": Failing,
-    "csv_logger": Logged,
+    "saved": Logged,
     "one_device": OneDevice,
     "means": Means,
     "single_rows": Means,
@@ -671,11 +671,11 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"callbacks": [Closing(), saver], "enable_checkpointing": True}
         case "bf16":
             options = {"precision": "bf16-mixed"}
-        case "csv_logger":
-            options = {"logger": CSVLogger(folder, flush_logs_every_n_steps=1), "log_every_n_steps": 1}
-        case "checkpoint" | "resume":
+        case "saved" | "resume":
             callback = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1)
             options = {"callbacks": [callback], "enable_checkpointing": True}
+            if feature.name == "saved":
+                options |= {"logger": CSVLogger(folder, flush_logs_every_n_steps=1), "log_every_n_steps": 1}
         case "saving":
             saver = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1)
             alarms: list[Callback] = [Alarm(recorder), OnExceptionCheckpoint(folder / "exceptions")]
@@ -691,19 +691,19 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             stopping = EarlyStopping("val_mean", patience=100, check_on_train_epoch_end=False)
             averaging = EMAWeightAveraging(decay=0.5)
             options = {"callbacks": [averaging, stopping, saving], "enable_checkpointing": True}
-        case "by_name":
+        case "by_name" | "batch_sampler":
             strategy = "dlrover"
         case "max_size_cycle" | "max_size":
             options = {"accumulate_grad_batches": 4}
         case "split_by_user":
             options = {"use_distributed_sampler": False}
     model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
-    num_rows = OneDevice.NUM_ROWS if feature.name == "one_device" else NUM_ROWS
+    num_rows = {"one_device": OneDevice.NUM_ROWS, "bf16": NUM_ROWS + BATCH_SIZE // 2}.get(feature.name, NUM_ROWS)
     data: Any = Stream() if feature.name == "iterable" else Rows(num_rows)
     sampler = Backwards() if feature.name == "sampler" else None
     shuffle = None if feature.name in ("iterable", "sampler") else True
     batch_size = 1 if feature.name == "single_sample" else BATCH_SIZE
-    loader = DataLoader(data, batch_size, shuffle=shuffle, sampler=sampler, drop_last=feature.name == "drop_last")
+    loader = DataLoader(data, batch_size, shuffle=shuffle, sampler=sampler, drop_last=feature.name == "bf16")
     val_loader = DataLoader(Rows(40), BATCH_SIZE) if feature.name == "early_stopping" else None
     if feature.name in ("means", "single_rows"):
         val_loader = DataLoader(Rows(Means.NUM_VAL_ROWS), BATCH_SIZE if feature.name == "means" else 1)

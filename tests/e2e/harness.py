@@ -201,6 +201,7 @@ class Job:
     ) -> None:
         self.run_id = run_id
         self.folder = folder
+        self.max_workers = max_workers
         self.workers: list[Worker] = []
         self._endpoint = endpoint
         self._client = EtcdClient(EtcdConfig(endpoint))
@@ -300,13 +301,27 @@ class Job:
         """Number of registered workers, in any state."""
         return len(self._client.get_prefix(Keys(self.run_id).workers)[1])
 
+    @contextlib.contextmanager
+    def at_full_speed(self) -> Iterator[None]:
+        """Let steps take no longer than they need, see `Recorder.pace`."""
+        hurry = self.folder / "hurry"
+        hurry.touch()
+        yield
+        hurry.unlink()
+
     def end(self) -> list[int]:
         """End the plain loop with its next step; return the exit codes of all workers once they have ended."""
         (self.folder / "end").touch()
         return self.finish()
 
-    def finish(self, timeout_s: float = DEADLINE_S) -> list[int]:
-        """Exit codes of all workers, once they have ended."""
+    def finish(self, timeout_s: float = DEADLINE_S, hurry: bool = True) -> list[int]:
+        """Return the exit codes of all workers once they have ended.
+
+        Steps take no longer than they need from now on, unless `hurry` is false. So wait for the effect of each change before:
+        the job may end within a moment.
+        """
+        if hurry:
+            (self.folder / "hurry").touch()
         try:
             eventually(lambda: all(w.exit_code is not None for w in self.workers), "all workers to end", timeout_s)
         except TooLateError as error:

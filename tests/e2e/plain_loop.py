@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,7 @@ def run_plain_loop(recorder: Recorder, settings: PlainSettings) -> None:
                 number = world.formation.round.number
                 if step.round_is_new:
                     recorder.write("entered", round=number, step=step.number)
-                time.sleep(settings.step_s)
+                recorder.pace(settings.step_s)
                 recorder.moment("forward")
                 contribution = torch.tensor([1.0, step.number * 0.5], dtype=torch.float64) / step.size
                 told_to_end = torch.tensor([float(recorder.place.end.exists())], dtype=torch.float64)

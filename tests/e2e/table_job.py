@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +105,7 @@ class TableModel(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.record_share(batch, batch_idx)
         self.recorder.moment("forward")
-        time.sleep(self.step_s)
+        self.recorder.pace(self.step_s)
         loss = nn.functional.mse_loss(self.logits(batch), batch[1])
         self._loss, self._weight = float(loss.detach()), len(batch[2])
         self.log("mean_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[2]))

@@ -187,6 +187,7 @@ FEATURES: dict[str, Setup] = {
     "clock": Setup(
         callbacks=lambda folder: [Timer(duration="00:01:00:00")],
         options={"val_check_interval": "00:00:00:01"},
+        epochs=6,
         follows_clock=True,
     ),
 }

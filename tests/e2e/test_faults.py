@@ -91,44 +91,47 @@ def test_training_continues_without_etcd_and_changes_resume_with_it(
 
 
 @pytest.mark.parametrize("outage_s", OUTAGES_S)
-@pytest.mark.parametrize("how", ["blackhole", "refuse"])
-def test_unreachable_etcd_costs_no_worker(
-    start: Callable[..., Watched], etcd: EmbeddedEtcd, proxy: EtcdProxy, how: str, outage_s: float
-) -> None:
-    watched = start(endpoint=proxy.endpoint, history_endpoint=etcd.endpoint, lease_ttl_s=3)
-    rounds = watched.num_rounds
-    getattr(proxy, how)()
-    healed_at = time.monotonic() + outage_s
-    while time.monotonic() < healed_at:
-        watched.go_on_for(10)
-    proxy.heal()
-    watched.job.start()
-    watched.job.wait_for_world(3)
-    assert watched.num_rounds == rounds + 1
-    assert watched.end() == [0, 0, 0]
+def test_unreachable_etcd_costs_no_worker(start: Callable[..., Watched], etcd: EmbeddedEtcd, outage_s: float) -> None:
+    """One job's etcd does not answer, the other one's refuses connections."""
+    with EtcdProxy(etcd.endpoint) as silent, EtcdProxy(etcd.endpoint) as refusing:
+        jobs = [start(endpoint=proxy.endpoint, history_endpoint=etcd.endpoint, lease_ttl_s=3) for proxy in (silent, refusing)]
+        rounds = [watched.num_rounds for watched in jobs]
+        silent.blackhole()
+        refusing.refuse()
+        healed_at = time.monotonic() + outage_s
+        while time.monotonic() < healed_at:
+            for watched in jobs:
+                watched.go_on_for(10)
+        silent.heal()
+        refusing.heal()
+        for watched, before in zip(jobs, rounds, strict=True):
+            watched.job.start()
+            watched.job.wait_for_world(3)
+            assert watched.num_rounds == before + 1
+            assert watched.end() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("change", ["start", "drain", "kill"])
 def test_change_requested_while_etcd_is_away_is_made_later(
-    start: Callable[..., Watched], etcd: EmbeddedEtcd, proxy: EtcdProxy, change: str
+    start: Callable[..., Watched], etcd: EmbeddedEtcd, proxy: EtcdProxy
 ) -> None:
-    watched = start(endpoint=proxy.endpoint, history_endpoint=etcd.endpoint, lease_ttl_s=2)
-    job, rounds = watched.job, watched.num_rounds
+    """A worker starts in one job, one is drained in another, and one is killed in the third."""
+    grown, drained, broken = (start(endpoint=proxy.endpoint, history_endpoint=etcd.endpoint, lease_ttl_s=2) for _ in range(3))
+    rounds = [watched.num_rounds for watched in (grown, drained, broken)]
     proxy.blackhole()
-    watched.go_on_for(5)
-    if change == "start":
-        job.start()
-    elif change == "drain":
-        job.workers[1].terminate()
-    else:
-        job.workers[1].kill()
-    if change != "kill":  # the kill itself ends the round, and with it the step in flight
-        watched.go_on_for(50)
+    for watched in (grown, drained, broken):
+        watched.go_on_for(5)
+    grown.job.start()
+    drained.job.workers[1].terminate()
+    broken.job.workers[1].kill()  # ends the round, and with it the step in flight
+    steps = [watched.job.step + 50 for watched in (grown, drained)]
+    for watched, step in zip((grown, drained), steps, strict=True):
+        watched.job.wait_for_step(step)
     time.sleep(2.5)  # a starting worker waits 5 s for etcd; the leases expire meanwhile
-    assert watched.num_rounds == rounds
+    assert [watched.num_rounds for watched in (grown, drained, broken)] == rounds
     proxy.heal()
-    job.wait_for_world(3 if change == "start" else 1)
-    assert watched.end() == {"start": [0, 0, 0], "drain": [0, 0], "kill": [0, -9]}[change]
+    for watched, size, codes in ((grown, 3, [0, 0, 0]), (drained, 1, [0, 0]), (broken, 1, [0, -9])):
+        watched.job.wait_for_world(size)
+        assert watched.end() == codes
 
 
 # --- a cluster ----------------------------------------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ def test_a_clock_that_jumps_by_hours_changes_nothing(start: Callable[..., Watche
     job = watched.job
     job.start(), job.start(script=run_plain_loop)
     job.wait_for_world(3)
-    watched.go_on_for(300)
+    watched.go_on_for(150)  # longer than the lease
     rounds = watched.num_rounds
     job.workers[2].kill()
     job.wait_for_world(2)

@@ -58,25 +58,28 @@ def rank_0_of(job: Job) -> Worker:
     return job.wait_until(look, "a step of rank 0")
 
 
-def grown_and_killed(make_job: MakeJob, feature: Feature, moment: str = "forward") -> Job:
-    """A job that grows from one worker to three, loses one in the middle of a step, and drains rank 0."""
+def grown_and_killed(make_job: MakeJob, feature: Feature, *moments: str) -> Job:
+    """A job that grows to three workers, loses one at each moment of a step, growing again between, and drains rank 0."""
     job = make_job(feature, script=run_feature)
     first = job.start()
     job.wait_for_step(3)
-    second = job.start()
-    job.wait_for_world(2)
     job.start()
-    job.wait_for_world(3)
-    second.arm(moment)
     job.wait_for_world(2)
+    for number, moment in enumerate(moments or ("forward",), start=1):
+        job.start()
+        job.wait_for_world(3)
+        job.workers[number].arm(moment)
+        job.wait_for_world(2)
     first.terminate()
     job.wait_for_world(1)
     codes = job.finish()
-    assert codes == [0, -9, 0], job.report()
+    assert codes == [0, *[-9] * number, 0], job.report()
+    assert [len(worker.records("after_fit")) for worker in job.workers] == [0, *[0] * number, 1]
     return job
 
 
-@pytest.mark.parametrize("name", ["by_name", "bf16", "batch_norm", "drop_last", "batch_sampler"])
+# Two jobs for five features: a batch sampler, the strategy by its name; bf16, batch norm, an incomplete batch to drop.
+@pytest.mark.parametrize("name", ["batch_sampler", "bf16"])
 def test_workers_agree_across_growth_loss_and_move_of_rank_0_with(name: str, make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature(name))
     assert_all_agree(job, 3 * STEPS_PER_EPOCH)
@@ -97,9 +100,8 @@ def test_a_scheduler_sets_the_rate_of_an_unresized_run_at_every_step(make_job: M
     assert {place: records[0]["lr"] for place, records in by_step(job).items()} == expected
 
 
-@pytest.mark.parametrize("moment", ["forward", "second_forward"])
-def test_step_of_manual_optimization_is_redone_when_a_worker_dies_at(moment: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("manual", epochs=4), moment)
+def test_step_of_manual_optimization_is_redone_when_workers_die_in_it(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("manual", epochs=4), "forward", "second_forward")
     assert_all_agree(job, 4 * STEPS_PER_EPOCH)
     assert job.step == 2 * 4 * STEPS_PER_EPOCH
 
@@ -165,15 +167,16 @@ def assert_same_metrics(job: Job, alone: Job) -> None:
 
 @pytest.mark.long
 def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> None:
-    alone = one_device_alone(make_job, epochs=6)
-    job = make_job(Feature("one_device", epochs=6), script=run_feature)
+    alone = one_device_alone(make_job, epochs=5)
+    job = make_job(Feature("one_device", epochs=5), script=run_feature)
     job.start()
     job.wait_for_step(3)
     job.start()
     job.wait_for_world(2)
     job.start()
     job.wait_for_world(3)
-    job.wait_for_step(2 * STEPS_PER_EPOCH + 10)
+    with job.at_full_speed():
+        job.wait_until(lambda: any(r["world"] == 3 for r in job.records("metrics")), "an epoch's metrics of three workers")
     job.workers[1].terminate()
     job.wait_for_world(2)
     assert job.finish() == [0, 0, 0], job.report()
@@ -182,7 +185,7 @@ def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> N
     followed = {(r["epoch"], r["batch"]): r["value"] for r in alone.records("followed")}
     for record in job.records("followed"):
         assert record["value"] == pytest.approx(followed[record["epoch"], record["batch"]], rel=1e-5), record
-    assert_all_agree(job, 6 * (STEPS_PER_EPOCH + 1))
+    assert_all_agree(job, 5 * (STEPS_PER_EPOCH + 1))
 
 
 def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
@@ -206,8 +209,8 @@ def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
     ],
 )
 def test_validation_goes_on_after_losses(name: str, moments: list[str], make_job: MakeJob) -> None:
-    epochs = 12
-    job = make_job(Feature(name, epochs=epochs, step_s=0.02), script=run_feature)
+    epochs = 8
+    job = make_job(Feature(name, epochs=epochs, step_s=0.03), script=run_feature)
     job.start()
     job.wait_for_step(1)  # fixes the batch size for one worker
     for _ in range(3):
@@ -272,10 +275,9 @@ def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> No
         assert {key: metrics[key] for key in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("moment", ["toggled_0", "toggled_1"])
-def test_frozen_halves_and_manual_windows_survive_losses(moment: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("toggling"), moment)
-    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
+def test_frozen_halves_and_manual_windows_survive_losses(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("toggling", epochs=4), "toggled_0", "toggled_1")
+    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
     assert all(all(record["flags"]) for record in job.records("trainable"))
 
 
@@ -375,9 +377,8 @@ def test_loss_while_a_window_is_computed_again_is_survived(make_job: MakeJob) ->
 
 
 @pytest.mark.parametrize("name", ["walked", "newton"])
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-def test_optimizers_that_evaluate_several_times_are_redone(name: str, moment: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature(name), moment)
+def test_optimizers_that_evaluate_several_times_are_redone(name: str, make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature(name), "forward", "backward")
     assert_all_agree(job, 3 * STEPS_PER_EPOCH)
 
 
@@ -394,6 +395,7 @@ def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
     await_end_of(2)
     job.wait_for_world(2)
     job.workers[2].terminate()
+    job.wait_for_world(1)
     assert job.finish() == [-9, -9, 0, 0], job.report()
     trained = {record["number"]: record["step"] for record in job.workers[3].records("trained")}
     assert trained == {0: STEPS_PER_EPOCH, 1: STEPS_PER_EPOCH, 2: STEPS_PER_EPOCH, 3: 2 * STEPS_PER_EPOCH}
@@ -434,15 +436,14 @@ def test_a_sampler_of_the_users_own_decides_the_order_across_resizes(make_job: M
         assert [i for rank in sorted(shares) for i in shares[rank]] == list(range(first, first - BATCH_SIZE, -1))
 
 
-def test_max_steps_ends_the_job_at_that_step_on_all_workers(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("max_steps", epochs=-1, max_steps=100))
-    assert job.step == 100
-
-
-def test_no_checkpoint_is_missing_when_rank_0_has_left(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("checkpoint"))
+def test_neither_checkpoint_nor_row_of_the_log_is_lost_when_rank_0_has_left(make_job: MakeJob) -> None:
+    job = grown_and_killed(make_job, Feature("saved", epochs=-1, max_steps=100))
+    assert job.step == 100  # max_steps
     steps = {int(file.stem.removeprefix("step=")) for file in (job.folder / "checkpoints").glob("*.ckpt")}
-    assert steps == set(range(10, 3 * STEPS_PER_EPOCH + 1, 10))
+    assert steps == set(range(10, 101, 10))
+    with next(job.folder.rglob("metrics.csv")).open() as file:
+        logged = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+    assert logged == list(range(100))
 
 
 def test_checkpoint_of_a_lost_rank_0_is_written_by_the_next(make_job: MakeJob) -> None:
@@ -456,6 +457,7 @@ def test_checkpoint_of_a_lost_rank_0_is_written_by_the_next(make_job: MakeJob) -
         assert victim.wait() == -9
     job.wait_for_world(2)
     rank_0_of(job).terminate()
+    job.wait_for_world(1)
     assert sorted(job.finish()) == [-9, -9, 0, 0], job.report()
     steps = {int(file.stem.removeprefix("step=")) for file in (job.folder / "checkpoints").glob("*.ckpt")}
     assert steps == set(range(10, 3 * STEPS_PER_EPOCH + 1, 10))
@@ -474,27 +476,14 @@ def test_drained_worker_leaves_before_the_first_round(make_job: MakeJob) -> None
     assert job.records("alarm") == [], "a planned leave was taken for a failure"
 
 
-def test_no_row_of_the_csv_log_is_lost_when_rank_0_has_left(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("csv_logger"))
-    with next(job.folder.rglob("metrics.csv")).open() as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
-    assert steps == list(range(3 * STEPS_PER_EPOCH))
-
-
 def test_early_stopping_ends_all_workers_in_the_same_epoch(make_job: MakeJob) -> None:
     job = make_job(Feature("early_stopping", epochs=50), script=run_feature)
     job.start()
     job.wait_for_step(3)
     job.start()
+    job.wait_for_world(2)
     assert job.finish() == [0, 0], job.report()
-    assert {record["step"] for record in job.records("after_fit")} == {2 * STEPS_PER_EPOCH}
-
-
-def test_a_leaver_runs_nothing_of_the_script_after_fit(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("by_name"))
-    first, _, third = job.workers
-    assert first.records("after_fit") == []
-    assert len(third.records("after_fit")) == 1
+    assert [record["step"] for record in job.records("after_fit")] == [2 * STEPS_PER_EPOCH] * 2
 
 
 @pytest.mark.parametrize(
@@ -644,25 +633,24 @@ def test_a_mistake_of_the_users_ends_its_workers_with_the_traceback(make_job: Ma
 
 
 def test_a_worker_with_another_model_is_refused_and_the_job_goes_on(make_job: MakeJob) -> None:
-    job = make_job(Feature("by_name", epochs=8), script=run_feature)
+    job = make_job(Feature("by_name", epochs=5), script=run_feature)
     job.start()
     job.wait_for_step(3)
     stranger = job.start(script=run_other_model)
     assert stranger.wait() == 1
     assert "other parameter names or shapes" in stranger.output
     assert job.finish() == [0, 1]
-    assert_all_agree(job, 8 * STEPS_PER_EPOCH)
+    assert_all_agree(job, 5 * STEPS_PER_EPOCH)
 
 
-@pytest.mark.long
 def test_job_that_lost_all_workers_resumes_from_its_newest_checkpoint(make_job: MakeJob) -> None:
-    job = make_job(Feature("resume", epochs=4), script=run_feature)
+    job = make_job(Feature("resume", step_s=0.02), script=run_feature, lease_ttl_s=3)  # the next worker waits for its expiry
     worker = job.start()
     job.wait_for_step(45)
     worker.kill()
     worker.wait()
     again = job.start()
-    assert again.wait() == 0, job.report()
+    assert job.finish() == [-9, 0], job.report()
     steps = [record["step"] for record in again.records("done")]
     assert steps[0] > 40
-    assert steps[-1] == 4 * STEPS_PER_EPOCH
+    assert steps[-1] == 3 * STEPS_PER_EPOCH

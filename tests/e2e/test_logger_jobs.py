@@ -45,6 +45,7 @@ def test_logs_stay_in_one_version_when_rank_0_moves(make_job: MakeJob) -> None:
     leader.arm("forward")
     job.start()
     last = job.wait_until(lambda: next((r["step"] for r in other.records("done") if r["round"] > 1), None), "a step without it")
+    job.wait_for_world(2, since=last)
     assert sorted(job.finish()) == [-9, 0, 0], job.report()
     assert [path.name for path in (job.folder / "board").iterdir()] == ["version_0"]
     assert [path.name for path in (job.folder / "table").iterdir()] == ["version_0"]

@@ -98,7 +98,7 @@ def stopped_at(make_job: MakeJob, way: Way) -> int:
     """The step after which all workers of a job have stopped."""
     job = make_job(way, script=train_to_stop, min_workers=2)
     job.start(), job.start()
-    assert job.finish(20) == [0, 0], job.report()
+    assert job.finish(20, hurry=False) == [0, 0], job.report()  # the votes' interval is a time, the limits are steps
     steps = {record["step"] for record in job.records("after_fit")}
     assert len(steps) == 1
     step: int = steps.pop()

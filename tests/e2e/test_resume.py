@@ -13,8 +13,8 @@ from resume_jobs import STEPS_PER_EPOCH, Resumable, run_resumable
 MakeJob = Callable[..., Job]
 
 
-def killed_at(make_job: MakeJob, settings: Resumable, step: int, lease_ttl_s: int = 10) -> Job:
-    job = make_job(settings, script=run_resumable, lease_ttl_s=lease_ttl_s)  # the next worker waits for the lease to expire
+def killed_at(make_job: MakeJob, settings: Resumable, step: int) -> Job:
+    job = make_job(settings, script=run_resumable, lease_ttl_s=3)  # the next worker waits for the lease to expire
     worker = job.start()
     job.wait_for_step(step)
     worker.kill()
@@ -26,7 +26,7 @@ def killed_at(make_job: MakeJob, settings: Resumable, step: int, lease_ttl_s: in
 def test_checkpoint_is_found_again_at_a_url_and_with_objects(settings: Resumable, make_job: MakeJob) -> None:
     job = killed_at(make_job, settings, STEPS_PER_EPOCH + 7)
     again = job.start()
-    assert again.wait() == 0, job.report()
+    assert job.finish() == [-9, 0], job.report()
     steps = [record["step"] for record in again.records("done")]
     assert steps[0] > STEPS_PER_EPOCH + 5, "training began anew"
     assert steps[-1] == settings.epochs * STEPS_PER_EPOCH
@@ -36,7 +36,8 @@ def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch(make_job: MakeJ
     settings = Resumable(at_epoch_end=True)
     job = killed_at(make_job, settings, STEPS_PER_EPOCH + 4)
     workers = [job.start(), job.start()]
-    assert [worker.wait() for worker in workers] == [0, 0], job.report()
+    job.wait_for_world(2, since=0)
+    assert job.finish() == [-9, 0, 0], job.report()
     for worker in workers:
         done = [(record["epoch"], record["batch"]) for record in worker.records("done")]
         expected = [(epoch, batch) for epoch in range(1, settings.epochs) for batch in range(STEPS_PER_EPOCH)]
@@ -46,9 +47,10 @@ def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch(make_job: MakeJ
 
 def test_job_resumes_with_collective_in_save_hook(make_job: MakeJob) -> None:
     settings = Resumable("saves_together")
-    job = killed_at(make_job, settings, STEPS_PER_EPOCH + 7, lease_ttl_s=6)
+    job = killed_at(make_job, settings, STEPS_PER_EPOCH + 7)
     workers = [job.start(), job.start()]
-    assert job.finish(40)[1:] == [0, 0], job.report()
+    job.wait_for_world(2, since=0)
+    assert job.finish(40) == [-9, 0, 0], job.report()
     assert all(worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH for worker in workers)
 
 
@@ -64,6 +66,7 @@ def test_collective_in_save_hook_hangs_no_worker_when_a_joiner_is_admitted_after
     if moment == "hook" and joiner.wait() != 0:  # refused, as the state can only be captured by one worker
         assert "on_save_checkpoint: only this worker captures the state for a joiner" in joiner.output
         joiner = job.start()
+    job.wait_until(lambda: joiner.records("done"), "a step of the joiner")
     job.finish()
     assert [first.exit_code, joiner.exit_code] == [0, 0], job.report()
     assert all(worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH for worker in (first, joiner))
@@ -77,13 +80,14 @@ def test_last_checkpoint_of_a_stop_is_written_by_the_next_worker_when_its_writer
     writer = next(worker for worker in workers if worker.records("done")[-1]["rank"] == 0)
     writer.arm("last_checkpoint")
     job.drain()
-    job.finish()
+    for worker in workers:
+        worker.wait()
     assert writer.records("killed")
     steps = {record["step"] for worker in workers for record in worker.records("done")[-1:]}
     saved = [record["step"] for record in job.records("last_checkpoint")]
     assert saved == [*steps], job.report()
     again = job.start()
-    assert again.wait() == 0, job.report()
+    assert job.finish()[-1] == 0, job.report()
     assert again.records("done")[0]["step"] == saved[0] + 1
 
 
@@ -108,6 +112,6 @@ def test_state_that_cannot_be_sent_refuses_joiners_alone(name: str, is_known_ear
         assert worker.wait() == 1, job.report()
         assert "lambda" in worker.output
         assert "The job goes on without this worker" in worker.output
-    assert first.wait() == 0, job.report()
+    assert job.finish() == [0, 1, 1], job.report()
     assert first.step == 4 * STEPS_PER_EPOCH
     assert job.round_number == (1 if is_known_early else 3)  # the second worker was refused before it joined a round

@@ -80,12 +80,12 @@ def carry_out(schedule: Schedule, job: Job) -> list[str]:
         job.start()
     job.wait_for_step(1)
     for action in schedule.actions:
-        if any(w.exit_code == 0 for w in job.workers if not w.doomed):
+        if _has_ended(job):
             break
         job.wait_for_step(action.step)
         time.sleep(action.delay_s)
         _act(action, job)
-    exit_codes = job.finish()
+    exit_codes = job.finish(hurry=False)  # the last action may still be under way
     bad = violations(job, schedule.settings)
     for worker, code in zip(job.workers, exit_codes, strict=True):
         # An armed worker need not reach its moment any more. A drained worker may not have started yet.
@@ -95,6 +95,10 @@ def carry_out(schedule: Schedule, job: Job) -> list[str]:
         if code not in allowed:
             bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
     return bad
+
+
+def _has_ended(job: Job) -> bool:
+    return any(w.exit_code == 0 for w in job.workers if not w.doomed)
 
 
 def _act(action: Action, job: Job) -> None:
@@ -126,8 +130,9 @@ def _kill_while_forming(action: Action, job: Job) -> None:
         return
     number = job.round_number
     joiner = job.start()
-    deadline = time.monotonic() + 5.0  # no round forms if the job ends now, or is full
-    while job.round_number == number and time.monotonic() < deadline:
+    is_full = len(job.members) == job.max_workers  # the joiner becomes a spare, unless another worker leaves
+    deadline = time.monotonic() + (0.5 if is_full else 5.0)
+    while job.round_number == number and time.monotonic() < deadline and not _has_ended(job):
         time.sleep(0.0005)
     time.sleep(action.delay_s / 20)
     standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
@@ -153,6 +158,7 @@ def test_the_only_worker_stays_until_its_replacement_has_started(make_job: Calla
     replacement = job.start(settings=replace(settings, slow_start_s=1.0))
     job.wait_until(lambda: replacement.records("fit_start"), "the replacement to start")
     only.terminate()
+    assert only.wait() == 0
     assert job.finish() == [0, 0]
     assert replacement.records("done")
     assert violations(job, settings) == []

@@ -11,12 +11,13 @@ from table_of_features import FEATURES, STEPS_PER_EPOCH, Run, run_feature_of_tab
 
 MakeJob = Callable[..., Job]
 
-STEP_S = 0.03
+STEP_S = 0.05
 
 
 def grow(job: Job) -> None:
     """Two workers join inside the second epoch."""
-    job.wait_until(lambda: any(r["epoch"] == 1 and r["batch"] >= 1 for r in job.records("done")), "the second epoch")
+    with job.at_full_speed():
+        job.wait_until(lambda: any(r["epoch"] == 1 and r["batch"] >= 1 for r in job.records("done")), "the second epoch")
     for size in (2, 3):
         job.start()
         job.wait_for_world(size)
@@ -34,6 +35,12 @@ def lose_in_validation(job: Job) -> None:
 
 def let_rank_0_leave(job: Job) -> None:
     job.workers[0].terminate()
+    job.wait_for_world(sum(not worker.doomed for worker in job.workers))
+
+
+def validate_by_clock(job: Job) -> None:
+    """Wait for a validation of all workers, which begins a second after the one before."""
+    job.wait_until(lambda: any(r["world"] == 3 for r in job.records("val_done")), "a validation of three workers")
 
 
 FAULTS: dict[str, list[Callable[[Job], None]]] = {
@@ -94,6 +101,8 @@ def disturbed(make_job: MakeJob, name: str, faults: str) -> Job:
     job.start()
     for fault in FAULTS[faults]:
         fault(job)
+        if fault is grow and FEATURES[name].follows_clock:
+            validate_by_clock(job)
     codes = job.finish()
     assert all(code == (-9 if w.killed and w.records("killed") else 0) for code, w in zip(codes, job.workers, strict=True)), (
         job.report()

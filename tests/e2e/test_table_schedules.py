@@ -102,7 +102,7 @@ def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
         )
         time.sleep(action.delay_s)
         _act(action, job)
-    exit_codes = job.finish()
+    exit_codes = job.finish(hurry=False)  # the last action may still be under way
     bad = judge(job, schedule.settings, reference)
     for worker, code in zip(job.workers, exit_codes, strict=True):
         # An armed worker need not reach its moment any more. A drained worker may not have started yet.

@@ -19,6 +19,7 @@ from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.variables import UNSAFE_STACKS
+from lightning_dlrover.watch import watchdog
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def train_unstable(recorder: Recorder, settings: UnstableSettings) -> None:
     L.seed_everything(SEED, verbose=False)
     if settings.unsafe_stacks:
         os.environ[UNSAFE_STACKS] = "1"
+        watchdog.GIL_TIMEOUT_S = 5.0
     trainer = make_trainer(
         recorder.place.folder,
         strategy=DLRoverStrategy(global_batch_size=12, check_interval_s=0.03),

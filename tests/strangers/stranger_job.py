@@ -11,7 +11,6 @@ import importlib
 import os
 import runpy
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,6 @@ def work_folder(folder: Path) -> Path:
 
 def result_path(place: Place) -> Path:
     return Path(place.folder) / f"{place.agent_id}.json"
-
-
-def released(folder: Path) -> Path:
-    """File that exists when the test has made all its changes, so that the rest may run fast."""
-    return folder / "released"
 
 
 def run_stranger(recorder: Recorder, settings: StrangerSettings) -> None:
@@ -105,8 +99,8 @@ class _Pace:
         trainer.strategy.training_step = counted
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if self._paced and not released(Path(self._recorder.place.folder)).exists():
-            time.sleep(0.05 + 0.004 * self._steps)
+        if self._paced:
+            self._recorder.pace(0.05 + 0.004 * self._steps)
         self._steps += 1
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:

@@ -256,7 +256,9 @@ class Member:
             target = await self._next_after(target, unreachable)
 
     async def _next_after(self, broken: RoundRecord, unreachable: Sequence[str] = ()) -> RoundRecord:
-        await self._means.bury_the_dead(broken.members)
+        # A worker that left the job hands over its tables to this round. If it dies meanwhile, it may have been the convener.
+        suspects = list(dict.fromkeys([*broken.members, *self._means.view.in_state("active")]))
+        await self._means.bury_the_dead(suspects)
         if self.worker_id in broken.members:
             await self._means.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
 
@@ -279,7 +281,7 @@ class Member:
             return None
 
         # A peer may die, or close its port, a moment after the collective failed.
-        return await self._means.until(look, f"the round after round {broken.number}", probe=broken.members)
+        return await self._means.until(look, f"the round after round {broken.number}", probe=suspects)
 
     # --- while a round is formed or lasts ------------------------------------------------------------------------------
 

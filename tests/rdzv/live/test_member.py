@@ -37,17 +37,20 @@ class Means:
 
     def __init__(self, view: View) -> None:
         self.view = view
+        self.probed: list[str] = []
 
     async def until(
         self, found: Callable[[View], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> Any:
+        self.probed += probe
         result = found(self.view)
         assert result is not None, f"waits for {what}"
         return result
 
     async def write(self, *args: object, **kwargs: object) -> None: ...
 
-    async def bury_the_dead(self, workers: Sequence[str]) -> None: ...
+    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+        self.probed += workers
 
     async def destroy(self) -> None: ...
 
@@ -69,6 +72,14 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
     member = Member(Means(view))  # type: ignore[arg-type]
     member.formation = Formation(ROUND, {}, 0)
     assert run_blocking(member._next_after(ROUND)) == following
+
+
+def test_worker_that_was_handing_over_is_probed_when_the_round_breaks() -> None:
+    workers = view_of("training", "a", "b", "leaver").workers
+    following = RoundRecord(6, ["a", "b"], "test", "retry", planned=False)
+    means = Means(replace(view_of("training"), round=following, workers=workers))
+    assert run_blocking(Member(means)._next_after(ROUND)) == following  # type: ignore[arg-type]
+    assert means.probed == 2 * ["a", "b", "leaver"]  # at once and while it waits
 
 
 def test_drained_worker_leaves_a_broken_round_to_the_others() -> None:
