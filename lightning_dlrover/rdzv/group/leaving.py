@@ -23,6 +23,9 @@ __all__ = ["drain_on_sigterm", "end_with_agent"]
 
 log = logging.getLogger(__name__)
 
+AGENT_GRACE_S = 30.0
+"""Seconds from SIGTERM until torchrun kills a worker. Without its agent, a worker that cannot hand over ends itself by then."""
+
 
 def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
     """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread."""
@@ -31,7 +34,8 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
 
     def leave() -> None:
         # While etcd is unavailable training goes on, and a change of membership waits.
-        deadline, is_explained = time.monotonic() + wait_timeout_s, False
+        began, is_explained = time.monotonic(), False
+        deadline = began + wait_timeout_s
         while not membership.evicted:
             try:
                 membership.drain("the worker received SIGTERM")
@@ -40,7 +44,8 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
                 problem: EtcdError = error
             except EtcdError as error:
                 problem, deadline = error, 0.0
-            if time.monotonic() > deadline:
+            # An agent that is signalled twice, as by the threads of a killed parent, ends without killing its worker.
+            if time.monotonic() > (min(deadline, began + AGENT_GRACE_S) if _agent_has_ended() else deadline):
                 # The request cannot be written, so no round would ever release this worker. The others will detect its end.
                 log.warning("worker %s ends at once, it cannot announce that it leaves: %s", membership.worker_id, problem)
                 os._exit(128 + signal.SIGTERM)
@@ -69,13 +74,17 @@ def end_with_agent() -> None:
         SystemExit: the agent has already ended.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if _agent_has_ended():
+        # The agent ended while this process was importing torch, too early for the signal.
+        agent = os.environ["DLROVER_AGENT_PID"]
+        raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")
+
+
+def _agent_has_ended() -> bool:
     agent = os.environ.get("DLROVER_AGENT_PID", "")
     if not agent:
-        return
+        return False
     try:
-        has_ended = psutil.Process(int(agent)).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(int(agent)).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        has_ended = True
-    if has_ended:
-        # The agent ended while this process was importing torch, too early for the signal.
-        raise SystemExit(f"the elastic agent of this worker, process {agent}, has ended: so does the worker")
+        return True
