@@ -36,7 +36,7 @@ def said(capsys: object, endpoint: str, run_id: str, pattern: str) -> re.Match[s
         return re.search(pattern, last)
 
     try:
-        return eventually(look, pattern, DEADLINE_S)
+        return eventually(look, pattern, DEADLINE_S, poll_s=0.1)
     except TooLateError as error:
         raise AssertionError(f"{error}; the last answer was\n{last}") from None
 

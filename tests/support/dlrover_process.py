@@ -33,6 +33,9 @@ T = TypeVar("T")
 MARK = "DLROVER_TEST_MARK"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+POLL_S = 0.1
+"""Seconds between looks at a job's status or at all processes. Each costs milliseconds that the job's processes need."""
+
 
 @dataclass
 class Dlrover:
@@ -105,10 +108,15 @@ class Dlrover:
 
     def assert_all_ended(self, timeout_s: float = 15.0) -> None:
         """Assert that no process started here still runs, and that the folder for temporary files is empty."""
-        with contextlib.suppress(AssertionError):
-            eventually(lambda: not self.processes(), "the end of all processes", timeout_s)
-        assert self.processes() == {}
+        self.wait_for_end(timeout_s)
         assert sorted(each.name for each in self.temporary.iterdir()) == []
+
+    def wait_for_end(self, timeout_s: float = 30.0) -> None:
+        """Wait until no process started here runs any more."""
+        try:
+            eventually(lambda: not self.processes(), "the end of all processes", timeout_s, POLL_S)
+        except TooLateError as error:
+            raise AssertionError(f"{error}: {self.processes()}") from None
 
     def end(self) -> None:
         """End the processes left by a failed test."""
@@ -150,7 +158,7 @@ class Run:
             return result
 
         try:
-            return eventually(look, what, timeout_s)
+            return eventually(look, what, timeout_s, POLL_S)
         except TooLateError as error:
             raise AssertionError(f"{error}\n{self.output[-6000:]}") from None
 
