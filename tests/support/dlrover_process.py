@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from waiting import TooLateError, eventually
 
 from lightning_dlrover.cli.main import main
@@ -99,11 +98,12 @@ class Dlrover:
 
     def processes(self) -> dict[int, str]:
         """Process ids and command lines of all processes that were started here and still run."""
+        mark = f"{MARK}={self.mark}".encode()
         found = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = " ".join(process.cmdline())
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                if mark in (folder / "environ").read_bytes().split(b"\0"):  # empty for a zombie
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
         return found
 
     def assert_all_ended(self, timeout_s: float = 15.0) -> None:
