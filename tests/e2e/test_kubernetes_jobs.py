@@ -56,6 +56,7 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     run.process.kill()
     run.process.wait()
     run = dlrover.start(*arguments, run_id=run_id)
+    run.wait_for_output(rf"job {run_id}: 1 to 3 workers")  # once the former controller's lease has expired
     three = wait_for_workers(run, 3)
     assert cluster.nodes() == ["node1", "node2", "node3"]  # the controller has taken over the existing nodes
     target = f"kubernetes/{cluster.namespace}{'/volcano' if has_volcano else ''}"
