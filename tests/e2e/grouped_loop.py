@@ -1,4 +1,7 @@
-"""A plain loop for agents that start several workers each. Its state counts the completed steps."""
+"""A plain loop for agents that start several workers each. Its state counts the completed steps.
+
+Steps from `SLOW_FROM` on are slow until a file `fast` exists in the folder.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_dlrover.rdzv import World
 
+SLOW_FROM, SLOW_S = 24, 0.5
 NUM_STEPS = 60
 
 
@@ -30,11 +34,11 @@ class Count:
 
 def main() -> None:
     folder, count = Path(sys.argv[1]), Count()
-    step_s = float(sys.argv[2].removeprefix("--step-s="))
     with World.from_environment() as world:
         for step in world.steps(NUM_STEPS, check_interval_s=0.03, count=count):
             with step:
-                time.sleep(step_s)
+                if step.number >= SLOW_FROM and not (folder / "fast").exists():
+                    time.sleep(SLOW_S)
                 share = torch.full((2000,), 1.0 / step.size)
                 dist.all_reduce(share)
                 count.value = count.value + share

@@ -1,4 +1,7 @@
-"""The script of agents that start several workers each. Every worker records its steps, and rank 0 the end."""
+"""The script of agents that start several workers each. Every worker records its steps, and rank 0 the end.
+
+Steps from `SLOW_FROM` on are slow until a file `fast` exists in the folder.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,23 @@ from toy_job import Rows
 
 from lightning_dlrover import DLRoverStrategy
 
+SLOW_FROM, SLOW_S = 24, 0.5
 NUM_ROWS, BATCH_SIZE, EPOCHS = 160, 8, 3
 NUM_STEPS = EPOCHS * NUM_ROWS // BATCH_SIZE
 
 
 class GroupedModel(L.LightningModule):
-    def __init__(self, trace: Path, step_s: float) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
         self.register_buffer("large", torch.arange(2000, dtype=torch.float32))  # large enough to travel outside the message
-        self.trace = trace
-        self.step_s = step_s
+        self.folder = folder
+        self.trace = folder / "trace"
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        time.sleep(self.step_s)
+        if self.global_step >= SLOW_FROM and not (self.folder / "fast").exists():
+            time.sleep(SLOW_S)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.loss, self.size = float(loss.detach()), len(batch[0])
         self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
@@ -61,7 +66,6 @@ class GroupedModel(L.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--step-s", type=float, default=0.0)
     given = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
@@ -75,7 +79,7 @@ def main() -> None:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    model = GroupedModel(given.folder / "trace", given.step_s)
+    model = GroupedModel(given.folder)
     trainer.fit(model, DataLoader(Rows(NUM_ROWS), batch_size=BATCH_SIZE, shuffle=True))
     if trainer.is_global_zero:
         torch.save(model.state_dict(), given.folder / "weights")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -34,13 +37,21 @@ def script(tmp_path: Path) -> Path:
 
 def refused(dlrover: Dlrover, *arguments: object, **env: str) -> str:
     """Return the message of a command that is refused as a user's mistake."""
-    done = dlrover(*arguments, timeout_s=SECONDS, **env)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    [error] = all_refused(dlrover, [arguments], **env)
+    return error
+
+
+def all_refused(dlrover: Dlrover, commands: Sequence[Sequence[object]], **env: str) -> list[str]:
+    """Run commands side by side, all of which are refused as a user's mistake; return their messages."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        ended = list(pool.map(lambda arguments: dlrover(*arguments, timeout_s=SECONDS, **env), commands))
+    for done in ended:
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
     dlrover.assert_all_ended()
     assert not list(dlrover.folder.glob("*.started"))
     assert not list(dlrover.folder.glob("runs/*"))
-    return done.stderr
+    return [done.stderr for done in ended]
 
 
 @pytest.mark.parametrize(
@@ -58,17 +69,26 @@ def test_errors_visible_at_the_start_are_refused_at_the_start(
     assert message in refused(dlrover, "run", *arguments)
 
 
-def test_the_endpoint_of_the_environment_is_used(dlrover: Dlrover, script: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        error = refused(dlrover, "run", script, DLROVER_ENDPOINT=endpoint)
-    assert f"no etcd v3 answered at {endpoint}" in error
-    assert "check that etcd runs" in error
+def test_endpoint_without_an_etcd_is_named(dlrover: Dlrover, script: Path) -> None:
+    """A port is closed, or something else listens there. The commands run side by side, as each waits for some seconds."""
+    greetings = (b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+    with contextlib.ExitStack() as stack:
+        closed = stack.enter_context(socket.socket())
+        closed.bind(("127.0.0.1", 0))
+        in_environment = f"127.0.0.1:{closed.getsockname()[1]}"
+        others = [f"127.0.0.1:{stack.enter_context(something_else(greeting))}" for greeting in greetings]
+        commands = [("run", "--rdzv-id", f"job{n}", "--endpoint", each, script) for n, each in enumerate(others)]
+        first, *rest = all_refused(dlrover, [("run", script), *commands], DLROVER_ENDPOINT=in_environment)
+    assert f"no etcd v3 answered at {in_environment}" in first
+    assert "check that etcd runs" in first
+    for endpoint, error in zip(others, rest, strict=True):
+        assert endpoint in error
+        assert "etcd v3" in error
 
 
-@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"])
-def test_a_port_where_something_else_listens_is_named(dlrover: Dlrover, script: Path, greeting: bytes) -> None:
+@contextlib.contextmanager
+def something_else(greeting: bytes) -> Iterator[int]:
+    """Port of a server that greets like this, then keeps its callers waiting."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -78,15 +98,12 @@ def test_a_port_where_something_else_listens_is_named(dlrover: Dlrover, script: 
                     connection, _ = server.accept()
                 except OSError:
                     return
-                kept.append(connection)  # a silent connection keeps its callers waiting
+                kept.append(connection)
                 connection.sendall(greeting)
 
         threading.Thread(target=serve, daemon=True).start()
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        error = refused(dlrover, "run", "--endpoint", endpoint, script)
+        yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
-    assert endpoint in error
-    assert "etcd v3" in error
 
 
 @pytest.mark.parametrize("name", ["job", "round", "agent_round", "agents/x"])
@@ -152,8 +169,8 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-def python(dlrover: Dlrover, code: str) -> CompletedProcess[str]:
-    return dlrover.process([sys.executable, "-c", code])
+def python(dlrover: Dlrover, code: str, timeout_s: float = 60.0) -> CompletedProcess[str]:
+    return dlrover.process([sys.executable, "-c", code], timeout_s)
 
 
 def test_the_package_itself_needs_nothing_heavy(dlrover: Dlrover) -> None:
@@ -162,16 +179,6 @@ def test_the_package_itself_needs_nothing_heavy(dlrover: Dlrover) -> None:
     done = python(dlrover, WITHOUT.format(names=names) + clock)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.3
-
-
-def test_a_script_needs_neither_torchx_nor_torchrec(dlrover: Dlrover) -> None:
-    code = WITHOUT.format(names={"torchx", "torchrec", "fbgemm_gpu"}) + (
-        "from lightning_dlrover import DLRoverCallback, DLRoverStrategy\n"
-        "import lightning as L\n"
-        "L.Trainer(strategy='dlrover', callbacks=[DLRoverCallback()], accelerator='cpu', logger=False)\n"
-    )
-    done = python(dlrover, code)
-    assert done.returncode == 0, done.stderr
 
 
 def test_controllers_need_neither_torch_nor_lightning(dlrover: Dlrover) -> None:
@@ -183,9 +190,12 @@ def test_controllers_need_neither_torch_nor_lightning(dlrover: Dlrover) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_plain_script_trains_without_etcd_and_gets_a_recommendation(dlrover: Dlrover) -> None:
+def test_script_trains_without_etcd_torchx_and_torchrec_and_gets_a_recommendation(dlrover: Dlrover) -> None:
     script = Path(__file__).with_name("tiny_script.py")
-    done = dlrover.process([sys.executable, str(script), "--steps", "150", "--step-s", "0.01", "--window-s", "0.2"], 90)
+    arguments = [script.name, "--steps", "150", "--step-s", "0.01", "--window-s", "0.2"]
+    run = f"import runpy\nsys.argv = {arguments}\nrunpy.run_path({str(script)!r}, None, '__main__')\n"
+    code = WITHOUT.format(names={"torchx", "torchrec", "fbgemm_gpu"}) + run
+    done = python(dlrover, code, timeout_s=90)
     assert done.returncode == 0, done.stderr
     assert "trained for 150 steps" in done.stdout
     assert "DLRover: " in done.stdout + done.stderr

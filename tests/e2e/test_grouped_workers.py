@@ -16,20 +16,18 @@ import pytest
 import torch
 from grouped_script import EPOCHS, NUM_STEPS
 from torchrun_agent import Agent
+from toy_job import Place
 from waiting import eventually
-from warm_process import WarmProcess, run_torchrun
+from warm_process import WarmProcess, run_script, run_torchrun
 
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.group.left_state import ROOT
-from lightning_dlrover.rdzv.job.records import (
-    EventRecord,
-    Keys,
-    decode,
-)
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, decode
 
 SCRIPT = Path(__file__).with_name("grouped_script.py")
+LOOP = SCRIPT.with_name("grouped_loop.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
 
 StartAgent = Callable[..., Agent]
@@ -41,24 +39,17 @@ def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
     return [line for text in written if text.endswith("\n") and key in (line := json.loads(text))]
 
 
-def command(
-    etcd: EmbeddedEtcd, run_id: str, folder: Path, nnodes: str, nproc: int, step_s: float, script: Path = SCRIPT
-) -> list[str]:
-    return [
-        *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
-        *(f"--rdzv-id={run_id}", f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", "--max-restarts=3"),
-        *(str(script), str(folder), f"--step-s={step_s}"),
-    ]
-
-
 @pytest.fixture
 def start_group(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartAgent]:
-    """Start `torchrun --nproc-per-node=2` with the script."""
+    """Start `torchrun --nproc-per-node=2` with a script."""
     agents: list[Agent] = []
 
-    def start(nnodes: str = "1", step_s: float = 0.05, script: Path = SCRIPT) -> Agent:
+    def start(nnodes: str, script: Path) -> Agent:
         log_path = tmp_path / f"agent{len(agents)}.log"
-        arguments = command(etcd, run_id, tmp_path, nnodes, 2, step_s, script)
+        arguments = [
+            *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}"),
+            *(f"--nnodes={nnodes}", "--nproc-per-node=2", "--max-restarts=3", str(script), str(tmp_path)),
+        ]
         agents.append(Agent(WarmProcess(run_torchrun, arguments, ENVIRONMENT, log_path), log_path))
         return agents[-1]
 
@@ -72,8 +63,10 @@ def start_group(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pa
 def undisturbed(fork_server: None, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an undisturbed job of one worker."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    arguments = command(etcd, f"run-{uuid.uuid4().hex[:12]}", folder, "1", 1, 0.0)
-    assert WarmProcess(run_torchrun, arguments, ENVIRONMENT, folder / "log").wait(120) == 0, (folder / "log").read_text()
+    (folder / "fast").touch()
+    place = Place(etcd.endpoint, f"run-{uuid.uuid4().hex[:12]}", "only", str(folder))
+    alone = WarmProcess(run_script, [str(SCRIPT), str(folder)], {**ENVIRONMENT, **place.environment}, folder / "log")
+    assert alone.wait(120) == 0, (folder / "log").read_text()
     return folder
 
 
@@ -121,56 +114,52 @@ def own_folder(pid: int) -> Path:
     return folder
 
 
+def kill_and_let_go_on(pids: list[int], client: EtcdClient, keys: Keys, folder: Path) -> list[int]:
+    """Kill a worker of each group; return the steps whose state was kept. The next groups are fast."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: len(kept(client, keys)) == len(pids), f"{len(pids)} states are kept", 60)
+    (folder / "fast").touch()
+    return kept(client, keys)
+
+
 def test_next_group_goes_on_at_the_step_reached(
     start_group: StartAgent, undisturbed: Path, client: EtcdClient, keys: Keys, tmp_path: Path
 ) -> None:
-    agent = start_group()
+    agent = start_group("1", SCRIPT)
     (group,) = at_step(tmp_path, 25, 1).values()
     killed, neighbour = group
     mine = own_folder(killed["pid"])
-    os.kill(killed["pid"], signal.SIGKILL)
+    steps = kill_and_let_go_on([killed["pid"]], client, keys, tmp_path)
     assert agent.wait(120) == 0, agent.output
     lines = lines_of(tmp_path, "step")
     first = [line["step"] for line in lines if line["pid"] == neighbour["pid"]]
     second = [line["step"] for line in lines if line["pid"] not in (killed["pid"], neighbour["pid"])]
-    assert kept(client, keys) == [first[-1]], agent.output
+    assert kept(client, keys) == steps == [first[-1]], agent.output
     assert sorted(second) == [step for step in range(first[-1] + 1, NUM_STEPS + 1) for _ in range(2)]
     must_equal(tmp_path, undisturbed, [killed["pid"]])
     assert not mine.exists()
 
 
+@pytest.mark.parametrize("script", [LOOP, pytest.param(SCRIPT, marks=pytest.mark.on_demand)], ids=["loop", "lightning"])
 def test_both_agents_groups_go_on_at_the_step_reached(
-    start_group: StartAgent, undisturbed: Path, client: EtcdClient, keys: Keys, tmp_path: Path
+    start_group: StartAgent, client: EtcdClient, keys: Keys, tmp_path: Path, request: pytest.FixtureRequest, script: Path
 ) -> None:
-    agents = [start_group("1:2", step_s=0.15) for _ in range(2)]
+    agents = [start_group("1:2", script) for _ in range(2)]
     groups = list(at_step(tmp_path, 25, 2).values())
     killed = [group[0]["pid"] for group in groups]
     mine = [own_folder(pid) for pid in killed]
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
+    steps = kill_and_let_go_on(killed, client, keys, tmp_path)
     for agent in agents:
         assert agent.wait(150) == 0, agent.output
     lines = lines_of(tmp_path, "step")
     former = {line["pid"] for group in groups for line in group}
     last = max(line["step"] for line in lines if line["pid"] in former)
-    assert kept(client, keys) == [last, last], agents[0].output + agents[1].output
+    assert kept(client, keys) == steps == [last, last], agents[0].output + agents[1].output
     later = sorted({line["step"] for line in lines if line["pid"] not in former})
     assert later == list(range(last + 1, NUM_STEPS + 1))
-    must_equal(tmp_path, undisturbed, killed)
+    if script == LOOP:
+        assert all(line["count"] == line["step"] for line in lines)
+    else:
+        must_equal(tmp_path, request.getfixturevalue("undisturbed"), killed)
     assert not any(folder.exists() for folder in mine)
-
-
-def test_plain_loop_goes_on_at_the_step_reached(
-    start_group: StartAgent, client: EtcdClient, keys: Keys, tmp_path: Path
-) -> None:
-    agent = start_group(script=SCRIPT.with_name("grouped_loop.py"))
-    (group,) = at_step(tmp_path, 25, 1).values()
-    killed, neighbour = (line["pid"] for line in group)
-    os.kill(killed, signal.SIGKILL)
-    assert agent.wait(120) == 0, agent.output
-    lines = lines_of(tmp_path, "step")
-    assert all(line["count"] == line["step"] for line in lines)
-    last = max(line["step"] for line in lines if line["pid"] == neighbour)
-    assert kept(client, keys) == [last], agent.output
-    second = [line["step"] for line in lines if line["pid"] not in (killed, neighbour)]
-    assert sorted(second) == [step for step in range(last + 1, NUM_STEPS + 1) for _ in range(2)]

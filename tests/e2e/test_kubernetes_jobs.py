@@ -1,7 +1,7 @@
 """`dlrover run --target kubernetes` with real training. Pods are processes on this machine, run by the test's kubelet.
 
 With DLROVER_TEST_IMAGE and a KUBECONFIG of a real cluster, a job also runs there. The image holds this package and
-tests/e2e/tiny_script.py as /work/tiny_script.py. DLROVER_TEST_ENDPOINT is an etcd that both sides can reach.
+tests/e2e/tiny_loop.py as /work/tiny_loop.py. DLROVER_TEST_ENDPOINT is an etcd that both sides can reach.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
 from waiting import eventually
 
-from lightning_dlrover.components.targets.kubernetes_pod import (
-    PLAIN_JOBS,
-    VOLCANO_JOBS,
-)
+from lightning_dlrover.components.targets.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-
-# Steps mostly sleep: beside other work, such as the start of nodes, no worker becomes a straggler and is replaced.
-ARGUMENTS = ("--step-s", "0.1", "--until")
+from lightning_dlrover.rdzv.job.records import Keys
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
 ) -> None:
     until = tmp_path / "enough"
     options = ("--target", "kubernetes", "--workers", "1:3", "--image", "trainer:1", "--endpoint", etcd.endpoint)
-    arguments = (*options, SCRIPT, *ARGUMENTS, until)
+    arguments = (*options, SCRIPT, "--until", until)
     run = dlrover.start(*arguments, run_id=run_id)
     wait_for_first_round(run)
     assert dlrover("scale", run_id, 3).returncode == 0
@@ -60,6 +56,7 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     run.process.kill()
     run.process.wait()
     run = dlrover.start(*arguments, run_id=run_id)
+    run.wait_for_output(rf"job {run_id}: 1 to 3 workers")  # once the former controller's lease has expired
     three = wait_for_workers(run, 3)
     assert cluster.nodes() == ["node1", "node2", "node3"]  # the controller has taken over the existing nodes
     target = f"kubernetes/{cluster.namespace}{'/volcano' if has_volcano else ''}"
@@ -79,7 +76,7 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     assert cluster.nodes() == []
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
 
     assert f"{nodes[killed]} has failed: OOMKilled, exit code 137" in run.output
     elsewhere = dlrover("logs", run_id, "--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere")
@@ -125,7 +122,7 @@ def test_a_controller_in_a_pod_finds_its_cluster_and_needs_no_etcd(
     assert "nodes run on Kubernetes, where these mean nothing: --partition" in run.output
     assert run.events[-1].kind == "finished"
     assert not (run.folder / "etcd").exists()
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
 
 
 def has_nodes(cluster: KubernetesCluster, num_nodes: int) -> bool:
@@ -144,24 +141,24 @@ def node_of(pid: int) -> str:
 
 @pytest.mark.timeout(120)
 def test_kubernetes_job_without_a_controller_is_cancelled(
-    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, tmp_path: Path
 ) -> None:
+    run_id = keys.run_id
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
     options = ("--target", "kubernetes", "--workers", "2:2", "--image", "trainer:1", "--endpoint", etcd.endpoint)
     run = dlrover.start(*options, script, run_id=run_id)
-    run.wait_for(lambda: len(cluster.nodes()) == 2, "two nodes")
+    run.wait_for_output(r"(?s)\[node1\] here.*\[node2\] here|\[node2\] here.*\[node1\] here")
     run.process.kill()
     run.process.wait()
     elsewhere = ("--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere")
-    eventually(lambda: dlrover("logs", run_id, *elsewhere).stdout == "[node1] here\n[node2] here\n", "output from the pods")
-    eventually(
-        lambda: "controller: none; nodes on kubernetes/training train on" in dlrover("status", run_id, *elsewhere).stdout, ""
-    )
+    assert dlrover("logs", run_id, *elsewhere).stdout == "[node1] here\n[node2] here\n"  # from the pods
+    eventually(lambda: client.get(keys.controller) is None, "the end of the controller's lease")
+    assert "controller: none; nodes on kubernetes/training train on" in dlrover("status", run_id, *elsewhere).stdout
     done = dlrover("cancel", run_id, *elsewhere)
     assert done.returncode == 0, done.stderr
     assert cluster.objects["jobs"] == {}
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
 
 
 @pytest.mark.on_demand
@@ -186,7 +183,7 @@ def test_controller_killed_while_it_creates_a_node_duplicates_none(
 ) -> None:
     until = tmp_path / "enough"
     options = ("--target", "kubernetes", "--workers", "1:3", "--image", "trainer:1", "--endpoint", etcd.endpoint)
-    run = dlrover.start(*options, SCRIPT, *ARGUMENTS, until, run_id=run_id)
+    run = dlrover.start(*options, SCRIPT, "--until", until, run_id=run_id)
     wait_for_first_round(run)
     workers = wait_for_workers(run, 1)
     for step in ("add", "drain", "replace"):
@@ -202,13 +199,13 @@ def test_controller_killed_while_it_creates_a_node_duplicates_none(
                 more = ["--replace"] if step == "replace" else []
                 assert dlrover("drain", run_id, *gone, *more).returncode == 0
             run.process.wait(30)
-            run = dlrover.start(*options, SCRIPT, *ARGUMENTS, until, run_id=run_id)
+            run = dlrover.start(*options, SCRIPT, "--until", until, run_id=run_id)
             workers = wait_for_workers(run, wanted, without=gone)
             eventually(partial(has_nodes, cluster, wanted), f"{wanted} nodes ({step}, killed {when})", 60)
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     assert cluster.nodes() == []
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
 
 
 @pytest.mark.cluster
@@ -217,7 +214,7 @@ def test_controller_killed_while_it_creates_a_node_duplicates_none(
 def test_a_job_on_a_real_cluster_grows_and_is_cancelled(dlrover: Dlrover, run_id: str) -> None:
     options = ("--image", os.environ["DLROVER_TEST_IMAGE"], "--endpoint", os.environ["DLROVER_TEST_ENDPOINT"])
     run = dlrover.start(
-        "--target", "kubernetes", "--workers", "1:2", *options, "/work/tiny_script.py", "--until", "/x", run_id=run_id
+        "--target", "kubernetes", "--workers", "1:2", *options, "/work/tiny_loop.py", "--until", "/x", run_id=run_id
     )
     run.wait_for_output(r"\[round\] round 1: 1 workers", timeout_s=300)
     assert dlrover("scale", run_id, 2).returncode == 0

@@ -72,7 +72,7 @@ def test_slurm_job_survives_loss_of_its_controller_and_a_drain(dlrover: Dlrover,
     until = tmp_path / "enough"
     options: tuple[str, ...] = ("--target", "slurm", "--workers", "1:3", "--partition", "main", "--time", "30")
     options += ("--etcd-host", "127.0.0.1")
-    options += ("--cpus", "1:2", "--mem", "900M:3G")  # more memory than a worker uses, so that the memory watch does not act
+    options += ("--cpus", "1:2", "--mem", "900M:3G")
     run = dlrover.start(*options, SCRIPT, "--until", until)
     wait_for_first_round(run)
     [first] = wait_for_workers(run, 1)
@@ -81,7 +81,7 @@ def test_slurm_job_survives_loss_of_its_controller_and_a_drain(dlrover: Dlrover,
     assert refused.returncode == 2
     assert "job 'job' was started for nodes of 900 to 3072 MiB of memory (--mem of `dlrover run`)" in refused.stderr
     assert dlrover("scale", "job", 3, "--cpus", 2, "--mem", "1500M").returncode == 0
-    # Replace the first node, which is too small, and possibly another one that the planner requested just before.
+    # The first node is too small, and replaced.
     three = run.wait_for(lambda: workers_of_size(run, 3, ("2", "1500")), "three workers on larger nodes", 120)
     assert first["worker_id"] not in {worker["worker_id"] for worker in three}
     run.wait_for(lambda: len(slurm.jobs()) == 3, "the end of the small nodes")
@@ -109,15 +109,14 @@ def test_slurm_job_survives_loss_of_its_controller_and_a_drain(dlrover: Dlrover,
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
     # Python's own folders do not count.
     left = [path.name for path in dlrover.temporary.iterdir() if not path.name.startswith("pymp-")]
     assert len(left) <= 1, left  # folder of the killed node
 
     names = sorted(path.name for path in (run.folder / "logs").iterdir())
     assert names == [f"node{n}" for n in range(1, len(names) + 1)]
-    # Replacements of the small node (or two), the killed and the preempted, possibly of the drained and of stragglers.
-    assert 6 <= len(names) <= 10
+    assert len(names) in (6, 7)  # the small node, three larger ones, replacements of the killed, the preempted and the drained
     logs = dlrover("logs", "job").stdout
     assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
     assert len(losses(run)) == 1, losses(run)
@@ -149,7 +148,7 @@ def test_slurm_job_without_a_controller_is_cancelled(dlrover: Dlrover, slurm: Sl
     assert done.returncode == 0, done.stderr
     assert "2 nodes were still there" in done.stdout
     assert slurm.jobs() == {}
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
 
 
 def start_with_torchx(dlrover: Dlrover, slurm: SlurmCluster, script: Path, *arguments: object) -> tuple[str, Run]:
@@ -395,7 +394,7 @@ def test_controller_killed_while_it_cancels_leaves_nothing_behind(
     assert run.wait_for_exit() == -signal.SIGKILL
     assert done.returncode == 0, done.stderr
     assert slurm.jobs() == {}
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
 
 
 FAULTS = """#!/bin/bash
@@ -445,7 +444,7 @@ def test_failing_or_hanging_commands_duplicate_no_node(
     until.touch()
     assert run.wait_for_exit(120) == 0, run.output
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs", 60)
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
     assert losses(run) == []
     calls = {name: int((tmp_path / f"{name}.count").read_text()) for name in ("sbatch", "squeue")}
     assert min(calls.values()) > 5, calls

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from harness import DEADLINE_S, Job
 from plain_loop import PlainSettings, run_plain_loop
 from waiting import TooLateError, eventually
+from warm_process import WarmProcess, run_torchrun
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -36,7 +34,7 @@ def said(capsys: object, endpoint: str, run_id: str, pattern: str) -> re.Match[s
         return re.search(pattern, last)
 
     try:
-        return eventually(look, pattern, DEADLINE_S)
+        return eventually(look, pattern, DEADLINE_S, poll_s=0.1)
     except TooLateError as error:
         raise AssertionError(f"{error}; the last answer was\n{last}") from None
 
@@ -52,27 +50,30 @@ def test_stopped_worker_is_named_by_the_neighbour_that_waits(make_job: MakeJob, 
     killed.kill()
     match = said(capsys, etcd.endpoint, job.run_id, r"enters round (\d+), as do (\S+), for (\d+) s")
     number = match[1]
-    time.sleep(2)
-    again = said(capsys, etcd.endpoint, job.run_id, rf"enters round {number}, as do (\S+), for (\d+) s")
-    assert int(again[2]) >= int(match[3]) + 1
+
+    def waited_s() -> int:
+        return int(said(capsys, etcd.endpoint, job.run_id, rf"enters round {number}, as do \S+, for (\d+) s")[1])
+
+    eventually(lambda: waited_s() >= int(match[3]) + 1, "a longer wait", 10, poll_s=0.1)
     os.kill(stopped.pid, signal.SIGCONT)
     job.wait_for_world(2)
 
 
 def test_waiting_node_shows_how_many_it_awaits_and_for_how_long(
-    etcd: EmbeddedEtcd, run_id: str, tmp_path: Path, capsys: object
+    fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path, capsys: object
 ) -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"),
-        *(f"--rdzv-id={run_id}", "--rdzv-conf=join_timeout=500", "--nnodes=3:4", "--nproc-per-node=1", "--no-python", "true"),
+    arguments = [
+        *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}"),
+        *("--rdzv-conf=join_timeout=500", "--nnodes=3:4", "--nproc-per-node=1", "--no-python", "true"),
     ]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    node = WarmProcess(run_torchrun, arguments, os.environ, tmp_path / "log")
     try:
         pattern = r"waits for 2 more nodes of at least 3, for (\d+) s, gives up in (\d+) s"
-        eventually(lambda: main(["status", "--endpoint", etcd.endpoint, run_id]) == 0, "the node to come", DEADLINE_S)
+        look = ["status", "--endpoint", etcd.endpoint, run_id]
+        eventually(lambda: main(look) == 0, "the node to come", DEADLINE_S, poll_s=0.1)
         match = said(capsys, etcd.endpoint, run_id, pattern)
         assert 0 <= int(match[1]) <= 60
         assert 400 <= int(match[2]) <= 500
     finally:
-        process.terminate()
-        process.wait(20)
+        node.send_signal(signal.SIGTERM)
+        node.wait(20)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from dlrover_process import Dlrover, Run
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
-from waiting import eventually
 
 COMPONENT = Path(__file__).parents[2] / "components" / "elastic.py"
 
@@ -60,5 +59,5 @@ def test_a_signal_to_torchx_ends_all_nodes_of_the_job(dlrover: Dlrover, number: 
     run.process.send_signal(number)
     assert run.wait_for_exit(30) != 0
     # TorchX kills a controller that has not ended its nodes within 10 s. The nodes then end, and etcd's folder stays.
-    eventually(lambda: not dlrover.processes(), "the end of all processes")
+    dlrover.wait_for_end()
     assert run.events[-1].kind != "finished"

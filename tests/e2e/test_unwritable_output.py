@@ -14,8 +14,8 @@ from dlrover_process import Dlrover
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.report.event_log import read_event_file
 
-SCRIPT = Path(__file__).with_name("tiny_script.py")
-LIMIT = 8  # KiB
+SCRIPT = Path(__file__).with_name("tiny_loop.py")
+LIMIT = 4  # KiB
 
 TALKATIVE = f"""
 import sys
@@ -36,7 +36,7 @@ def test_full_log_disk_ends_no_job(dlrover: Dlrover, etcd: EmbeddedEtcd, run_id:
     script = tmp_path / "script.py"
     script.write_text(TALKATIVE)
     run = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--endpoint", etcd.endpoint, "--rdzv-id", run_id]
-    job = [*run, "--workers", "1:1", str(script), "--steps", "300", "--window-s", "0.2"]
+    job = [*run, "--workers", "1:1", str(script), "--steps", "100", "--window-s", "0.1"]
     done = dlrover.process(["bash", "-c", f'ulimit -f {LIMIT}; exec "$@"', "bash", *job], timeout_s=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("events are missing") == 1
@@ -45,7 +45,7 @@ def test_full_log_disk_ends_no_job(dlrover: Dlrover, etcd: EmbeddedEtcd, run_id:
     files = {file.name: file.stat().st_size for file in (tmp_path / "runs" / run_id).rglob("*") if file.is_file()}
     assert files["events.jsonl"] == files["stdout.log"] == LIMIT * 1024  # both files were cut
     assert read_event_file(tmp_path / "runs" / run_id / "events.jsonl")
-    assert re.search(r"steps +300\n", dlrover("report", "--endpoint", etcd.endpoint, run_id).stdout)
+    assert re.search(r"steps +100\n", dlrover("report", "--endpoint", etcd.endpoint, run_id).stdout)
 
 
 def test_lost_terminal_ends_no_job(dlrover: Dlrover, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""The script that `dlrover run` runs in tests. It trains until a file appears; its arguments can make it fail."""
+"""A small script with Lightning. It trains until a file appears or for some steps."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,14 @@ from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
 
 class TinyModel(L.LightningModule):
-    def __init__(self, until: Path | None, step_s: float, fail_at: int, greedy: Path | None) -> None:
+    def __init__(self, until: Path | None, step_s: float) -> None:
         super().__init__()
         self.net = nn.Linear(8, 1)
         self.until = until
         self.step_s = step_s
-        self.fail_at = fail_at
-        self.greedy = greedy
-        self.held: list[bytearray] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if self.global_step == self.fail_at:
-            raise ArithmeticError(f"the script's own error at step {self.fail_at}")
         time.sleep(self.step_s)
-        if self.greedy is not None and self.greedy.exists() and self.greedy.read_text() == str(os.getpid()):
-            self.held.append(bytearray(100 << 20))
         return nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -48,10 +40,8 @@ def main() -> None:
     parser.add_argument("--until", type=Path)
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--step-s", type=float, default=0.02)
-    parser.add_argument("--fail-at", type=int, default=-1)
-    parser.add_argument("--fail-after-fit", action="store_true")
-    parser.add_argument("--greedy", type=Path, help="a file; the worker whose process id is in it takes more and more memory")
     parser.add_argument("--window-s", type=float, default=0.5)
+    parser.add_argument("--fail-after-fit", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
@@ -68,7 +58,7 @@ def main() -> None:
         enable_progress_bar=False,
     )
     loader = DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=8, shuffle=True)
-    trainer.fit(TinyModel(given.until, given.step_s, given.fail_at, given.greedy), loader)
+    trainer.fit(TinyModel(given.until, given.step_s), loader)
     if trainer.is_global_zero:
         print(f"trained for {trainer.global_step} steps", flush=True)
     if given.fail_after_fit:

@@ -83,7 +83,7 @@ class Trace:
         while not (found := [step for step, _, its_size, _ in self.attempts() if its_size == size and step > self.last_step]):
             assert time.monotonic() < deadline, f"no step of {size} workers:\n{node.log.read_text()}"
             assert node.process.poll() is None, node.log.read_text()
-            time.sleep(0.02)
+            time.sleep(0.1)
         self.last_step = min(found)
 
 
@@ -131,7 +131,7 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_joins_leaves_and_deaths_change_neither_samples_nor_result(start_node: StartNode, tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed.pt", tmp_path / "disturbed.pt"
     trace, step_s = Trace(tmp_path / "trace"), tmp_path / "step_s"
-    step_s.write_text("0.5")  # the job outlasts the slowest joiner
+    step_s.write_text("0.25")  # the job outlasts the slowest joiner
     arguments = (str(trace.file), str(step_s), f"--save={disturbed}")
     first = start_node(*arguments)
     trace.until_world(1, first)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from waiting import TooLateError, eventually
 
 from lightning_dlrover.cli.main import main
@@ -32,6 +31,9 @@ T = TypeVar("T")
 
 MARK = "DLROVER_TEST_MARK"
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+POLL_S = 0.1
+"""Seconds between looks at a job's status or at all processes. Each costs milliseconds that the job's processes need."""
 
 
 @dataclass
@@ -96,19 +98,25 @@ class Dlrover:
 
     def processes(self) -> dict[int, str]:
         """Process ids and command lines of all processes that were started here and still run."""
+        mark = f"{MARK}={self.mark}".encode()
         found = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = " ".join(process.cmdline())
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                if mark in (folder / "environ").read_bytes().split(b"\0"):  # empty for a zombie
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
         return found
 
     def assert_all_ended(self, timeout_s: float = 15.0) -> None:
         """Assert that no process started here still runs, and that the folder for temporary files is empty."""
-        with contextlib.suppress(AssertionError):
-            eventually(lambda: not self.processes(), "the end of all processes", timeout_s)
-        assert self.processes() == {}
+        self.wait_for_end(timeout_s)
         assert sorted(each.name for each in self.temporary.iterdir()) == []
+
+    def wait_for_end(self, timeout_s: float = 30.0) -> None:
+        """Wait until no process started here runs any more."""
+        try:
+            eventually(lambda: not self.processes(), "the end of all processes", timeout_s, POLL_S)
+        except TooLateError as error:
+            raise AssertionError(f"{error}: {self.processes()}") from None
 
     def end(self) -> None:
         """End the processes left by a failed test."""
@@ -150,7 +158,7 @@ class Run:
             return result
 
         try:
-            return eventually(look, what, timeout_s)
+            return eventually(look, what, timeout_s, POLL_S)
         except TooLateError as error:
             raise AssertionError(f"{error}\n{self.output[-6000:]}") from None
 

@@ -17,13 +17,13 @@ class TooLateError(AssertionError):
     """An awaited event did not happen in time."""
 
 
-def eventually(found: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
-    """Poll `found` and return its first true result."""
+def eventually(found: Callable[[], T | None], what: str, timeout_s: float = 30.0, poll_s: float = POLL_S) -> T:
+    """Poll `found` and return its first true result. A costly look needs a longer `poll_s`."""
     deadline = time.monotonic() + timeout_s
     while not (result := found()):
         if time.monotonic() > deadline:
             raise TooLateError(f"waited {timeout_s:g} s in vain: {what}")
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     return result
 
 

@@ -19,15 +19,24 @@ __all__ = ["drain_on_sigterm", "end_with_agent"]
 
 log = logging.getLogger(__name__)
 
+AGENT_GRACE_S = 30.0
+"""Seconds from SIGTERM until torchrun kills a worker. Without its agent, a worker that cannot hand over ends itself by then."""
 
-def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
-    """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread."""
+
+def drain_on_sigterm(membership: Membership, wait_timeout_s: float, agent_pid: int = 0) -> None:
+    """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread.
+
+    Args:
+        wait_timeout_s: limit on trying to write the request; `AGENT_GRACE_S` if the agent has ended.
+        agent_pid: process id of the agent; 0: unknown.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
 
     def leave() -> None:
         # While etcd is unavailable training goes on, and a change of membership waits.
-        deadline, is_explained = time.monotonic() + wait_timeout_s, False
+        began, is_explained = time.monotonic(), False
+        deadline = began + wait_timeout_s
         while not membership.evicted:
             try:
                 membership.drain("the worker received SIGTERM")
@@ -36,7 +45,8 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float) -> None:
                 problem: EtcdError = error
             except EtcdError as error:
                 problem, deadline = error, 0.0
-            if time.monotonic() > deadline:
+            # An agent that is signalled twice, as by the threads of a killed parent, ends without killing its worker.
+            if time.monotonic() > (min(deadline, began + AGENT_GRACE_S) if _has_ended(agent_pid) else deadline):
                 # The request cannot be written, so no round would ever release this worker. The others will detect its end.
                 log.warning("worker %s ends at once, it cannot announce that it leaves: %s", membership.worker_id, problem)
                 os._exit(128 + signal.SIGTERM)
@@ -68,12 +78,16 @@ def end_with_agent(agent_pid: int) -> None:
         SystemExit: the agent has already ended.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if not agent_pid:
-        return
-    try:
-        has_ended = psutil.Process(agent_pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        has_ended = True
-    if has_ended:
+    if _has_ended(agent_pid):
         # The agent ended while this process was importing torch, too early for the signal.
         raise SystemExit(f"the elastic agent of this worker, process {agent_pid}, has ended: so does the worker")
+
+
+def _has_ended(agent_pid: int) -> bool:
+    """Return whether the agent is known and has ended."""
+    if not agent_pid:
+        return False
+    try:
+        return bool(psutil.Process(agent_pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

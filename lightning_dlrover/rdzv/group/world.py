@@ -314,7 +314,7 @@ class World:
 
     def listen_for_sigterm(self) -> None:
         """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread."""
-        drain_on_sigterm(self.membership, self.config.wait_timeout_s)
+        drain_on_sigterm(self.membership, self.config.wait_timeout_s, self.config.agent_pid)
 
     def event(self, event: Event, text: str) -> None:
         """Queue one line for the job's history; never blocks."""

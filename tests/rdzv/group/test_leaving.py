@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.group import leaving
 from lightning_dlrover.rdzv.group.leaving import drain_on_sigterm
 
 
@@ -49,3 +52,30 @@ def test_worker_that_cannot_hand_over_names_the_next_move_once(
     assert membership.has_asked.wait(10)
     assert caplog.text.count("cannot hand over because etcd does not answer") == num_lines
     assert caplog.text.count("start the job again with the newest checkpoint") == num_lines
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_worker_ends_itself_when_neither_etcd_nor_its_agent_is_left(
+    has_agent: bool, handler: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes: list[int] = []
+    has_ended = threading.Event()
+    membership: Any = Membership(1000)
+
+    def end(code: int) -> None:
+        codes.append(code)
+        membership.evicted = True  # ends the thread
+        has_ended.set()
+
+    monkeypatch.setattr(leaving, "AGENT_GRACE_S", 0.2)
+    monkeypatch.setattr(os, "_exit", end)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as agent:
+        if not has_agent:
+            agent.kill()
+            agent.wait()
+        drain_on_sigterm(membership, 60.0, agent.pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert has_ended.wait(0.6 if has_agent else 10) is not has_agent
+        membership.evicted = True
+    assert codes == ([] if has_agent else [128 + signal.SIGTERM])
+    assert ("cannot announce that it leaves" in caplog.text) is not has_agent
