@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from leaks import Held, left_behind
+from leaks import Held, left_behind, mark_descendants
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -18,12 +18,15 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
-CHECKED_FOR_LEAKS = {"checks", "learn", "live", "observe", "planner", "report", "tables", "watch"}
-"""Test folders that must leave nothing behind. Jobs of the other folders end in separate processes."""
+CHECKED_FOR_LEAKS = {
+    *("checks", "cli", "components", "e2e", "learn", "live", "observe", "planner", "rdzv", "report", "tables", "watch")
+}
+"""Test folders that must leave nothing behind."""
 
 # Keep the history of the user who runs the tests from warm-starting or recording their jobs.
 os.environ["DLROVER_HISTORY"] = "off"
 
+mark_descendants()
 
 WAITING = ("e2e", "strangers", "examples", "components", "rdzv", "benchmarks")
 """Test folders whose tests mostly wait for processes."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 from leaks import Held, left_behind
+from warm_process import WarmProcess, run_code
 
 
 def test_thread_is_left_behind_until_it_ends() -> None:
@@ -27,8 +32,28 @@ def test_child_process_is_left_behind_until_it_ends() -> None:
     assert process.stdout is not None
     process.stdout.readline()  # wait until its command line exists
     [found] = left_behind(before, 0.0)
-    assert found.startswith(f"child process {process.pid}: ")
+    assert found.startswith(f"process {process.pid}: ")
     process.communicate(b"\n")
+    assert left_behind(before) == []
+
+
+def test_orphan_is_left_behind_until_it_ends() -> None:
+    before = Held.now()
+    source = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
+    orphan = int(subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, check=True).stdout)
+    assert left_behind(before, 0.0) == [f"process {orphan}: sleep 60"]
+    os.kill(orphan, signal.SIGKILL)
+    assert left_behind(before) == []
+
+
+def test_process_forked_from_the_fork_server_is_left_behind_until_it_ends(tmp_path: Path) -> None:
+    forkserver.ensure_running()
+    before = Held.now()
+    process = WarmProcess(run_code, ["import time; time.sleep(60)"], os.environ, tmp_path / "output")
+    [found] = left_behind(before, 0.0)
+    assert found.startswith(f"process {process.pid}: ")
+    process.kill()
+    process.wait(10)
     assert left_behind(before) == []
 
 

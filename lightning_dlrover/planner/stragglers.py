@@ -163,6 +163,7 @@ class _Times:
     data_s: Floats
     busy_s: Floats  # including the time without a core
     excess: Floats  # logarithm of the ratio of `total_s` to the median of the others
+    deviation: Floats  # standard deviation of `excess`, shape ``(num_workers,)``
 
     @staticmethod
     def of(observations: Sequence[OwnTimes], hosts: Sequence[str], loads: Sequence[float]) -> _Times:
@@ -171,9 +172,10 @@ class _Times:
         )
         num_on = Counter(hosts)
         alone = np.array([float(num_on[host] == 1) for host in hosts]) if hosts else np.ones(compute_s.shape[1])
-        scales = np.median(loads) / np.array(loads) if len(loads) else np.ones(compute_s.shape[1])
         own_s = compute_s + queued_s * alone
-        excess = np.minimum(_log_ratio(own_s + data_s), _log_ratio(own_s * scales + data_s))
+        excess = _log_ratio(own_s + data_s)
+        if len(loads):
+            excess = np.minimum(excess, _log_ratio(own_s * np.median(loads) / np.array(loads) + data_s))
         return _Times(
             num_steps=np.array([o.num_steps for o in observations], dtype=np.float64),
             step_time_s=np.array([o.step_time_s for o in observations]),
@@ -181,6 +183,7 @@ class _Times:
             data_s=data_s,
             busy_s=compute_s + data_s + queued_s,
             excess=excess,
+            deviation=_deviation(excess),
         )
 
 
@@ -200,7 +203,7 @@ def _judge(times: _Times, count: int) -> list[Straggler]:
     excess = np.median(recent, axis=0)
     clear = (recent > math.log(MIN_RATIO) / 2).mean(axis=0) >= MIN_SHARE
     # The whole round counts, too: a few observations may happen to be much alike.
-    deviation = np.maximum(_deviation(recent), _deviation(times.excess))
+    deviation = np.maximum(_deviation(recent), times.deviation)
     if len(times.excess) < NUM_KNOWN:
         deviation = np.maximum(deviation, ASSUMED_DEVIATION)
     error = 1.2533 * deviation / math.sqrt(count)  # standard error of the median of normal values

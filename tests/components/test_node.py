@@ -86,11 +86,14 @@ def test_a_notice_is_written_down_and_then_passed_on_to_the_worker_alone(start: 
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_how_an_agent_has_ended_is_written_down(start: Start, tmp_path: Path) -> None:
+def test_failed_script_keeps_the_summary_of_torchrun_and_its_exit_code(start: Start, tmp_path: Path) -> None:
     node = start("raise ValueError('bad')")
     assert node.wait(60) == 1
     assert (tmp_path / "exit_code").read_text() == "1\n"
     assert not notice_file(tmp_path / "exit_code").exists()
+    output = (tmp_path / "output").read_text()
+    assert "ChildFailedError" in output
+    assert examine(output).error == "ValueError: bad"
 
 
 def test_sigterm_ends_agent_and_worker(start: Start, tmp_path: Path) -> None:
@@ -160,10 +163,3 @@ def test_killed_worker_takes_one_line_of_its_node(start: Start, tmp_path: Path, 
     assert "Traceback" not in output
     assert "ChildFailedError" not in output
     assert examine(output) == PostMortem("", "")  # like the output of a killed worker, which is worth another start
-
-
-def test_failed_script_keeps_the_summary_of_torchrun(start: Start, tmp_path: Path) -> None:
-    assert start("raise ValueError('bad')").wait(timeout=60) == 1
-    output = (tmp_path / "output").read_text()
-    assert "ChildFailedError" in output
-    assert examine(output).error == "ValueError: bad"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import weakref
@@ -24,6 +25,7 @@ from lightning_dlrover.observe.pulse import (
 from lightning_dlrover.rdzv.group import waits
 
 SLOW_S = 0.3
+PARTS = ("forward", "backward", "collective")
 
 
 class _Round:
@@ -31,44 +33,61 @@ class _Round:
         return 1, False
 
 
-def _train(rank: int, store: str, results: str, part: str, is_guarded: bool) -> None:
-    """Run two steps of DDP with buffers, in which rank 1 sleeps in one part of each."""
+def _train(rank: int, store: str, results: str) -> None:
+    """Measure this worker's own time in all cases, and write it by part and guard."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     round_ = _Round()
-    if is_guarded:
-        waits.end_waits_with(weakref.WeakMethod(round_.now))
     clock = OwnClock()
     waits.time_with(clock.stopped)
+    own = {}
+    for is_guarded in (False, True):  # once guarded, a process stays so
+        if is_guarded:
+            waits.end_waits_with(weakref.WeakMethod(round_.now))
+        for part in PARTS:
+            own[f"{part} {is_guarded}"] = _own_time_s(clock, part, is_guarded, SLOW_S if rank == 1 else 0.0)
+    Path(results, str(rank)).write_text(json.dumps(own))
+    dist.destroy_process_group()
+
+
+def _own_time_s(clock: OwnClock, part: str, is_guarded: bool, slow_s: float) -> float:
+    """Run three steps of DDP with buffers, sleep in one part of each, and return the median of the own times."""
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
     clock.stop_in_forward(model)
     if is_guarded:
         waits.guard_replica(model)
-    slow = SLOW_S if rank == 1 else 0.0
     own = []
     for _ in range(3):
         dist.barrier()
         started = clock.read()
-        time.sleep(slow if part == "forward" else 0)
+        time.sleep(slow_s if part == "forward" else 0)
         loss = model(torch.randn(8, 4)).sum()
         if part == "backward":
-            loss.register_hook(lambda gradient: time.sleep(slow))
+            loss.register_hook(lambda gradient: time.sleep(slow_s))
         clock.backward_begins(loss)
         loss.backward()
         clock.backward_ended()
         if part == "collective":
-            time.sleep(slow)
+            time.sleep(slow_s)
             dist.all_reduce(torch.ones(1))
         own.append(clock.read().since(started).busy_s)
-    Path(results, str(rank)).write_text(str(sorted(own)[1]))
-    dist.destroy_process_group()
+    return sorted(own)[1]
+
+
+@pytest.fixture(scope="module")
+def own_times_s(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """Own times of a fast and a slow worker."""
+    folder = tmp_path_factory.mktemp("pulse")
+    mp.spawn(_train, (str(folder / "store"), str(folder)), nprocs=2)  # type: ignore[no-untyped-call]
+    return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("is_guarded", [False, True])
-@pytest.mark.parametrize("part", ["forward", "backward", "collective"])
-def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(tmp_path: Path, part: str, is_guarded: bool) -> None:
-    mp.spawn(_train, (str(tmp_path / "store"), str(tmp_path), part, is_guarded), nprocs=2)  # type: ignore[no-untyped-call]
-    fast, slow = (float((tmp_path / str(rank)).read_text()) for rank in (0, 1))
+@pytest.mark.parametrize("part", PARTS)
+def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(
+    own_times_s: list[dict[str, float]], part: str, is_guarded: bool
+) -> None:
+    fast, slow = (own[f"{part} {is_guarded}"] for own in own_times_s)
     assert 0 < fast < SLOW_S / 2
     assert slow > SLOW_S * 0.95
 

@@ -374,6 +374,7 @@ def test_windows_without_measured_parts_still_fit() -> None:
     assert prediction.step_time_s == pytest.approx(0.02, rel=0.15)
 
 
+@pytest.mark.slow
 def test_fit_and_prediction_stay_within_their_times() -> None:
     # A separate process, measured by the processor time of all its threads: other load on this machine does not count, but
     # threads that wait for each other do. As in a job, no variable limits libraries to one thread. The best of three counts,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from elastic_agents import ElasticAgents, Nursery
 from forked_jobs import fork_server
 from torchrun_agent import Agent
 from warm_process import WarmProcess, run_torchrun
@@ -26,6 +27,21 @@ def own_environment() -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("DLROVER_")]:
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def agents(nursery: Nursery, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[ElasticAgents]:
+    """Stock elastic agents without torchrun's command line."""
+    made = ElasticAgents(nursery, etcd.endpoint, run_id, tmp_path / "job")
+    yield made
+    made.close()
 
 
 @pytest.fixture

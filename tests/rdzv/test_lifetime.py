@@ -117,7 +117,7 @@ def test_keys_of_several_clients_end_with_the_last_client(etcd: EmbeddedEtcd, ke
         second.put(keys.plan, b"3", own)
         second.put(Keys("another").job, b"4")
         first.close()
-        time.sleep(4.5)  # longer than the lifetime: the second job keeps the lease alive
+        time.sleep(3.8)  # longer than the lifetime: the second job keeps the lease alive
         assert len(observer.get_prefix(keys.root)[1]) == 3
         assert len({entry.lease_id for entry in observer.get_prefix(keys.root)[1]}) == 2
         assert observer.get(Keys("another").job).lease_id == 0  # type: ignore[union-attr]

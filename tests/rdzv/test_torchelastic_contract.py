@@ -38,20 +38,6 @@ SOON_S = 30.0
 """Seconds: far longer than an immediate event takes under load, far shorter than a timeout that must not be awaited."""
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def agents(nursery: Nursery, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[ElasticAgents]:
-    made = ElasticAgents(nursery, etcd.endpoint, run_id, tmp_path / "job")
-    yield made
-    made.close()
-
-
 def succeeded(agents: Sequence[RunningAgent], timeout_s: float = 60.0) -> list[Outcome]:
     """Outcomes of agents, all of which must succeed."""
     outcomes = [agent.wait(timeout_s) for agent in agents]
@@ -193,6 +179,22 @@ def test_gloo_job_with_a_killed_worker_finishes(agents: ElasticAgents, _attempt:
     assert_ranks(agents.starts()[4:])
 
 
+def test_gloo_job_takes_a_late_node_and_goes_on_when_it_is_lost(agents: ElasticAgents) -> None:
+    node = Node(elastic_functions.step_until_done, min_nodes=1, max_nodes=2, max_restarts=1, start_method="fork")
+    first = agents.start_one(node)
+    agents.wait_for_starts(1, world_size=1)
+    late = agents.start_one(node)
+    starts = agents.wait_for_starts(2, world_size=2)
+    assert {start.agent: start.rank for start in starts} == {0: 0, 1: 1}  # the first node keeps its rank
+    assert {start.restart for start in agents.starts()} == {0}  # a change of membership is not a failure
+    eventually(lambda: agents.has("stepped-in-2"), "both have made a step together", 60)
+    agents.kill_node(late)
+    assert [start.agent for start in agents.wait_for_starts(2, world_size=1)] == [0, 0]
+    agents.leave("done")
+    (outcome,) = succeeded([first])
+    assert (outcome.return_values, outcome.restarts_left) == ({0: 1}, 0)
+
+
 # -- failures and restarts
 
 
@@ -263,6 +265,15 @@ def test_agent_below_the_minimum_waits_and_names_the_missing(agents: ElasticAgen
 
 
 # -- workers that end at different times
+
+
+def test_agent_killed_alone_does_not_hold_up_the_exit_of_the_others(agents: ElasticAgents) -> None:
+    running = agents.start(Node("me.wait_for('done')", min_nodes=2, max_nodes=2, exit_barrier_timeout_s=300), 2)
+    agents.wait_for_starts(2)
+    running[0].kill()  # its worker continues as an orphan, and finishes
+    agents.leave("done")
+    succeeded([running[1]], SOON_S)
+    assert len(agents.starts()) == 2
 
 
 def test_agent_with_finished_workers_waits_for_the_others(agents: ElasticAgents) -> None:
@@ -347,9 +358,9 @@ def test_a_node_below_the_minimum_waits_for_another(agents: ElasticAgents, clien
 
 
 def test_a_round_with_room_is_held_open_for_the_last_call(agents: ElasticAgents) -> None:
-    node = Node("", min_nodes=1, max_nodes=3, conf={"last_call_timeout": "4"})
+    node = Node("", min_nodes=1, max_nodes=3, conf={"last_call_timeout": "3"})
     running = [agents.start_one(node)]
-    time.sleep(1)
+    time.sleep(0.7)
     assert not agents.starts()
     running.append(agents.start_one(node))
     succeeded(running)

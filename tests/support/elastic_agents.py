@@ -39,6 +39,8 @@ import lightning_dlrover.rdzv.agents.handler  # noqa: F401 - as above
 
 __all__ = ["ElasticAgents", "Node", "Nursery", "Outcome", "RunningAgent", "Started"]
 
+_NURSE = "import elastic_agents; elastic_agents._nurse"
+
 # Prepended to every script.
 PREAMBLE = """
 import os, signal, sys, time
@@ -133,7 +135,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
-        command = f"import elastic_agents; elastic_agents._nurse({theirs.fileno()})"
+        command = f"{_NURSE}({theirs.fileno()})"
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-c", command],
@@ -273,6 +275,10 @@ class ElasticAgents:
         """Leave a mark that workers may wait for."""
         (self.folder / mark).touch()
 
+    def has(self, mark: str) -> bool:
+        """Return whether a worker has left this mark."""
+        return (self.folder / mark).exists()
+
     def found(self, mark: str) -> str:
         """Text of a mark that a worker has left."""
         return (self.folder / mark).read_text()
@@ -294,7 +300,9 @@ class ElasticAgents:
     def _kill_worker(self, start: Started) -> None:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             process = psutil.Process(start.pid)
-            if process.environ().get("CONTRACT_FOLDER") == str(self.folder):  # the pid may have been reused
+            # The pid may have been reused. A forked worker shows the command line of the process that forks agents.
+            is_forked = _NURSE in " ".join(process.cmdline())
+            if is_forked or process.environ().get("CONTRACT_FOLDER") == str(self.folder):
                 process.kill()
 
 

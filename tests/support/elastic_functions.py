@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 
 import torch
@@ -49,5 +50,19 @@ def step_with_one_killed() -> int:
             me.leave("killed")
             os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+    dist.destroy_process_group()
+    return me.world_size
+
+
+def step_until_done() -> int:
+    """Make steps until the test leaves its mark, and return the size of the world. A lost peer makes a step raise."""
+    me = Worker.started()
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    is_done = torch.zeros(1)
+    while not is_done:
+        is_done = torch.tensor([float(me.has("done"))])
+        dist.all_reduce(is_done)
+        me.leave(f"stepped-in-{me.world_size}")
+        time.sleep(0.01)
     dist.destroy_process_group()
     return me.world_size

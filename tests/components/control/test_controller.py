@@ -664,7 +664,7 @@ def test_a_broken_record_does_not_stop_the_controller(make_job: MakeJob, client:
 
 
 def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
-    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=0.3)) as client:
         job = Job(client, keys, FakeTarget(tmp_path))
         job.run_until("a node", lambda: job.target.living)
         job.train_with("node1")
@@ -679,7 +679,7 @@ def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtc
 
 
 def test_job_without_nodes_ends_when_its_etcd_stays_away(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
-    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=0.3)) as client:
         job = Job(client, keys, FakeTarget(tmp_path), patience=replace(QUICK, etcd_s=0.5))
         job.run_until("a node", lambda: job.target.living)
         job.train_with("node1")

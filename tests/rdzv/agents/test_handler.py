@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_agents import ElasticAgents, Node
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torchrun_agent import Agent
 from waiting import eventually
+from warm_process import WarmProcess, run_code
 
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.agents.handler import (
@@ -47,22 +48,12 @@ from lightning_dlrover.rdzv.job.records import (
 StartAgent = Callable[..., Agent]
 MakeHandler = Callable[..., EtcdRendezvousHandler]
 
-# Make steps until the world has the wanted size, then end. A lost peer makes the collective raise.
-STEPS = """
-import datetime, os, time
+SUM = """
 import torch, torch.distributed as dist
-wanted, num_steps = int(os.environ["WANTED"]), int(os.environ["STEPS"])
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-rank, world = dist.get_rank(), dist.get_world_size()
-print(f"STARTED {rank}/{world} restart={os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
-done = 0
-while done < num_steps:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == world
-    done += world == wanted
-    time.sleep(0.02)
-print(f"DONE {rank}/{world}", flush=True)
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"DONE {dist.get_rank()}/{total.item():g}", flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -75,47 +66,14 @@ def _started(agent: Agent, line: str) -> None:
 # -- plain scripts: TorchElastic's contract
 
 
-def test_a_plain_script_runs_on_one_node(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:
-    agent = start_agent(STEPS, nproc=2, env={"WANTED": "2", "STEPS": "3"})
-    assert agent.wait() == 0, agent.output
-    assert sorted(agent.lines("DONE")) == ["DONE 0/2", "DONE 1/2"]
-    _, left = client.get_prefix(keys.root)
-    assert [kv.key for kv in left] == [keys.agent_round]
-
-
-def test_a_plain_script_runs_on_two_nodes(start_agent: StartAgent) -> None:
-    agents = [start_agent(STEPS, nnodes="2", env={"WANTED": "2", "STEPS": "3"}) for _ in range(2)]
+def test_a_plain_script_runs_on_two_nodes_and_leaves_one_record(
+    start_agent: StartAgent, client: EtcdClient, keys: Keys
+) -> None:
+    agents = [start_agent(SUM, nnodes="2") for _ in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0], agents[0].output + agents[1].output
     assert sorted(line for agent in agents for line in agent.lines("DONE")) == ["DONE 0/2", "DONE 1/2"]
-
-
-def test_a_late_node_scales_a_plain_script_up(start_agent: StartAgent) -> None:
-    env = {"WANTED": "2", "STEPS": "5"}
-    first = start_agent(STEPS, nnodes="1:2", env=env)
-    _started(first, "STARTED 0/1")
-    second = start_agent(STEPS, nnodes="1:2", env=env)
-    assert [first.wait(90), second.wait(90)] == [0, 0], first.output + second.output
-    assert first.lines("DONE") == ["DONE 0/2"]  # the first node keeps its rank
-    assert "restart=1" not in first.output  # a change of membership is not a failure
-
-
-def test_the_others_go_on_without_a_node_that_died(start_agent: StartAgent) -> None:
-    dying = start_agent(STEPS, nnodes="1:2", env={"WANTED": "1", "STEPS": "5"})
-    survivor = start_agent(STEPS, nnodes="1:2", max_restarts=1, env={"WANTED": "1", "STEPS": "5"})
-    for agent in (dying, survivor):
-        eventually(lambda agent=agent: agent.lines("STARTED"), "both started", 60)  # type: ignore[misc]
-    dying.kill_with_workers()
-    assert survivor.wait(90) == 0, survivor.output
-    assert survivor.lines("DONE") == ["DONE 0/1"]
-
-
-def test_an_agent_killed_alone_does_not_hold_up_the_exit_of_the_others(start_agent: StartAgent) -> None:
-    env = {"WANTED": "2", "STEPS": "100"}
-    agents = [start_agent(STEPS, nnodes="2", env=env) for _ in range(2)]
-    for agent in agents:
-        eventually(lambda agent=agent: agent.lines("STARTED"), "both started", 60)  # type: ignore[misc]
-    agents[0].process.kill()  # its worker continues as an orphan, and finishes
-    assert agents[1].wait(60) == 0, agents[1].output  # a stock agent would take 300 s
+    _, left = client.get_prefix(keys.root)
+    assert [kv.key for kv in left] == [keys.agent_round]
 
 
 def test_a_wrong_endpoint_ends_torchrun_with_an_error_that_names_it(start_agent: StartAgent) -> None:
@@ -238,15 +196,16 @@ def test_nodes_of_a_live_job_come_and_go_without_restarts(start_agent: StartAgen
     assert [len(agent.lines("STARTED")) for agent in (first, second, third)] == [2, 1, 1]
 
 
-@pytest.mark.parametrize("place", ["job", "agent_round", "agents/stranger", "workers/stranger", "round", "plan"])
-def test_garbage_in_a_record_of_a_running_job_does_not_end_its_agents(
-    place: str, start_agent: StartAgent, client: EtcdClient, keys: Keys
+def test_garbage_in_records_of_a_running_job_does_not_end_its_agents(
+    start_agent: StartAgent, client: EtcdClient, keys: Keys
 ) -> None:
     agent = start_agent(LIVE, nnodes="1:2")
     _started(agent, "STARTED 0/1")
-    client.put(keys.live + place, b"{]")
-    if place in ("job", "agent_round", "agents/stranger"):
-        eventually(lambda: "ignored a record" in agent.output, "the agent to see it", 10)
+    for place in ("workers/stranger", "round", "plan", "agents/stranger", "agent_round", "job"):
+        client.put(keys.live + place, b"{]")
+        if place in ("agents/stranger", "agent_round", "job"):
+            told = re.compile(f"ignored a record: .*{keys.live}{place}")
+            eventually(lambda told=told: told.search(agent.output), f"the agent has seen {place}", 10)  # type: ignore[misc]
     client.put(keys.root + "end/0", b"")
     assert agent.wait(15) == 0, agent.output
     assert agent.lines("DONE")
@@ -316,7 +275,7 @@ def test_a_node_beyond_the_maximum_is_turned_away_with_a_reason(make_handler: Ma
     inside = make_handler(1, 1)
     inside.next_rendezvous()
     with pytest.raises(RendezvousTimeoutError, match="maximum of 1 nodes"):
-        make_handler(1, 1, join_timeout="1").next_rendezvous()
+        make_handler(1, 1, join_timeout="0.3").next_rendezvous()
     assert inside.num_nodes_waiting() == 0
 
 
@@ -336,15 +295,15 @@ def test_dropped_handler_ends_its_threads(etcd: EmbeddedEtcd, run_id: str) -> No
 
 def test_too_few_nodes_end_in_a_timeout_with_their_number(make_handler: MakeHandler) -> None:
     with pytest.raises(RendezvousTimeoutError, match="only 1 of at least 2"):
-        make_handler(2, 2, join_timeout="1").next_rendezvous()
+        make_handler(2, 2, join_timeout="0.3").next_rendezvous()
 
 
 def test_node_waits_while_a_controller_is_there(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:
     client.put(keys.controller, encode(ControllerRecord("host", 1, "local")))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(make_handler(2, 2, join_timeout="0.5").next_rendezvous)
+        waiting = pool.submit(make_handler(2, 2, join_timeout="0.3").next_rendezvous)
         with pytest.raises(TimeoutError):
-            waiting.result(2.0)
+            waiting.result(1.0)
         client.delete(keys.controller)
         with pytest.raises(RendezvousTimeoutError, match=r"only 1 of at least 2.*join_timeout=SECONDS"):
             waiting.result(10)
@@ -505,27 +464,33 @@ AT_ITS_CONFIRMATION = ("agent_notice", '"confirmed_round":1')
 WHILE_NODES_WAIT = ("agent_notice", '"num_waiting":2')
 
 
-@pytest.fixture
-def doomed(etcd: EmbeddedEtcd, run_id: str, client: EtcdClient, keys: Keys) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start an agent that convenes until it dies."""
-    started: list[subprocess.Popen[bytes]] = []
+StartDoomed = Callable[[tuple[str, str]], WarmProcess]
 
-    def start(key: str, content: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-c", DOOMED, etcd.endpoint, run_id, key, content]))
+
+@pytest.fixture
+def doomed(
+    fork_server: None, etcd: EmbeddedEtcd, run_id: str, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> Iterator[StartDoomed]:
+    """Start an agent that convenes until it dies."""
+    started: list[WarmProcess] = []
+
+    def start(when: tuple[str, str]) -> WarmProcess:
+        arguments = [DOOMED, etcd.endpoint, run_id, *when]
+        started.append(WarmProcess(run_code, arguments, os.environ, tmp_path / "doomed.log"))
         eventually(lambda: client.get(keys.agent_convener), "the doomed agent convenes", 60)
         return started[-1]
 
     yield start
     for process in started:
         process.kill()
-        process.wait()
+        process.wait(10)
 
 
 @pytest.mark.parametrize("when", [AT_A_ROUND, WHILE_NODES_WAIT], ids=lambda when: when[0])
 def test_killed_convener_is_replaced_and_the_others_form_a_round(
-    when: tuple[str, str], doomed: Callable[..., subprocess.Popen[bytes]], make_handler: MakeHandler
+    when: tuple[str, str], doomed: StartDoomed, make_handler: MakeHandler
 ) -> None:
-    convener = doomed(*when)
+    convener = doomed(when)
     handlers = [make_handler(2, 3, lease_ttl="2", join_timeout="60") for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         joining = [pool.submit(handlers[0].next_rendezvous)]
@@ -541,15 +506,15 @@ def test_killed_convener_is_replaced_and_the_others_form_a_round(
     assert len({(store.master_addr, store.master_port) for store in stores if store}) == 1
 
 
-def test_ranks_are_assigned_again_when_the_assigning_node_dies(
-    doomed: Callable[..., subprocess.Popen[bytes]], start_agent: StartAgent
-) -> None:
-    convener = doomed(*AT_ITS_CONFIRMATION)
-    agents = [start_agent(STEPS, nnodes="2:3", env={"WANTED": "2", "STEPS": "3"}) for _ in range(2)]
+def test_ranks_are_assigned_again_when_the_assigning_node_dies(doomed: StartDoomed, agents: ElasticAgents) -> None:
+    convener = doomed(AT_ITS_CONFIRMATION)
+    running = agents.start(Node("", min_nodes=2, max_nodes=3), 2)
     assert convener.wait(60) == -signal.SIGKILL  # died as node rank 0 of a round of three
-    assert [agent.wait(120) for agent in agents] == [0, 0], agents[0].output + agents[1].output
-    assert sorted(line for agent in agents for line in agent.lines("DONE")) == ["DONE 0/2", "DONE 1/2"]
-    assert all("a node was lost while ranks were assigned" in agent.output for agent in agents)
+    outcomes = [agent.wait(120) for agent in running]
+    assert [outcome.state for outcome in outcomes] == ["SUCCEEDED"] * 2, running[0].output + running[1].output
+    ranks = sorted((start.world_size, start.rank) for start in agents.starts())
+    assert ranks == [(2, 0), (2, 1)], running[0].output + running[1].output
+    assert all("a node was lost while ranks were assigned" in agent.output for agent in running)
 
 
 def test_running_round_survives_its_convener_and_admits_a_late_node(

@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from waiting import eventually
+from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.agents.c10d_store import (
     MAX_VALUE_BYTES,
@@ -24,6 +25,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
 
 MakeStore = Callable[[], Any]
+RunAll = Callable[..., list[str]]
 
 
 @pytest.fixture(params=["tcp", "etcd", "etcd below a PrefixStore"])
@@ -330,14 +332,36 @@ def test_a_wait_goes_on_after_etcd_was_restarted(private_etcd: EmbeddedEtcd) -> 
 
 
 def test_a_wait_ends_with_the_name_of_an_etcd_that_stays_away(private_etcd: EmbeddedEtcd) -> None:
-    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=1.0)) as client:
-        store = EtcdStore(client, "/s/", timedelta(seconds=6))
+    with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=0.5)) as client:
+        store = EtcdStore(client, "/s/", timedelta(seconds=3))
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(store.get, "later")
             eventually(lambda: any("etcd-mirror" in t.name for t in threading.enumerate()), "the wait has begun", 20)
             private_etcd.kill()
             with pytest.raises(dist.DistNetworkError, match=private_etcd.endpoint):
                 waiting.result(30)
+
+
+@pytest.fixture
+def run_all(fork_server: None, etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> RunAll:
+    """Run processes of one source side by side, each with an argument of its own; return the last line of each output."""
+
+    def run(source: str, *arguments: str) -> list[str]:
+        outputs = [tmp_path / f"{argument}.out" for argument in arguments]
+        processes = [
+            WarmProcess(run_code, [source, etcd.endpoint, keys.store, argument], os.environ, output)
+            for argument, output in zip(arguments, outputs, strict=True)
+        ]
+        try:
+            codes = [process.wait(90) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        texts = [output.read_text() for output in outputs]
+        assert not any(codes), f"{codes}: {texts}"
+        return [text.splitlines()[-1] if text else "" for text in texts]
+
+    return run
 
 
 ADDING_PROCESS = """
@@ -352,11 +376,8 @@ for _ in range(50):
 """
 
 
-def test_processes_do_not_lose_each_others_writes(etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys) -> None:
-    processes = [
-        subprocess.Popen([sys.executable, "-c", ADDING_PROCESS, etcd.endpoint, keys.store, letter]) for letter in "abc"
-    ]
-    assert [process.wait(90) for process in processes] == [0, 0, 0]
+def test_processes_do_not_lose_each_others_writes(run_all: RunAll, client: EtcdClient, keys: Keys) -> None:
+    run_all(ADDING_PROCESS, *"abc")
     store = EtcdStore(client, keys.store)
     assert store.get("n") == b"150"
     assert sorted(store.get("log").decode()) == ["a"] * 50 + ["b"] * 50 + ["c"] * 50
@@ -426,17 +447,8 @@ dist.destroy_process_group()
 """
 
 
-def test_gloo_forms_process_groups_over_it(etcd: EmbeddedEtcd, keys: Keys) -> None:
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", GLOO_WORKER, etcd.endpoint, keys.store, str(global_rank)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for global_rank in range(2)
-    ]
-    assert [worker.communicate(timeout=60)[0].strip() for worker in workers] == ["6.0", "6.0"]
-    assert [worker.returncode for worker in workers] == [0, 0]
+def test_gloo_forms_process_groups_over_it(run_all: RunAll) -> None:
+    assert run_all(GLOO_WORKER, "0", "1") == ["6.0", "6.0"]
 
 
 SUBGROUP_WORKER = """
@@ -460,7 +472,7 @@ for members, group in zip(([0, 1], [1, 2]), pairs):
 dist.monitored_barrier(timeout=timedelta(seconds=60))
 if rank < 2:
     try:
-        dist.monitored_barrier(timeout=timedelta(seconds=3))  # which rank 2 never enters
+        dist.monitored_barrier(timeout=timedelta(seconds=1))  # which rank 2 never enters
     except RuntimeError as error:
         sums.append("refused")
 chain.add("ended", 1)
@@ -469,17 +481,8 @@ print(sums)
 """
 
 
-def test_subgroups_and_barriers_work_as_over_any_store(etcd: EmbeddedEtcd, keys: Keys) -> None:
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", SUBGROUP_WORKER, etcd.endpoint, keys.store, str(global_rank)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for global_rank in range(3)
-    ]
-    outputs = [worker.communicate(timeout=120)[0].strip() for worker in workers]
-    assert outputs == ["[11, 'refused']", "[11, 110, 'refused']", "[110]"]
+def test_subgroups_and_barriers_work_as_over_any_store(run_all: RunAll) -> None:
+    assert run_all(SUBGROUP_WORKER, "0", "1", "2") == ["[11, 'refused']", "[11, 110, 'refused']", "[110]"]
 
 
 INTERRUPTED = """
@@ -490,7 +493,7 @@ from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
 store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2], timedelta(seconds=100))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell has it ignored
-threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     store.get("never")
 except KeyboardInterrupt:
@@ -498,8 +501,5 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_wait_is_ended_by_ctrl_c(etcd: EmbeddedEtcd, keys: Keys) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, etcd.endpoint, keys.store], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert process.stdout == "interrupted\n", process.stderr
+def test_a_wait_is_ended_by_ctrl_c(run_all: RunAll) -> None:
+    assert run_all(INTERRUPTED, "") == ["interrupted"]

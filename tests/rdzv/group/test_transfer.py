@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from datetime import datetime
@@ -13,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.group.transfer import (
     INLINE_BYTES,
@@ -143,27 +142,23 @@ def assert_equal(got: object, sent: object) -> None:
         assert got == sent
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("fork_server")
 def test_training_state_arrives_as_it_was_sent(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    outputs = [tmp_path / f"{rank}.out" for rank in range(2)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BOTH, str(rank), str(tmp_path), str(Path(__file__).parent)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+        WarmProcess(run_code, [BOTH, str(rank), str(tmp_path), str(Path(__file__).parent)], environment, output)
+        for rank, output in enumerate(outputs)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-        answers = [line for line in outputs[1].splitlines() if "refused" in line or "code of" in line]
-        assert [line.split(":")[0] for line in answers] == ["refused"] * len(refused()), outputs[1]
+        codes = [process.wait(120) for process in processes]
     finally:
         for process in processes:
             process.kill()
+    texts = [output.read_text() for output in outputs]
+    assert codes == [0, 0], "\n".join(texts)
+    answers = [line for line in texts[1].splitlines() if "refused" in line or "code of" in line]
+    assert [line.split(":")[0] for line in answers] == ["refused"] * len(refused()), texts[1]
 
 
 @pytest.mark.parametrize("sent", [Evil(), [Same(torch.ones(1))], eval, Path.home])

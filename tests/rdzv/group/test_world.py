@@ -69,12 +69,12 @@ def test_worker_gives_up_without_a_controller(world_of: WorldOf) -> None:
 
 def test_worker_waits_while_a_controller_is_there(world_of: WorldOf, client: EtcdClient, keys: Keys) -> None:
     client.put(keys.controller, encode(ControllerRecord("host", 1, "local")))
-    leaves = threading.Timer(2.0, client.delete, [keys.controller])
+    leaves = threading.Timer(1.0, client.delete, [keys.controller])
     leaves.start()
     began = time.monotonic()
     with pytest.raises(TooLateError, match="the first round"):
         world_of(min_workers=2, wait_timeout_s=0.3).start()
-    assert time.monotonic() - began > 2.0
+    assert time.monotonic() - began > 1.0
     leaves.join()
 
 
