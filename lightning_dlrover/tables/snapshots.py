@@ -24,6 +24,7 @@ import torch
 
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import SnapshotCompleted
+from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.collectives import all_gather
@@ -37,10 +38,7 @@ from lightning_dlrover.tables.snapshot import (
     SnapshotError,
     part_header,
 )
-from lightning_dlrover.tables.snapshot_store import (
-    ROOT,
-    SnapshotStore,
-)
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
 from lightning_dlrover.tables.touched import TouchedRows
 
 __all__ = ["SnapshotConfig", "Snapshots"]
