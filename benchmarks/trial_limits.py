@@ -219,11 +219,11 @@ def _train(model: str, seconds: float) -> list[Stretch]:
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            durations_s = []
+            durations_s: list[float] = []
             end_s = time.perf_counter() + seconds
             while (began_s := time.perf_counter()) < end_s or len(durations_s) < MIN_STEPS:
                 optimizer.zero_grad()
-                nn.functional.mse_loss(net(inputs), targets).backward()
+                torch.autograd.backward(nn.functional.mse_loss(net(inputs), targets))
                 optimizer.step()
                 durations_s.append(time.perf_counter() - began_s)
             stretches.append(Stretch(num_threads, tuple(durations_s)))

@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ class BusyJob:
 def profile_of(worker: Membership, number: int) -> StepProfile:
     counts = {"round_number": 1, "global_rank": 0, "num_workers": 2, "num_nodes": 1, "first_step": number, "num_steps": 9}
     sizes = {"global_batch": 16, "local_batch": 8, "loader_workers": 2, "intra_op_threads": 1, "memory_bytes": 1 << 30}
-    times = {f.name: 0.012345 for f in dataclasses.fields(StepProfile) if f.name.endswith("_s")}
+    times: dict[str, Any] = {f.name: 0.012345 for f in dataclasses.fields(StepProfile) if f.name.endswith("_s")}
     return StepProfile(
         worker_id=worker.worker_id, cores=1.0, device="cpu", cpu_percent=98.7, at=time.time(), **counts, **sizes, **times
     )
