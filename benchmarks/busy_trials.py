@@ -38,17 +38,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from statistics import fmean, median
 
 from auto_config_jobs import POLICIES
 from jobs import AUTO_CONFIG_JOBS, START_TIMEOUT_S, STEP_TIMEOUT_S, LiveJob, Step, Workspace, describe_machine, result_line
 
 from lightning_dlrover.planner.plan import Decision, Settings
-from lightning_dlrover.planner.trial import PROOF_S, STEPS_OF_PROOF, TrialWatch
 
 NONE = "none"
-LASTING = ("careless", "slow")  # policies whose bad trials last
 BAD = 1.5  # slowdown from which a trial is bad
 STEPS_BEFORE = 50  # steps before a trial with which it is compared
 NUM_WINDOWS = 3  # windows that judge a trial which is not given up
@@ -185,90 +183,6 @@ class Tally:
 Tallies = dict[tuple[str, str], Tally]
 
 
-# --- how many steps prove that a trial has failed -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, order=True)
-class Proof:
-    """Newest steps whose median is compared with the steps before a trial, see `TrialWatch`."""
-
-    min_steps: int
-    min_s: float
-
-    def steps_until(self, usual_s: float, durations_s: Sequence[float]) -> int | None:
-        """Return after how many steps a trial is given up; None: never."""
-        home, chosen = Settings(1, 0, 1, 0), Settings(1, 0, 2, 0)
-        trial = Decision(1, 0.0, home, chosen, "", (), usual_s, usual_s, explored=True, break_even_s=usual_s)
-        watch = TrialWatch(self.min_steps, self.min_s)
-        alarms = (watch.step_ended(trial, chosen, duration_s) for duration_s in durations_s)
-        return next((number for number, alarm in enumerate(alarms, 1) if alarm is not None), None)
-
-
-PROOFS = [Proof(*each) for each in product((1, 3, 5, 9), (0.0, 0.1, 0.2, 0.4, 0.8))]
-IN_FORCE = Proof(STEPS_OF_PROOF, PROOF_S)
-MAX_FALSE = 0.05  # fraction of alarms without a change that a proof may give
-
-
-def false_alarms(runs: Sequence[Run], proof: Proof, trial_s: float) -> tuple[int, int]:
-    """Return how many stretches as long as a trial would have been given up, of jobs that change nothing, and their number."""
-    alarms = total = 0
-    for _, durations_s in (stint for run in runs for stint in run.stints):
-        start = STEPS_BEFORE
-        while start < len(durations_s):
-            end, span_s = start, 0.0
-            while end < len(durations_s) and span_s < trial_s:
-                span_s += durations_s[end]
-                end += 1
-            total += 1
-            alarms += proof.steps_until(median(durations_s[start - STEPS_BEFORE : start]), durations_s[start:end]) is not None
-            start = end + STEPS_BEFORE
-    return alarms, total
-
-
-def delays(runs: Sequence[Run], proof: Proof) -> list[int]:
-    """Return after how many steps the bad trials would have been given up, of jobs that give none up."""
-    found = []
-    for run in runs:
-        for before, trial in pairwise(run.stints):
-            usual_s = median(before[1][-STEPS_BEFORE:])
-            if median(trial[1]) >= BAD * usual_s and trial[0].intra_op_threads > before[0].intra_op_threads:
-                found.append(proof.steps_until(usual_s, trial[1]) or len(trial[1]))
-    return found
-
-
-def best_proof(quiet: Sequence[Run], bad: Sequence[Run], trial_s: float) -> Proof:
-    """Return the fastest proof with few false alarms, of all if none has few."""
-
-    def rank(proof: Proof) -> tuple[float, float, Proof]:
-        alarms, total = false_alarms(quiet, proof, trial_s)
-        return max(MAX_FALSE, alarms / max(1, total)), fmean(delays(bad, proof) or [0]), proof
-
-    return min(PROOFS, key=rank)
-
-
-def describe_proofs(tallies: Tallies, window_s: float) -> str:
-    """Choose a proof in the even rounds, and show its figures in the odd ones, beside those of the proof in force."""
-    lines = []
-    trial_s = NUM_WINDOWS * window_s
-
-    def runs(odd: int) -> tuple[list[Run], list[Run]]:
-        """Return the beginnings of all jobs, until their first change, and the jobs in which bad trials last."""
-        beginnings = [Run((), 0, run.stints[:1]) for tally in tallies.values() for run in tally.runs[odd::2]]
-        lasting = [run for (_, policy), tally in tallies.items() if policy in LASTING for run in tally.runs[odd::2]]
-        return beginnings, lasting
-
-    chosen = best_proof(*runs(0), trial_s)
-    for title, proof in (("chosen in even rounds", chosen), ("in force", IN_FORCE)):
-        for odd, name in enumerate(("even", "odd")):
-            quiet, bad = runs(odd)
-            alarms, total = false_alarms(quiet, proof, trial_s)
-            lines.append(
-                f"proof {title}: {proof.min_steps} steps and {proof.min_s:g} s; in {name} rounds {alarms} of {total} stretches "
-                f"without a change alarmed, bad trials given up after {sorted(delays(bad, proof))} steps"
-            )
-    return "\n".join(lines)
-
-
 def summary(tallies: Tallies, window_s: float) -> dict[str, float | int]:
     """Return the figures of the last line."""
     values: dict[str, float | int] = {}
@@ -305,6 +219,10 @@ class Burners:
     def burn(self) -> None:
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
+
+    def pause(self) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGSTOP)
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
@@ -402,7 +320,6 @@ def main() -> int:
                 name = f"{load}-{policy}-{number}"
                 tallies[load, policy].runs.append(run(space, endpoint, name, policy, LOADS[load], size))
             print(table(tallies), flush=True)
-    print(describe_proofs(tallies, size.window_s))
     print(result_line(summary(tallies, size.window_s)))
     return 0
 

@@ -35,8 +35,12 @@ from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.output import complain, say
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import RecordError
+from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
 from lightning_dlrover.report.event_log import EVENTS_FILE, EventLog, JobNotFoundError, first_traceback
 from lightning_dlrover.report.status import JOB_FILE, JobPlace, connect, read_job
 from lightning_dlrover.report.surroundings import Surroundings
@@ -112,6 +116,8 @@ def _run_job(
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
         announce = Announcer(log)
+        if options.target == "local":
+            stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
         controller = stack.enter_context(Controller(client, place.keys, target, limits, str(folder), say, patience, hurry))
         place.write(folder, target.name, controller.mark)
         say(
@@ -177,6 +183,14 @@ def _steer(controller: Controller, server: EmbeddedEtcd | None, target: str, ann
                 server.restart()
         raise
     return end
+
+
+def _remove_snapshots(client: EtcdClient, place: JobPlace, server: EmbeddedEtcd | None) -> None:
+    """Remove the snapshots that killed workers have left on this machine, if no worker will ever continue the job."""
+    # A job cannot continue without its records, which end with its own server.
+    with contextlib.suppress(EtcdError, RecordError):
+        if server is not None or Journal(client, place.keys).is_over():
+            remove_snapshots(place.keys)
 
 
 def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:

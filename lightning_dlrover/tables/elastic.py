@@ -26,7 +26,8 @@ from lightning_dlrover.observe.resources import available_bytes
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import SnapshotLost, TablesMoved
-from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
+from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError, UnreachableError
 from lightning_dlrover.tables.arena import warm
 from lightning_dlrover.tables.collectives import all_gather, meet
@@ -88,7 +89,7 @@ class ElasticTables:
         self._fit = world.num_fits + 1  # the `fit` of the present snapshots
         if config.interval_s:
             try:
-                job = f"{world.config.prefix}/{world.config.run_id}"
+                job = name_of_job(Keys(world.config.run_id, world.config.prefix))
                 record = world.membership.view.job
                 if record is None:
                     raise SnapshotError("the job's record cannot be read")

@@ -7,12 +7,10 @@ remain when a worker is killed, so another worker on the same host finds them, e
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import mmap
 import os
 import shutil
-import stat
 import struct
 import threading
 import time
@@ -22,15 +20,22 @@ from typing import BinaryIO
 
 import torch
 
+from lightning_dlrover.rdzv.job.snapshot_folders import (
+    JOB_FILE,
+    ROOT,
+    hold,
+    is_held,
+    is_private,
+    short,
+    users_folder,
+)
 from lightning_dlrover.tables.arena import touch
 from lightning_dlrover.tables.persist import PREFIX, parts_in
 from lightning_dlrover.tables.snapshot import MAGIC, Part, PartHeader, PartWriter, SnapshotError
 
-__all__ = ["ROOT", "SnapshotStore", "short"]
+__all__ = ["SnapshotStore"]
 
 log = logging.getLogger(__name__)
-
-ROOT = Path("/dev/shm")
 
 ALIGN = 4096
 
@@ -66,9 +71,10 @@ class SnapshotStore:
         if not root.is_dir():
             raise SnapshotError(f"{root} is not there: this system has no shared memory to keep snapshots in")
         self._job, self._life = short(job), short(life)
-        self.folder = root / f"dlrover-{os.getuid()}" / self._name_of_fit(fit)
+        self.folder = users_folder(root) / self._name_of_fit(fit)
         self._disk = disk.absolute() / self.folder.name if disk is not None else None
         self.holder = holder
+        self._mark: BinaryIO | None = None  # shows others that a worker of the job lives on this host
         self._make_folder()
         self._remove_former(fit)
         self.max_bytes = max_bytes if max_bytes is not None else shutil.disk_usage(root).free // 2
@@ -79,6 +85,7 @@ class SnapshotStore:
     def begin_fit(self, number: int) -> None:
         """Switch to the snapshots of a later `fit`, and remove those of earlier ones, because each counts batches from 0."""
         self._mappings = {}
+        self._mark = None
         self.folder = self.folder.with_name(self._name_of_fit(number))
         self._disk = self._disk.with_name(self.folder.name) if self._disk is not None else None
         self._remove_former(number)
@@ -98,9 +105,14 @@ class SnapshotStore:
         for folder in (self.folder.parent, self.folder):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-            status = os.lstat(folder)
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            if not is_private(folder):
                 raise SnapshotError(f"{folder} is not a folder of this user's alone: remove it, or switch snapshots off")
+        mark = self.folder / JOB_FILE
+        if self._mark is None or not mark.exists() or not os.path.samestat(os.fstat(self._mark.fileno()), mark.stat()):
+            try:
+                self._mark = hold(self.folder, self._disk)
+            except OSError as error:
+                raise SnapshotError(f"{mark} cannot be written: {error.strerror}") from error
 
     # --- writing -------------------------------------------------------------------------------------------------------
 
@@ -256,6 +268,7 @@ class SnapshotStore:
         """Create no more files, not even from a thread that was left behind."""
         with self._creating:
             self._is_closed = True
+            self._mark = None
 
     def clear(self) -> None:
         """Remove everything permanently, because the job has ended."""
@@ -264,6 +277,7 @@ class SnapshotStore:
         if self._disk is not None:
             shutil.rmtree(self._disk, ignore_errors=True)
         with contextlib.suppress(OSError):
+            (self.folder / JOB_FILE).unlink(missing_ok=True)
             self.folder.rmdir()
 
     def clear_memory(self) -> None:
@@ -281,13 +295,12 @@ class SnapshotStore:
             path.unlink()
 
     def sweep(self, older_than_s: float) -> None:
-        """Remove the parts of jobs that were killed long ago and never restarted."""
+        """Remove the parts of jobs that were killed long ago and never restarted.
+
+        A job with a living worker on this host keeps its parts: it may have waited for other nodes since its last snapshot.
+        """
         for folder in self.folder.parent.iterdir():
             with contextlib.suppress(OSError):
                 newest = max((p.stat().st_mtime for p in (folder, *folder.iterdir())), default=0.0)
-                if folder != self.folder and time.time() - newest > older_than_s:
+                if folder != self.folder and time.time() - newest > older_than_s and not is_held(folder):
                     shutil.rmtree(folder, ignore_errors=True)
-
-
-def short(worker: str) -> str:
-    return hashlib.sha256(worker.encode()).hexdigest()[:16]

@@ -24,6 +24,7 @@ import torch
 
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import SnapshotCompleted
+from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.collectives import all_gather
@@ -32,7 +33,7 @@ from lightning_dlrover.tables.persist import Persister
 from lightning_dlrover.tables.placement import plan_to_dict
 from lightning_dlrover.tables.sharded import ShardedTables
 from lightning_dlrover.tables.snapshot import Part, PartWriter, SnapshotError, part_header
-from lightning_dlrover.tables.snapshot_store import ROOT, SnapshotStore
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
 from lightning_dlrover.tables.touched import TouchedRows
 
 __all__ = ["SnapshotConfig", "Snapshots"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from busy_trials import Proof, Run, Tally, Trial, delays, false_alarms, stints_of, summary, trials_of
+from busy_trials import Run, Tally, Trial, stints_of, summary, trials_of
 from jobs import Step
 
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
@@ -68,27 +68,3 @@ def test_last_line_compares_both_policies_with_a_job_without_trials() -> None:
     assert (values["progress"], values["idle_progress"], values["careless_progress"]) == (0.95, 1.5, 0.5)
     assert (values["trials"], values["careless_bad"], values["careless_worst"]) == (0, 1, 4.0)
     assert math.isnan(values["worst"])
-
-
-def test_proof_needs_enough_slow_steps_in_a_row_and_enough_time() -> None:
-    durations_s = [0.1, 0.4, 0.1, 0.4, 0.4, 0.1, 0.4]
-    assert Proof(1, 0.0).steps_until(0.1, durations_s) == 2
-    assert Proof(3, 0.0).steps_until(0.1, durations_s) == 4
-    assert Proof(3, 1.05).steps_until(0.1, durations_s) == 5
-    assert Proof(3, 0.0).steps_until(0.3, durations_s) is None
-    assert Proof(9, 0.0).steps_until(0.1, durations_s) is None
-
-
-def test_false_alarms_are_counted_in_jobs_that_change_nothing() -> None:
-    calm, hiccup = [0.1] * 50, [0.1] * 10 + [0.4] * 3 + [0.1] * 7
-    run = Run([], 140, [(HOME, [*calm, *hiccup, *calm, *[0.1] * 20])])
-    assert false_alarms([run], Proof(3, 0.0), 2.0) == (1, 2)
-    assert false_alarms([run], Proof(9, 0.0), 2.0) == (0, 2)
-
-
-def test_delay_of_a_bad_trial_is_the_number_of_its_steps() -> None:
-    run = Run([], 70, [(HOME, [0.1] * 50), (TRIAL, [0.1, *[0.4] * 19])])
-    assert delays([run], Proof(1, 0.0)) == [2]
-    assert delays([run], Proof(3, 0.0)) == [3]
-    assert delays([run], Proof(9, 0.0)) == [6]
-    assert delays([run], Proof(3, 60.0)) == [20]

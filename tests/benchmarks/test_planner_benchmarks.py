@@ -35,6 +35,15 @@ def test_leaking_job_finishes_only_if_it_is_watched() -> None:
     assert quick_result("memory_growth.py") == {"static_killed": 1, "finished": 1, "killed": 0, "jobs": 1}
 
 
+def test_limits_of_trials_are_chosen_and_reported_from_recorded_steps() -> None:
+    result = quick_result("trial_limits.py")
+    figures = ["wrong", "bad_steps", "bad_s"]
+    assert list(result) == ["steps", "span_s", "factor", *figures, *(f"in_force_{name}" for name in figures)]
+    assert result["steps"] >= 1
+    assert result["factor"] > 1
+    assert 0 <= result["span_s"] <= 1
+
+
 def test_trials_on_a_busy_machine_are_compared_with_a_planner_that_does_not_notice_it() -> None:
     result = quick_result("busy_trials.py")
     names = ["trials", "worst", "median", "bad", "bad_steps", "bad_s", "given_up", "given_up_after", "given_up_after_max"]

@@ -21,8 +21,8 @@ from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.live import checkpoints
+from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
 from lightning_dlrover.tables import elastic, neighbours, snapshot, snapshots
-from lightning_dlrover.tables.snapshot_store import ROOT
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 __all__ = ["TableSettings", "train_tables"]

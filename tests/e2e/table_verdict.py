@@ -17,7 +17,7 @@ from toy_job import SEED
 
 from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
-from lightning_dlrover.tables.snapshot_store import ROOT, short
+from lightning_dlrover.rdzv.job.snapshot_folders import ROOT, short
 
 __all__ = ["assembled", "judge", "lose_shared_memory_of", "shared_memory_of", "steps_that_count", "undisturbed"]
 

@@ -18,9 +18,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_dlrover.rdzv.job.records import Keys
+from lightning_dlrover.rdzv.job.snapshot_folders import JOB_FILE, remove_snapshots
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.layout import Region
+from lightning_dlrover.tables.persist import persist
 from lightning_dlrover.tables.snapshot import (
     Part,
     PartHeader,
@@ -135,7 +138,7 @@ def test_an_owner_has_two_slots_however_many_parts_it_writes(new_store: MakeStor
     for batch in range(1, 20):
         write(store, batch)
         assert names(store) == [(1, b) for b in (batch - 1, batch) if b]
-    assert len(list(store.folder.iterdir())) == 2
+    assert len(list(store.folder.glob("*-*-*"))) == 2
 
 
 def test_copies_of_other_parts_and_other_holders_have_slots_of_their_own(new_store: MakeStore) -> None:
@@ -288,7 +291,7 @@ def _assert_file_refused_or_readable(tmp_path: Path, content: bytes) -> None:
 def test_a_part_that_was_cut_short_is_not_a_part(new_store: MakeStore) -> None:
     store = new_store()
     write(store, 1)
-    (path,) = store.folder.iterdir()
+    (path,) = store.folder.glob("*-*-*")
     content = path.read_bytes()
     for length in range(0, len(content), 97):
         path.write_bytes(content[:length])
@@ -387,7 +390,7 @@ def test_a_link_or_file_in_the_place_of_the_folder_is_refused(new_store: MakeSto
     folder = new_store().folder
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
-    folder.rmdir()
+    shutil.rmtree(folder)
     folder.symlink_to(elsewhere)
     with pytest.raises(SnapshotError, match="remove it"):
         new_store()
@@ -508,6 +511,7 @@ def test_leftovers_of_dead_jobs_are_swept_only_when_old(new_store: MakeStore) ->
     dead, mine = new_store(job="/dlrover/dead"), new_store()
     write(dead, 1)
     write(mine, 1)
+    dead.close()  # as the end of its process does
     mine.sweep(older_than_s=60)
     assert names(dead) == [(1, 1)]
     _age(dead, 120)
@@ -523,13 +527,65 @@ def test_a_job_that_lives_for_long_is_not_swept(new_store: MakeStore) -> None:
         write(living, batch)
     _age(living, 120)
     write(living, 3)  # reuses memory that is already mapped
+    living.close()
     new_store().sweep(older_than_s=60)
     assert names(living) == [(1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("fit", [1, 2])
+def test_job_with_a_living_worker_is_not_swept_however_old_its_parts(new_store: MakeStore, fit: int) -> None:
+    waiting = new_store(job="/dlrover/waiting")
+    if fit > 1:
+        waiting.begin_fit(fit)
+    write(waiting, 1)
+    _age(waiting, 1e6)
+    new_store().sweep(older_than_s=60)
+    assert names(waiting) == [(1, 1)]
+    waiting.close()
+    new_store().sweep(older_than_s=60)
+    assert not waiting.folder.exists()
+
+
+@pytest.mark.parametrize("fit", [1, 2])
+def test_snapshots_of_killed_workers_are_removed_by_another_process(tmp_path: Path, fit: int) -> None:
+    stores = []
+    for name in ("over", "other"):
+        stores.append(SnapshotStore(f"/dlrover/{name}", "w0", disk=tmp_path / "disk", root=tmp_path, life="1"))
+        if fit > 1:
+            stores[-1].begin_fit(fit)
+        write(stores[-1], 1)
+        paths = stores[-1].on_disk((1, 1))
+        assert paths is not None
+        assert persist(*paths)
+    over, other = stores
+    remove_snapshots(Keys("over"), root=tmp_path)
+    assert not over.folder.exists()
+    assert [folder.name for folder in (tmp_path / "disk").iterdir()] == [other.folder.name]
+    assert names(other) == [(1, 1), (1, 1)]  # in memory and on disk
+
+
+@pytest.mark.parametrize("content", ["", "relative", "{victim}", "{victim}\0", "{victim}/../victim"])
+def test_garbage_instead_of_a_path_on_disk_removes_nothing_else(tmp_path: Path, content: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    store = SnapshotStore("/dlrover/over", "w0", root=tmp_path)
+    (store.folder / JOB_FILE).write_text(content.format(victim=victim))
+    remove_snapshots(Keys("over"), root=tmp_path)
+    assert not store.folder.exists()
+    assert victim.exists()
+
+
+def test_folder_that_others_may_write_to_is_not_cleaned_up(new_store: MakeStore, tmp_path: Path) -> None:
+    store = new_store(job="/dlrover/over")
+    store.folder.parent.chmod(0o777)
+    remove_snapshots(Keys("over"), root=tmp_path)
+    assert store.folder.exists()
 
 
 def test_sweep_spares_others_leftovers_for_a_day(new_store: MakeStore, tmp_path: Path) -> None:
     other = new_store(job="/dlrover/other")
     write(other, 1)
+    other.close()
     _age(other, 3600)
     world: Any = SimpleNamespace(
         worker_id="w0",
@@ -546,6 +602,7 @@ def test_files_beside_the_jobs_folders_do_not_stop_a_sweep(new_store: MakeStore)
     store = new_store()
     (store.folder.parent / "file").write_text("")
     dead = new_store(job="/dlrover/dead")
+    dead.close()
     _age(dead, 120)
     store.sweep(older_than_s=60)
     assert not dead.folder.exists()

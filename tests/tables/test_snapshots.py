@@ -14,6 +14,7 @@ pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
 import torch
 
+from lightning_dlrover.rdzv.job.snapshot_folders import short
 from lightning_dlrover.tables import snapshot as snapshot_module
 from lightning_dlrover.tables import snapshot_store as store_module
 from lightning_dlrover.tables import snapshots as module
@@ -132,8 +133,8 @@ def test_memory_of_waiting_workers_stays_and_of_departed_ones_goes(snapshots: Sn
     )
     snapshots._counted = 1
     snapshots._counts()
-    holders = {path.name.split("-")[0] for path in snapshots.store.folder.iterdir()}
-    assert holders == {store_module.short(name) for name in ("w0", "spare")}
+    holders = {path.name.split("-")[0] for path in snapshots.store.folder.glob("*-*-*")}
+    assert holders == {short(name) for name in ("w0", "spare")}
 
 
 def test_rows_are_noted_once_across_two_fits_of_the_same_tables(

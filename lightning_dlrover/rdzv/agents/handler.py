@@ -466,6 +466,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._own.lease is not None:
             self._own.lease.revoke()
         self._run.tidy_up(self._is_live)
+        if self._is_live:
+            self._run.remove_leftovers()
 
     def _drop_store(self) -> None:
         store, self._store = self._store, None

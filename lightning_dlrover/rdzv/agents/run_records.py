@@ -14,6 +14,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.operations import Delete, Get, KeyValue, absent
 from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable
 from lightning_dlrover.rdzv.job.records import AgentRecord, AgentRound, JobRecord, Keys, RecordError, WorkerRecord
+from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
 
 __all__ = ["RunRecords"]
 
@@ -67,6 +68,15 @@ class RunRecords:
             self._journal.swap(AgentRound, self._keys.agent_round, closed, read=self.read, timeout_s=timeout_s)
         except ContentionError as error:
             raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time: {error}") from error
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed workers have left in this host's memory, if the job will never continue."""
+        try:
+            is_over = self._journal.is_over()
+        except RecordError:
+            return
+        if is_over:
+            remove_snapshots(self._keys)
 
     def delete_own_workers(self) -> None:
         _, found = self._client.get_prefix(self._keys.workers)

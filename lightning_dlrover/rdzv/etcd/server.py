@@ -62,12 +62,15 @@ class EmbeddedEtcd:
         die_with_parent: bool = True,
         start_timeout_s: float = 20.0,
         binary: str | None = None,
+        superseded_s: float = 300.0,
     ) -> None:
         """
         Args:
             data_dir: folder that is kept after `stop()`; None creates a temporary one that `stop()` removes.
             port: port for clients; None takes a free one.
             durable: wait for the disk on each write; False loses the last writes if the *machine* goes down.
+            superseded_s: seconds for which etcd keeps superseded values. Its database then stays as large as the values of that
+                time need: a file of etcd's never shrinks, but the room of removed values is used again.
         """
         self.host = host
         self.port = port or 0
@@ -78,6 +81,7 @@ class EmbeddedEtcd:
         self._die_with_parent = die_with_parent
         self._start_timeout_s = start_timeout_s
         self._binary = binary
+        self._superseded_s = superseded_s
         self._temporary: OwnedFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -208,8 +212,8 @@ class EmbeddedEtcd:
             f"--listen-peer-urls={peer_url}",
             f"--initial-advertise-peer-urls={peer_url}",
             f"--initial-cluster=embedded={peer_url}",
-            "--auto-compaction-mode=revision",
-            "--auto-compaction-retention=1000",
+            "--auto-compaction-mode=periodic",
+            f"--auto-compaction-retention={self._superseded_s:g}s",
             "--log-outputs=stderr",
         ]
         if not self._durable:

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import Compare, Get, KeyValue, Put, absent, modified
-from lightning_dlrover.rdzv.job.records import EventRecord, Keys, RecordError, decode, encode
+from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, NodesRecord, RecordError, decode, encode
 
 __all__ = ["ContentionError", "FenceLostError", "Found", "Journal", "read", "read_events", "readable", "readable_folder"]
 
@@ -105,6 +105,15 @@ class Journal:
         """
         entry = self.client.get(key)
         return Found(read(record_type, entry), entry.mod_revision if entry is not None else 0)
+
+    def is_over(self) -> bool:
+        """Read whether no worker will ever continue the job: it has finished, has failed for good, or was cancelled.
+
+        Raises:
+            RecordError: its records hold other values.
+        """
+        job, nodes = self.get(JobRecord, self.keys.job).record, self.get(NodesRecord, self.keys.nodes).record
+        return (job is not None and job.is_over) or (nodes is not None and bool(nodes.stop))
 
     def swap(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import re
@@ -27,6 +28,7 @@ from waiting import eventually
 from warm_process import WarmProcess, run_code
 
 from lightning_dlrover import variables
+from lightning_dlrover._version import __version__
 from lightning_dlrover.rdzv.agents.handler import (
     EtcdRendezvousHandler,
     create_backend,
@@ -40,10 +42,12 @@ from lightning_dlrover.rdzv.job.records import (
     ControllerRecord,
     JobRecord,
     Keys,
+    NodesRecord,
     WorkerRecord,
     decode,
     encode,
 )
+from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job, remove_snapshots, short, users_folder
 
 StartAgent = Callable[..., Agent]
 MakeHandler = Callable[..., EtcdRendezvousHandler]
@@ -307,6 +311,28 @@ def test_node_waits_while_a_controller_is_there(make_handler: MakeHandler, clien
         client.delete(keys.controller)
         with pytest.raises(RendezvousTimeoutError, match=r"only 1 of at least 2.*join_timeout=SECONDS"):
             waiting.result(10)
+
+
+@pytest.mark.parametrize("end", ["none", "drained", "failed", "cancelled"])
+def test_agent_of_a_job_that_is_over_removes_what_its_killed_worker_left(
+    make_handler: MakeHandler, client: EtcdClient, keys: Keys, end: str
+) -> None:
+    job = JobRecord("training", True, 1, 1, __version__)
+    client.put(keys.job, encode(job))
+    agent = make_handler(1, 1)
+    agent.next_rendezvous()
+    left = users_folder() / f"{short(name_of_job(keys))}-life"
+    left.mkdir(mode=0o700, parents=True)
+    users_folder().chmod(0o700)
+    try:
+        if end == "failed":
+            client.put(keys.job, encode(dataclasses.replace(job, phase="failed")))
+        if end in ("drained", "cancelled"):
+            client.put(keys.nodes, encode(NodesRecord("local", "", stop="cancelled by a user" if end == "cancelled" else "")))
+        agent.shutdown()
+        assert left.exists() == (end in ("none", "drained"))
+    finally:
+        remove_snapshots(keys)
 
 
 def test_every_round_has_its_own_store_and_port(make_handler: MakeHandler, client: EtcdClient, keys: Keys) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import (
     KeyValue,
@@ -100,3 +106,84 @@ def test_a_listener_that_raises_does_not_end_the_mirror(client: EtcdClient, keys
         mirror.wait_for(lambda found: found.get(keys.root + "a"), 5)
         client.put(keys.root + "b", b"")
         mirror.wait_for(lambda found: found.get(keys.root + "b"), 5)
+
+
+# --- catching up ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def late_mirror(client: EtcdClient, keys: Keys) -> Iterator[tuple[Mirror, threading.Event]]:
+    """A mirror that applies no change before the event is set."""
+    arrives = threading.Event()
+    with Mirror(client, keys.root, check_interval_s=60) as mirror:
+        apply = mirror._apply
+
+        def apply_late(events: Sequence[Any]) -> None:
+            assert arrives.wait(20)
+            apply(events)
+
+        mirror._apply = apply_late  # type: ignore[method-assign]
+        try:
+            yield mirror, arrives
+        finally:
+            arrives.set()
+
+
+@pytest.mark.parametrize("write", ["put", "delete"])
+def test_caught_up_mirror_shows_writes_that_came_before(client: EtcdClient, keys: Keys, write: str) -> None:
+    key = keys.root + "k"
+    client.put(keys.root + "other", b"")
+    if write == "delete":
+        client.put(key, b"1")
+    with late_mirror(client, keys) as (mirror, arrives), ThreadPoolExecutor(1) as pool:
+        if write == "delete":
+            client.delete(key)
+        else:
+            client.put(key, b"1")
+        catching_up = pool.submit(mirror.catch_up, 15)
+        with pytest.raises(TimeoutError):
+            catching_up.result(0.5)
+        assert (mirror.get(key) is None) == (write == "put")  # still as it was
+        arrives.set()
+        catching_up.result(10)
+        assert (mirror.get(key) is None) == (write == "delete")
+
+
+def test_mirror_that_misses_nothing_of_its_prefix_has_caught_up(client: EtcdClient, keys: Keys) -> None:
+    client.put(keys.root + "k", b"1")
+    with late_mirror(client, keys) as (mirror, _):
+        mirror.catch_up(5)
+        revision = client.put(f"{keys.prefix}/{keys.run_id}-other/k", b"1")  # its revision is newer than the copy's
+        mirror.catch_up(5)
+        assert mirror.revision < revision
+        client.put(keys.root + "new", b"1")
+        client.delete(keys.root + "new")  # the copy never shows it, and is right
+        mirror.catch_up(5)
+
+
+def test_catching_up_in_vain_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
+    with late_mirror(client, keys) as (mirror, _):
+        client.put(keys.root + "k", b"1")
+        with pytest.raises(TimeoutError, match=rf"0\.2 s.*{keys.root}"):
+            mirror.catch_up(0.2)
+
+
+def test_closed_mirror_ends_catching_up(client: EtcdClient, keys: Keys) -> None:
+    with late_mirror(client, keys) as (mirror, arrives), ThreadPoolExecutor(1) as pool:
+        client.put(keys.root + "k", b"1")
+        catching_up = pool.submit(mirror.catch_up, 15)
+        with pytest.raises(TimeoutError):
+            catching_up.result(0.3)
+        mirror.close(timeout_s=0.1)
+        with pytest.raises(EtcdError, match="was closed"):
+            catching_up.result(10)
+        arrives.set()
+
+
+def test_catching_up_without_etcd_is_an_error(private_etcd: EmbeddedEtcd, keys: Keys) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client, Mirror(client, keys.root, check_interval_s=60) as mirror:
+        private_etcd.kill()
+        began = time.monotonic()
+        with pytest.raises(EtcdUnavailableError):
+            mirror.catch_up(1.0)
+        assert time.monotonic() - began < 5
