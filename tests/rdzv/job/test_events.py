@@ -131,7 +131,7 @@ def test_fields_of_a_newer_release_are_ignored(line: str) -> None:
     [
         ({"members": [], "kind": "grow"}, "field 'number' of RoundFormed is missing"),
         ({"number": "two", "members": [], "kind": "grow"}, "field 'number' of RoundFormed is 'two'"),
-        ({"number": 2, "members": ["a", 1], "kind": "grow"}, "field 'members' of RoundFormed is"),
+        ({"number": 2, "members": ["a", 1], "kind": "grow"}, r"field 'members' of RoundFormed \(one item\) is 1"),
         ({"number": 2, "members": [], "kind": "grow", "decided_s": float("nan")}, "field 'decided_s' of RoundFormed is nan"),
     ],
 )
