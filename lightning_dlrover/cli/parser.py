@@ -121,8 +121,8 @@ def _add_doctor(commands: Commands) -> None:
     doctor.add_argument(
         "script",
         nargs="*",
-        metavar=("SCRIPT", "ARG"),
-        help="training script that uses a Lightning Trainer, and its arguments; those with dashes after --",
+        metavar="SCRIPT",
+        help="training script with a Lightning Trainer, then -- and its arguments",
     )
 
 

@@ -42,5 +42,5 @@ def interface_of(address: str) -> str | None:
     """Return the name of the network interface with an address of this host."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
-            return name
+            return str(name)
     return None

@@ -14,6 +14,7 @@ import re
 import ssl
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -54,11 +55,12 @@ class EtcdCondition:
     clock: Clock | None
 
 
-def inspect(config: EtcdConfig, prefix: str) -> EtcdCondition:
+def inspect(config: EtcdConfig, prefix: str, wall_clock: Callable[[], float] = time.time) -> EtcdCondition:
     """Return the condition of the server at the only endpoint of `config`. Writes nothing.
 
     Args:
         prefix: folder of all jobs' keys.
+        wall_clock: our clock, to compare with the server's.
 
     Raises:
         EtcdError: no server answers there as etcd v3, or it refuses user or certificate.
@@ -94,7 +96,7 @@ def inspect(config: EtcdConfig, prefix: str) -> EtcdCondition:
         alarms=alarms,
         write_problem=write_problem,
         latency_s=statistics.median(seconds) if seconds else 0.0,
-        clock=_clock(config),
+        clock=_clock(config, wall_clock),
     )
 
 
@@ -115,17 +117,17 @@ def _compacts_by_itself(config: EtcdConfig) -> bool | None:
         command = " ".join(map(str, json.loads(page)["cmdline"]))
     except (ValueError, KeyError, TypeError):
         return None
-    match = re.search(r"--?auto-compaction-retention[= ](\S+)", command)
-    if match is None:
+    given = re.findall(r"--?auto-compaction-retention[= ](\S+)", command)
+    if not given:
         return None  # perhaps in its environment or configuration file
-    return match[1].strip("'\"") not in ("0", "0s", "0m", "0h")
+    return given[-1] not in ("0", "0s", "0m", "0h")
 
 
-def _clock(config: EtcdConfig) -> Clock | None:
+def _clock(config: EtcdConfig, wall_clock: Callable[[], float]) -> Clock | None:
     """Compare the server's clock with ours: HTTP responses bear its time in whole seconds."""
-    before = time.time()
+    before = wall_clock()
     _, date = _page(config, "/version")
-    after = time.time()
+    after = wall_clock()
     parsed = email.utils.parsedate_tz(date)
     if parsed is None:
         return None
@@ -143,7 +145,9 @@ def _page(config: EtcdConfig, path: str) -> tuple[str, str]:
             context = ssl.create_default_context(cafile=config.ca_cert)
             if config.cert is not None:
                 context.load_cert_chain(config.cert, config.cert_key)
-            connection = http.client.HTTPSConnection(host, port, timeout=config.timeout_s, context=context)
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                host, port, timeout=config.timeout_s, context=context
+            )
         else:
             connection = http.client.HTTPConnection(host, port, timeout=config.timeout_s)
         try:
