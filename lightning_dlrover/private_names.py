@@ -11,7 +11,7 @@ import dis
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import CodeType, FunctionType
 
 from lightning_dlrover._version import __version__
@@ -35,17 +35,18 @@ class MissingNamesError(ImportError):
         )
 
 
-def check_names(distribution: str, names: Names, root: str = "") -> None:
+def check_names(distribution: str, names: Names, root: str = "", optional: Container[str] = ()) -> None:
     """Raise `MissingNamesError` for the names that an installed package lacks.
 
     Args:
         root: package that the modules in `names` belong to; empty if they are absolute.
+        optional: holders that only some releases have. Their names count where they are there.
     """
-    if missing := missing_names(names, root):
+    if missing := missing_names(names, root, optional):
         raise MissingNamesError(distribution, missing)
 
 
-def missing_names(names: Names, root: str = "") -> list[str]:
+def missing_names(names: Names, root: str = "", optional: Container[str] = ()) -> list[str]:
     """Return the missing names with their holders. Imports the modules."""
     found = []
     for holder, listed in names.items():
@@ -58,7 +59,8 @@ def missing_names(names: Names, root: str = "") -> list[str]:
         except (ModuleNotFoundError, AttributeError) as error:
             if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or " "):
                 raise  # a dependency of the package is missing, not one of its names
-            found.append(".".join(filter(None, (module, kind))))
+            if holder not in optional:
+                found.append(".".join(filter(None, (module, kind))))
             continue
         found += [f"{'.'.join(filter(None, (module, kind)))}.{name}" for name in listed if not _has(owner, name)]
     return found

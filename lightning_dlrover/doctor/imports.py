@@ -141,7 +141,7 @@ def _import_and_report() -> None:
         cuda = torch.version.cuda or ""
         try:
             if cuda:
-                torch.cuda.init()
+                torch.cuda.init()  # type: ignore[no-untyped-call]
                 num_devices = torch.cuda.device_count()
                 nccl = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
         except Exception as problem:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib
 import json
 import logging
 import os
@@ -94,7 +95,12 @@ def rehearse(notes: Notes, folder: Path, script: str, arguments: list[str]) -> N
     from lightning_dlrover.packages import on_import
 
     note_checks = functools.cache(lambda: _note_checks(notes))
-    on_import(lambda package: (note_checks(), _observe(package, notes, str(folder))))
+
+    def observe(package: str) -> None:
+        note_checks()
+        _observe(package, notes, str(folder))
+
+    on_import(observe)
     notes.reached("start")
     try:
         runpy.run_path(script, run_name="__main__")
@@ -142,16 +148,17 @@ class _Warnings(logging.Handler):
 
 def _note_checks(notes: Notes) -> None:
     """Note what the strategy would refuse, and go on, so that one run finds all of it."""
-    from lightning_dlrover import strategy
     from lightning_dlrover.checks.loaders import UnsupportedLoaderError, check_step_signature
     from lightning_dlrover.checks.script import BackwardCheck, UnsupportedScriptError
     from lightning_dlrover.live import lightning_names
     from lightning_dlrover.live.users_loaders import UsersLoaders
+    from lightning_dlrover.packages import TrainerFn
 
-    replaced = UsersLoaders.replaced
+    strategy: Any = importlib.import_module("lightning_dlrover.strategy")
+    replaced: Any = UsersLoaders.replaced
 
     def replaced_or_noted(self: Any, dataloader: object, trainer: Any, *others: Any) -> object:
-        if trainer.predicting:
+        if trainer.state.fn != TrainerFn.FITTING:
             return replaced(self, dataloader, trainer, *others)
         is_training = bool(trainer.training or trainer.state.stage == "train")
         name = "training data" if is_training else "validation data"
@@ -167,7 +174,7 @@ def _note_checks(notes: Notes) -> None:
         notes.add(ok(name, _described(dataloader)))
         return made
 
-    UsersLoaders.replaced = replaced_or_noted  # type: ignore[method-assign]
+    UsersLoaders.replaced = replaced_or_noted  # type: ignore[method-assign, assignment]
     check_optimizers = strategy.check_optimizers
 
     def check_or_note(optimizers: Any) -> None:
@@ -210,10 +217,10 @@ def _stand_in(dataloader: object) -> Any | None:
     from torch.utils.data import DataLoader
 
     try:
-        batch = next(iter(dataloader))  # type: ignore[call-overload]
+        batches: Any = [next(iter(dataloader))]  # type: ignore[call-overload]
     except Exception:  # whatever the user's loader raises, the script would meet it without a job, too
         return None
-    return DataLoader([batch], batch_size=1, collate_fn=_first)
+    return DataLoader(batches, batch_size=1, collate_fn=_first)
 
 
 def _first(batches: list[Any]) -> Any:
@@ -221,11 +228,15 @@ def _first(batches: list[Any]) -> Any:
 
 
 def _described(dataloader: Any) -> str:
+    from lightning_dlrover.checks.loaders import batching_of
     from lightning_dlrover.live.loader import ElasticLoader
 
     loader = dataloader.users_loader if isinstance(dataloader, ElasticLoader) else dataloader
-    sampler = type(loader.sampler if loader.batch_size is not None else loader.batch_sampler).__name__
-    return f"{type(loader).__name__}, {len(loader.dataset)} samples, {sampler}, {loader.num_workers} loader workers"
+    batching = batching_of(loader)
+    return (
+        f"{len(batching.sampler)} samples in batches of {batching.batch_size}, {type(batching.sampler).__name__}, "
+        f"{loader.num_workers} loader workers"
+    )
 
 
 # --- the Trainer -------------------------------------------------------------------------------------------------------------

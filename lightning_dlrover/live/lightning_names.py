@@ -205,11 +205,13 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """The names by their holder, as `check_names` takes them, below the package."""
 
+_OF_SOME_RELEASES = ("callbacks:WeightAveraging", "loggers:LitLogger")
+
 
 @functools.cache
 def check(package: str) -> None:
     """Raise `MissingNamesError` if the installed release of a package lacks one of the names. Takes some 30 ms, once."""
-    check_names(DISTRIBUTIONS[package], NAMES, package)
+    check_names(DISTRIBUTIONS[package], NAMES, package, _OF_SOME_RELEASES)
 
 
 # --- loops and loaders ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from secure_etcd import secure_etcd
 
 from lightning_dlrover.doctor.etcd import check_embedded, check_endpoints, judge
 from lightning_dlrover.doctor.finding import Finding
@@ -157,6 +158,22 @@ def test_one_missing_endpoint_of_several_is_a_warning(etcd: EmbeddedEtcd) -> Non
     findings, condition = check_endpoints(replace(config_of(f"127.0.0.1:9,{etcd.endpoint}"), timeout_s=1.0), PREFIX)
     assert condition is not None
     assert [each.verdict for each in findings if each.check == "etcd"] == ["warning", "ok"]
+
+
+def test_secured_etcd_is_read_with_its_files_and_refusals_are_named(tmp_path: Path) -> None:
+    with secure_etcd(tmp_path) as secured:
+        config = EtcdConfig(secured.endpoint, timeout_s=5.0, **secured.access)
+        findings, condition = check_endpoints(config, PREFIX)
+        refused, _ = check_endpoints(config, "/others")
+        nobody, _ = check_endpoints(replace(config, user=None, password_file=None), PREFIX)
+        plain, _ = check_endpoints(EtcdConfig(secured.endpoint, timeout_s=0.5), PREFIX)
+    assert condition is not None
+    assert {each.check for each in findings if each.verdict != "ok"} <= {"etcd release"}
+    assert condition.quota_bytes == 2 << 30
+    assert condition.clock is not None
+    for found, text in ((refused[0], "permission denied"), (nobody[0], "wants a user"), (plain[0], "asks for TLS")):
+        assert found.verdict == "error"
+        assert text in found.text
 
 
 def test_slow_etcd_and_refused_writes_are_named(etcd: EmbeddedEtcd) -> None:

@@ -122,7 +122,7 @@ def test_supported_script_and_machine_have_no_errors(
     by_check = {each["check"]: each for each in found["findings"]}
     of_script = ("script", "strategy", "callback", "training data", "validation data", "model", "imports", "packages", "etcd")
     assert [by_check[check]["verdict"] for check in of_script] == ["ok"] * len(of_script), found
-    assert by_check["training data"]["text"] == "DataLoader, 100 samples, RandomSampler, 0 loader workers"
+    assert by_check["training data"]["text"] == "100 samples in batches of 10, RandomSampler, 0 loader workers"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 

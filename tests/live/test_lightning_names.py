@@ -146,6 +146,13 @@ def test_missing_names_are_named_together(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
+def test_class_of_later_releases_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(submodule(PACKAGES[0], "callbacks"), "WeightAveraging")
+    lightning_names.check.cache_clear()
+    lightning_names.check(PACKAGES[0])
+    assert missing_names(NAMES, PACKAGES[0]) == ["lightning.pytorch.callbacks.WeightAveraging"]
+
+
 def test_strategy_refuses_a_release_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(submodule(default_package(), "loops.fit_loop")._FitLoop, "_should_accumulate")
     lightning_names.check.cache_clear()
