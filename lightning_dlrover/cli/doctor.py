@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import flag
 from lightning_dlrover.cli.run_options import checked_prefix, checked_script
+from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.doctor.finding import worst
 from lightning_dlrover.doctor.report import Case, as_json, examine, lines, summary
 from lightning_dlrover.output import show
@@ -29,11 +31,15 @@ def doctor_command(options: argparse.Namespace) -> int:
         deadline_s=options.timeout,
     )
     findings = []
-    for finding in examine(case):
-        findings.append(finding)
-        if not options.json:
-            for line in lines(finding):
-                show(line)
+    try:
+        with signals_as_exceptions(threading.Event()):
+            for finding in examine(case):
+                findings.append(finding)
+                if not options.json:
+                    for line in lines(finding):
+                        show(line)
+    except Interrupted as interrupted:  # all processes of the checks have been ended on the way
+        return 128 + interrupted.signal_number
     show(json.dumps(as_json(findings), indent=2) if options.json else summary(findings))
     return EXIT_FAILED if worst(findings) == "error" else EXIT_OK
 

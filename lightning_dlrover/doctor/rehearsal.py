@@ -18,6 +18,7 @@ The script's own files stay as they are:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import importlib
@@ -27,6 +28,7 @@ import os
 import pickle
 import re
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -360,6 +362,7 @@ def _check_rest(trainer: Any, notes: Notes) -> None:
 
 def _main() -> None:
     folder, deadline_s, script, *arguments = sys.argv[1:]
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing is left of a doctor that was killed
     with (Path(folder) / STACKS).open("w") as stacks:
         faulthandler.dump_traceback_later(float(deadline_s), file=stacks)  # shows the place of a script that does not end
         root = Path(folder) / "root"

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
+from waiting import eventually
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.doctor.finding import Finding
@@ -186,3 +192,21 @@ def test_wrong_use_ends_with_code_2(
     assert main(["doctor", "--endpoint", "no-port"]) == 2
     assert main(["doctor", "--user", "me"]) == 2
     assert "nowhere.py" in capsys.readouterr().err
+
+
+def test_interrupted_doctor_leaves_nothing_behind(tmp_path: Path) -> None:
+    for name in ("modules", "tmp", "work"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "modules/torch.py").write_text("raise ImportError('a quick one')")
+    began = tmp_path / "work/began"
+    lines = f"import os, pathlib, time\npathlib.Path({str(began)!r}).write_text(str(os.getpid()))\ntime.sleep(99)"
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(tmp_path / "modules")}
+    command = [sys.executable, "-m", "lightning_dlrover.cli", "doctor", str(script(tmp_path / "work", lines))]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as doctor:
+        pid = eventually(lambda: began.exists() and began.read_text(), "the script's start")
+        inside = [child.pid for child in psutil.Process(doctor.pid).children(recursive=True)]
+        doctor.terminate()
+        assert doctor.wait(30) == 128 + signal.SIGTERM
+    assert int(str(pid)) in inside
+    assert [each for each in inside if psutil.pid_exists(each)] == []
+    assert list((tmp_path / "tmp").iterdir()) == []
