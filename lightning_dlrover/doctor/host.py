@@ -158,8 +158,8 @@ def check_name(
     if resolved is None:
         return warning(
             "host name",
-            f"{name!r} does not resolve; torchrun and scripts that form process groups of their own need it",
-            f"add the line '{used} {name}' to /etc/hosts, or fix the DNS entry",
+            f"{name!r} does not resolve; process groups that are formed outside of a job need it",
+            f"add the line '{own_address()} {name}' to /etc/hosts, or fix the DNS entry",
         )
     loopback = is_loopback(resolved)
     return ok(
@@ -196,9 +196,8 @@ def check_interfaces(
             else:
                 findings.append(ok("interface", f"{variable} chooses {wanted}"))
     if problem := _problem_of_reaching(address, reach_s):
-        findings.append(
-            error("interface", f"this host does not reach its own address {address}: {problem}", "check firewall and routes")
-        )
+        move = "correct this host's entry in /etc/hosts or DNS, and check its firewall"
+        findings.append(error("interface", f"this host does not reach its own address {address}: {problem}", move))
     elif not findings:
         reason = "no etcd is given" if endpoint is None else f"on the route to {endpoint[0]}"
         findings.append(ok("interface", f"{interface_of(address) or 'unknown'} with {address} ({reason})"))

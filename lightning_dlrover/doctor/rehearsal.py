@@ -1,6 +1,6 @@
 """Run a script up to its first batch as the only worker of a job, and note which parts of it a job supports.
 
-`python -m lightning_dlrover.doctor.rehearsal FOLDER DEADLINE_S SCRIPT ARGS...` is the worker.
+`python -m lightning_dlrover.doctor.rehearsal FOLDER RECORD_AT SCRIPT ARGS...` is the worker.
 The script's own files stay as they are:
 
 | part of the script | in the rehearsal |
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import importlib
 import json
@@ -30,6 +29,7 @@ import re
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -39,10 +39,10 @@ from typing import Any
 
 from lightning_dlrover.doctor.finding import Finding, error, ok, warning
 
-__all__ = ["NOTES", "STACKS", "Notes"]
+__all__ = ["NOTES", "Notes", "note_problem"]
 
-NOTES, STACKS = "notes.jsonl", "stacks.txt"
-"""Files of a rehearsal's folder: what it has found; where the script is shortly before the deadline."""
+NOTES = "notes.jsonl"
+"""File with the notes in a rehearsal's folder."""
 
 _DEVICES_BY_DEFAULT = ("auto", 1, "1", -1, "-1", None)
 
@@ -53,7 +53,7 @@ class _Rehearsed(SystemExit):
 
 @dataclass(frozen=True)
 class _Stage:
-    name: str  # "start", "trainer", "fit", "batch"
+    name: str  # "start", "trainer", "fit", "batch"; "at ...": a line of the script shortly before the deadline
     at_s: float
 
 
@@ -114,10 +114,10 @@ def rehearse(notes: Notes, folder: Path, script: str, arguments: list[str]) -> N
     except KeyboardInterrupt:
         raise
     except BaseException as problem:
-        _note_problem(notes, script, problem)
+        note_problem(notes, script, problem)
 
 
-def _note_problem(notes: Notes, script: str, problem: BaseException) -> None:
+def note_problem(notes: Notes, script: str, problem: BaseException) -> None:
     """Note an exception that has left the script: a refusal of ours, or an error of the script."""
     text = f"{type(problem).__name__}: {problem}".strip()
     home = type(problem).__module__.partition(".")[0]
@@ -360,14 +360,24 @@ def _check_rest(trainer: Any, notes: Notes) -> None:
     notes.add(ok("model", f"{type(trainer.lightning_module).__name__}, {parameters} parameters in the first worker"))
 
 
+def _note_place(notes: Notes, script: str, main: int) -> None:
+    """Note the innermost line of the script that the main thread runs."""
+    for frame, line in traceback.walk_stack(sys._current_frames().get(main)):
+        if os.path.realpath(frame.f_code.co_filename) == os.path.realpath(script):
+            notes.reached(f"at {Path(script).name}:{line}, in {frame.f_code.co_name}")
+            break
+
+
 def _main() -> None:
-    folder, deadline_s, script, *arguments = sys.argv[1:]
+    folder, record_at, script, *arguments = sys.argv[1:]
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing is left of a doctor that was killed
-    with (Path(folder) / STACKS).open("w") as stacks:
-        faulthandler.dump_traceback_later(float(deadline_s), file=stacks)  # shows the place of a script that does not end
-        root = Path(folder) / "root"
-        root.mkdir()
-        rehearse(Notes(Path(folder) / NOTES), root, script, arguments)
+    notes, root = Notes(Path(folder) / NOTES), Path(folder) / "root"
+    root.mkdir()
+    timer = threading.Timer(max(0.1, float(record_at) - time.monotonic()), _note_place, (notes, script, threading.get_ident()))
+    timer.daemon = True
+    timer.start()
+    rehearse(notes, root, script, arguments)
+    timer.cancel()
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.doctor.finding import Finding, error, ok
-from lightning_dlrover.doctor.rehearsal import NOTES, STACKS
+from lightning_dlrover.doctor.rehearsal import NOTES
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 
 __all__ = ["check_script"]
@@ -28,8 +29,10 @@ _MARGIN_S = 1.0
 _END_S = 10.0
 """Seconds for the process to end after the script."""
 
-_OF_OTHER_JOBS = re.compile(r"DLROVER_|TORCHELASTIC_|SLURM_|PET_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
-"""Variables that would give the script a place in another job."""
+_OF_OTHER_JOBS = re.compile(
+    r"DLROVER_|TORCHELASTIC_|SLURM_|PET_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|\w+_SOCKET_IFNAME$"
+)
+"""Variables that would give the script a place in another job, or another interface than loopback."""
 
 
 def check_script(
@@ -72,10 +75,10 @@ def _environment(environ: Mapping[str, str], endpoint: str) -> dict[str, str]:
 def _run(script: Path, arguments: Sequence[str], deadline_s: float, environ: Mapping[str, str], folder: Path) -> int | None:
     """Run the rehearsal; return its exit code, None if it had to be ended."""
     module = "lightning_dlrover.doctor.rehearsal"
-    recorded_s = max(0.1, deadline_s - _MARGIN_S)
+    recorded_at = time.monotonic() + deadline_s - _MARGIN_S  # one clock for all processes of a host
     with (folder / _OUTPUT).open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder), str(recorded_s), str(script), *arguments],
+            [sys.executable, "-m", module, str(folder), str(recorded_at), str(script), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -143,7 +146,7 @@ def _findings(script: Path, returned: int | None, deadline_s: float, folder: Pat
     elif how == "exited":
         problem = error("script", f"{script.name} exited with code {text}: {_last_line(folder / _OUTPUT)}", again)
     elif returned is None:
-        where = _place(folder / STACKS, script)
+        where = next((f"; it was {stage}" for stage in notes.stages if stage.startswith("at ")), "")
         text = f"{script.name} has not trained a batch within {deadline_s:g} s{where}"
         problem = error("script", text, "give it less data, or more time with --timeout")
     else:
@@ -159,15 +162,6 @@ def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
         kept.setdefault((finding.check, finding.text), finding)
     refused = {finding.check for finding in kept.values() if finding.verdict == "error"}
     return [finding for finding in kept.values() if finding.verdict != "ok" or finding.check not in refused]
-
-
-def _place(stacks: Path, script: Path) -> str:
-    """Return where the script was shortly before the deadline, the innermost of its own lines."""
-    with contextlib.suppress(OSError):
-        for file, line, function in re.findall(r'File "(.+?)", line (\d+) in (\S+)', stacks.read_text()):
-            if os.path.realpath(file) == os.path.realpath(script):
-                return f"; it was at {script.name}:{line}, in {function}"
-    return ""
 
 
 def _last_line(output: Path) -> str:

@@ -144,6 +144,14 @@ def test_interface_that_does_not_exist_is_named(variable: str, value: str, verdi
     assert (f"unset {variable}" in found.next_move) is (verdict == "error")
 
 
+def test_name_with_the_address_of_another_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "own_address", lambda: "198.51.100.7")  # of the block for documentation
+    [found] = host.check_interfaces(None, {})
+    assert found.verdict == "error"
+    assert "does not reach its own address 198.51.100.7" in found.text
+    assert "/etc/hosts" in found.next_move
+
+
 def test_port_in_use_is_named_with_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

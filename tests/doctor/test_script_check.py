@@ -8,14 +8,19 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from waiting import eventually
 
+from lightning_dlrover.checks.arguments import check_arguments
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.doctor.finding import Finding
+from lightning_dlrover.doctor.rehearsal import Notes, note_problem
 from lightning_dlrover.doctor.script import check_script
 
 MODEL = """
@@ -116,6 +121,7 @@ def named(findings: list[Finding], check: str, text: str) -> Finding:
     return found[0]
 
 
+@pytest.mark.slow
 def test_supported_script_and_machine_have_no_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +138,7 @@ def test_supported_script_and_machine_have_no_errors(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
+@pytest.mark.slow
 def test_unsupported_parts_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "3")
@@ -158,6 +165,27 @@ def test_unsupported_parts_are_all_named(tmp_path: Path, monkeypatch: pytest.Mon
         assert found.verdict == "warning"
         assert move in found.next_move
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) -> None:
+    def note(raise_it: Callable[[], object]) -> dict[str, Any]:
+        file = tmp_path / f"{raise_it.__name__}.jsonl"
+        try:
+            raise_it()
+        except Exception as problem:
+            note_problem(Notes(file), __file__, problem)
+        last: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])["end"]
+        return last
+
+    def refused() -> None:
+        check_arguments(0, 0.1, timedelta(1), None, None, None, True, True)
+
+    def wrong() -> None:
+        raise ValueError("no data")
+
+    assert note(refused) == {"how": "refused", "text": "ValueError: global_batch_size is 0, it must be at least 1"}
+    assert note(wrong)["how"] == "raised"
+    assert note(wrong)["text"].startswith(f"{Path(__file__).name}:")
 
 
 @pytest.mark.parametrize(
