@@ -13,12 +13,12 @@ Verdict = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found."""
+    """Result of one check, or of a part of it."""
 
     check: str  # short name, such as "etcd size"
     verdict: Verdict
     text: str  # one line
-    next_move: str = ""  # what to do about it; empty if `verdict` is ok
+    next_move: str = ""  # remedy; empty if `verdict` is ok
 
 
 def ok(check: str, text: str) -> Finding:

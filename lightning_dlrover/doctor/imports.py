@@ -30,13 +30,13 @@ _DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Imported:
-    """What the imports have shown."""
+    """Outcome of the imports."""
 
-    problems: dict[str, str] = field(default_factory=dict)  # why a package cannot be used, by its name
+    problems: dict[str, str] = field(default_factory=dict)  # reason why a package cannot be used, by its name
     imported: list[str] = field(default_factory=list)
-    cuda: str = ""  # CUDA release that torch was built for; empty: none
+    cuda: str = ""  # CUDA release of the torch build; empty: none
     nccl: tuple[int, ...] = ()
-    num_devices: int = 0  # that torch can use
+    num_devices: int = 0  # GPUs usable by torch
     device_problem: str = ""
 
 

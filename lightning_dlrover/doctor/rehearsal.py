@@ -58,7 +58,7 @@ class _Stage:
 
 
 class Notes:
-    """What the rehearsal has found, in a file that is complete at any moment.
+    """Findings of the rehearsal, in a file that is complete at any moment.
 
     Args:
         file: JSON lines: findings, and the stages that the script has reached.
@@ -132,7 +132,7 @@ def note_problem(notes: Notes, script: str, problem: BaseException) -> None:
 
 
 class _Warnings(logging.Handler):
-    """Notes the warnings of this package: each names a part of the script that a job treats differently."""
+    """Notes the warnings of this package, which name parts of the script that a job treats differently."""
 
     def __init__(self, notes: Notes) -> None:
         super().__init__(logging.WARNING)
@@ -149,24 +149,19 @@ class _Warnings(logging.Handler):
 
 
 def _note_checks(notes: Notes) -> None:
-    """Note what the strategy would refuse, and go on, so that one run finds all of it."""
+    """Note refusals of the strategy and continue, so that one run finds all of them."""
     from lightning_dlrover.checks.loaders import UnsupportedLoaderError, check_step_signature
     from lightning_dlrover.checks.script import BackwardCheck, UnsupportedScriptError
-    from lightning_dlrover.live import lightning_names
-    from lightning_dlrover.live.users_loaders import UsersLoaders
     from lightning_dlrover.packages import TrainerFn
 
     strategy: Any = importlib.import_module("lightning_dlrover.strategy")
-    replaced: Any = UsersLoaders.replaced
+    users_loaders: Any = importlib.import_module("lightning_dlrover.live.users_loaders")
+    replaced: Any = users_loaders.UsersLoaders.replaced
 
     def replaced_or_noted(self: Any, dataloader: object, trainer: Any, *others: Any) -> object:
         if trainer.state.fn != TrainerFn.FITTING:
             return replaced(self, dataloader, trainer, *others)
-        is_training = bool(trainer.training or trainer.state.stage == "train")
-        name = "training data" if is_training else "validation data"
-        if is_training:
-            with _noting(notes, "training_step", UnsupportedLoaderError):
-                check_step_signature(lightning_names.takes_iterator(trainer.lightning_module))
+        name = "training data" if trainer.training or trainer.state.stage == "train" else "validation data"
         try:
             made = replaced(self, dataloader, trainer, *others)
         except UnsupportedLoaderError as problem:
@@ -176,7 +171,12 @@ def _note_checks(notes: Notes) -> None:
         notes.add(ok(name, _described(dataloader)))
         return made
 
-    UsersLoaders.replaced = replaced_or_noted  # type: ignore[method-assign, assignment]
+    def signature_or_note(takes_iterator: bool) -> None:
+        with _noting(notes, "training_step", UnsupportedLoaderError):
+            check_step_signature(takes_iterator)
+
+    users_loaders.UsersLoaders.replaced = replaced_or_noted
+    users_loaders.check_step_signature = signature_or_note
     check_optimizers = strategy.check_optimizers
 
     def check_or_note(optimizers: Any) -> None:

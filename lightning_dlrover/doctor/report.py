@@ -36,7 +36,7 @@ _SIGNS = {"ok": "ok", "warning": "warning", "error": "ERROR"}
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be examined."""
+    """Subject of an examination."""
 
     etcd: EtcdConfig | None = None  # None: jobs start an etcd of their own
     prefix: str = "/dlrover"

@@ -156,7 +156,7 @@ def _findings(script: Path, returned: int | None, deadline_s: float, folder: Pat
 
 
 def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
-    """Drop what a later finding about the same part repeats: loaders are set up several times."""
+    """Drop repeated findings: loaders are set up several times."""
     kept: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         kept.setdefault((finding.check, finding.text), finding)

@@ -108,6 +108,33 @@ BAD = """
 """
 
 
+WITH_AN_ITERATOR = """
+    import torch
+    import pytorch_lightning as pl
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+    class Own(BatchSampler):
+        pass
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+    samples = TensorDataset(torch.randn(100, 4))
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2)
+    trainer.fit(Model(), DataLoader(samples, batch_sampler=Own(SequentialSampler(samples), 10, False)))
+"""
+
+
 def script(folder: Path, *parts: str) -> Path:
     file = folder / "train.py"
     file.write_text("".join(map(textwrap.dedent, parts)))
@@ -165,6 +192,21 @@ def test_unsupported_parts_are_all_named(tmp_path: Path, monkeypatch: pytest.Mon
         assert found.verdict == "warning"
         assert move in found.next_move
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+@pytest.mark.slow
+def test_refusals_of_another_package_s_trainer_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    findings = check_script(script(tmp_path, WITH_AN_ITERATOR), deadline_s=90.0)
+    for check, text, move in (
+        ("strategy", "Trainer(strategy='auto') is not DLRoverStrategy", "strategy=DLRoverStrategy()"),
+        ("training data", "batch_sampler Own decides which samples form a batch", "give the DataLoader a batch_size"),
+        ("training_step", "dataloader_iter) fetches its batches itself", "training_step(self, batch, batch_idx)"),
+        ("optimizers", "ZeroRedundancyOptimizer spreads its state", "Use the optimizer that it wraps"),
+    ):
+        found = named(findings, check, text)
+        assert found.verdict == "error"
+        assert move in found.next_move
 
 
 def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) -> None:
