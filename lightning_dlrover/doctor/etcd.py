@@ -10,7 +10,7 @@ from lightning_dlrover.observe.addresses import address_of_name, interface_of
 from lightning_dlrover.rdzv.etcd.client import MANY_REVISIONS
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig, is_loopback, parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.inspection import EtcdCondition, inspect
+from lightning_dlrover.rdzv.etcd.inspection import DEFAULT_QUOTA_BYTES, EtcdCondition, inspect
 from lightning_dlrover.rdzv.etcd.release import may_lose_writes, version_warning
 from lightning_dlrover.rdzv.etcd.server import EtcdServerError, find_binary, version_of
 
@@ -19,7 +19,6 @@ __all__ = ["check_embedded", "check_endpoints", "judge"]
 NEARLY_FULL, FULL = 0.8, 0.95
 """Fractions of its quota at which etcd's database is a warning, and an error."""
 
-DEFAULT_QUOTA_BYTES = 2 << 30
 SLOW_S = 0.1
 """Seconds for a read above which changes of a job's workers, which take a dozen requests, are felt."""
 

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,10 +44,15 @@ def etcd_with(folder: Path, *options: str) -> Iterator[EmbeddedEtcd]:
         yield server
 
 
-def fill(client: EtcdClient, numbers: range) -> None:
-    """Write 100 KB for each number."""
-    for number in numbers:
-        client.put(f"/others/{number}", b"x" * 100_000)
+def filled_until(verdict: str, client: EtcdClient, name: str) -> Finding:
+    """Write keys until the finding about the size is this one."""
+    for number in range(300):
+        with suppress(EtcdFullError):
+            client.put(f"/others/{name}/{number}", b"x" * 50_000)
+        found = finding("etcd size", check_endpoints(client.config, PREFIX)[0])
+        if found.verdict == verdict:
+            return found
+    raise AssertionError(f"never {verdict}: {found}")
 
 
 def test_real_etcd_has_no_trouble_but_its_release(etcd: EmbeddedEtcd) -> None:
@@ -76,15 +81,16 @@ def test_clock_that_is_off_is_seen_in_a_real_answer(etcd: EmbeddedEtcd) -> None:
 
 
 def test_nearly_full_and_full_quota_are_named(tmp_path: Path) -> None:
-    with etcd_with(tmp_path, f"--quota-backend-bytes={2 << 20}") as server, EtcdClient(config_of(server.endpoint)) as client:
-        assert finding("etcd size", check_endpoints(config_of(server.endpoint), PREFIX)[0]).verdict == "ok"
-        fill(client, range(17))
-        nearly = finding("etcd size", check_endpoints(config_of(server.endpoint), PREFIX)[0])
-        with pytest.raises(EtcdFullError):
-            fill(client, range(17, 100))
-        full = finding("etcd size", check_endpoints(config_of(server.endpoint), PREFIX)[0])
-    assert nearly.verdict == "warning"
-    assert "of 2.0 MiB" in nearly.text
+    with etcd_with(tmp_path, f"--quota-backend-bytes={6 << 20}") as server, EtcdClient(config_of(server.endpoint)) as client:
+        assert finding("etcd size", check_endpoints(client.config, PREFIX)[0]).verdict == "ok"
+        nearly = filled_until("warning", client, "first")
+        assert inspect(client.config, PREFIX).alarms == ()
+        filled_until("error", client, "second")
+        with suppress(EtcdFullError):
+            for number in range(100):
+                client.put(f"/others/third/{number}", b"x" * 50_000)
+        full = finding("etcd size", check_endpoints(client.config, PREFIX)[0])
+    assert "of 6.0 MiB" in nearly.text
     assert "--quota-backend-bytes" in nearly.next_move
     assert full.verdict == "error"
     assert "NOSPACE" in full.text

@@ -23,7 +23,9 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.operations import Put, exists
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
-__all__ = ["Clock", "EtcdCondition", "inspect"]
+__all__ = ["DEFAULT_QUOTA_BYTES", "Clock", "EtcdCondition", "inspect"]
+
+DEFAULT_QUOTA_BYTES = 2 << 30
 
 _NUM_READS = 5
 _ALARMS = {1: "NOSPACE", 2: "CORRUPT"}
@@ -65,8 +67,14 @@ def inspect(config: EtcdConfig, prefix: str, wall_clock: Callable[[], float] = t
     Raises:
         EtcdError: no server answers there as etcd v3, or it refuses user or certificate.
     """
+    metrics = _metrics(config)
+    quota_bytes = _whole(metrics.get("etcd_server_quota_backend_bytes"))
     with EtcdClient(config) as client:
         status = client.caller.call("check the connection", "Maintenance", "Status", etcdrpc.StatusRequest())
+        alarms: tuple[str, ...] | None = None
+        with contextlib.suppress(EtcdError):  # only root may read them where users are on
+            found = client.caller.call("read the alarms", "Maintenance", "Alarm", etcdrpc.AlarmRequest()).alarms
+            alarms = tuple(sorted({_ALARMS.get(each.alarm, str(each.alarm)) for each in found}))
         key = f"{prefix}/doctor"
         seconds, write_problem = [], ""
         try:
@@ -74,22 +82,19 @@ def inspect(config: EtcdConfig, prefix: str, wall_clock: Callable[[], float] = t
                 began = time.perf_counter()
                 client.get(key)
                 seconds.append(time.perf_counter() - began)
-            # etcd checks the permissions of all branches. This one is never taken, because the key never exists.
-            client.txn([exists(key)], [Put(key, b"")])
+            # At its quota any request to write would raise the alarm.
+            if not alarms and status.dbSize < 0.9 * (quota_bytes or DEFAULT_QUOTA_BYTES):
+                # etcd checks the permissions of all branches. This one is never taken, because the key never exists.
+                client.txn([exists(key)], [Put(key, b"")])
         except EtcdError as error:
             write_problem = str(error)
-        alarms: tuple[str, ...] | None = None
-        with contextlib.suppress(EtcdError):  # only root may read them where users are on
-            found = client.caller.call("read the alarms", "Maintenance", "Alarm", etcdrpc.AlarmRequest()).alarms
-            alarms = tuple(sorted({_ALARMS.get(each.alarm, str(each.alarm)) for each in found}))
-    metrics = _metrics(config)
     compacted = metrics.get("etcd_debugging_mvcc_compact_revision")
     return EtcdCondition(
         version=str(status.version),
         has_leader=bool(status.leader),
         size_bytes=int(status.dbSize),
         used_bytes=_whole(metrics.get("etcd_mvcc_db_total_size_in_use_in_bytes")),
-        quota_bytes=_whole(metrics.get("etcd_server_quota_backend_bytes")),
+        quota_bytes=quota_bytes,
         revision=int(status.header.revision),
         compacted_revision=None if compacted is None else max(0, int(compacted)),
         compacts_by_itself=_compacts_by_itself(config),
