@@ -83,9 +83,19 @@ BAD = """
         def __iter__(self):
             return iter(range(50))
 
+    class Few:
+        def __len__(self):
+            return 1
+
+        def __iter__(self):
+            return iter([[torch.zeros(2, 4)]])
+
     class Unloadable:
         def __reduce__(self):
             return (int, ("no number",))
+
+        def __deepcopy__(self, memo):
+            return self
 
     class Bad(Model):
         def __init__(self, sizes=Unloadable()):
@@ -104,7 +114,7 @@ BAD = """
             checkpoint["f"] = lambda: 1
 
     trainer = L.Trainer(strategy="ddp", devices=4, accelerator="cpu", max_epochs=2)
-    trainer.fit(Bad(), DataLoader(Stream(), 10), [DataLoader(samples, 10, sampler=OfThisRank()), [1, 2]])
+    trainer.fit(Bad(), DataLoader(Stream(), 10), [DataLoader(samples, 10, sampler=OfThisRank()), Few()])
 """
 
 
@@ -176,7 +186,7 @@ def test_unsupported_parts_are_all_named(tmp_path: Path, monkeypatch: pytest.Mon
         ("strategy", "Trainer(strategy='ddp') is not DLRoverStrategy", "strategy=DLRoverStrategy()"),
         ("training data", "Stream is an IterableDataset", "map-style dataset"),
         ("validation data", "sampler OfThisRank gives every worker samples of its own", "give the DataLoader a sampler"),
-        ("validation data", "holds a list", "map-style dataset"),
+        ("validation data", "holds a __main__.Few", "map-style dataset"),
         ("training_step", "follows loss.backward()", "self.manual_backward(loss)"),
         ("hyperparameters", "'sizes' of Bad cannot be saved and loaded", "ignore=['sizes']"),
     ):
