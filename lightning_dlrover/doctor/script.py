@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from lightning_dlrover.doctor.finding import Finding, error, ok
 from lightning_dlrover.doctor.rehearsal import NOTES
+from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 
 __all__ = ["check_script"]
@@ -43,15 +43,16 @@ def check_script(
     Args:
         deadline_s: limit on the time until the first batch.
     """
-    # A fit makes a folder for the loader workers' sockets in TMPDIR, so its path must be short.
-    with tempfile.TemporaryDirectory(prefix="dlrover-doctor-") as name:
-        folder = Path(name)
-        try:
-            with EmbeddedEtcd(folder / "etcd") as server:
-                returned = _run(script, arguments, deadline_s, _environment(environ, server.endpoint), folder)
-        except EtcdServerError as problem:
-            return [error("script", f"not run, because a job's etcd cannot be started: {problem}", "see the line of etcd")]
+    owned = OwnedFolder("dlrover-doctor-")
+    folder = Path(owned.name)
+    try:
+        with EmbeddedEtcd() as server:
+            returned = _run(script, arguments, deadline_s, _environment(environ, server.endpoint), folder)
         return _findings(script, returned, deadline_s, folder)
+    except EtcdServerError as problem:
+        return [error("script", f"not run, because a job's etcd cannot be started: {problem}", "see the line of etcd")]
+    finally:
+        owned.cleanup()
 
 
 def _environment(environ: Mapping[str, str], endpoint: str) -> dict[str, str]:
