@@ -29,6 +29,7 @@ __all__ = [
     "TrainerFn",
     "default_package",
     "fabric_submodule",
+    "is_installed",
     "loaded_packages",
     "on_import",
     "package_of",
@@ -71,7 +72,7 @@ def default_package() -> str:
     if loaded := loaded_packages():
         return loaded[0]
     for package in PACKAGES:
-        if _is_installed(package):
+        if is_installed(package):
             _refuse_malicious(package)
             return package
     raise ImportError(
@@ -109,7 +110,8 @@ def release(package: str) -> str:
     return str(sys.modules[package].__version__)
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(package.partition(".")[0]) is not None
     except ImportError:

@@ -30,6 +30,7 @@ from lightning_dlrover._version import __version__
 from lightning_dlrover.checks.arguments import check_arguments
 from lightning_dlrover.checks.script import check_optimizers, explain_single_sample
 from lightning_dlrover.either_strategy import EitherStrategy
+from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.checkpoints import TABLES_FOLDER, saving_file, saving_folder, trainer_file, when_written
 from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.devices import own_device
@@ -107,6 +108,7 @@ class DLRoverStrategy(EitherStrategy):
     ) -> None:
         limits = global_batch_size, check_interval_s, timeout
         check_arguments(*limits, sharding_constraints, sharders, snapshots, compare_data, rerun_epoch_hooks)
+        lightning_names.check(self._package)
         self._job: PlaceInJob | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:

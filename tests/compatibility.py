@@ -59,6 +59,11 @@ ROWS: list[Row] = [
             "refused",
             f"{_UNIT}/test_packages.py::test_strategy_refuses_a_trainer_of_another_release",
         ),
+        (
+            "A release of torch, Lightning or torchrec without a private name in use",
+            "refused",
+            f"{_UNIT}/live/test_lightning_names.py::test_strategy_refuses_a_release_without_a_name",
+        ),
         ('`strategy="dlrover"`', "works", f"{_UNIT}/test_packages.py::test_trainer_takes_strategy_by_name_and_by_instance"),
         ("A subclass of `DLRoverStrategy`", "works", f"{_UNIT}/test_packages.py::test_strategy_of_the_users_own_is_taken"),
         (

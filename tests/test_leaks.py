@@ -39,7 +39,7 @@ def test_child_process_is_left_behind_until_it_ends() -> None:
 
 def test_orphan_is_left_behind_until_it_ends() -> None:
     before = Held.now()
-    source = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
+    source = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
     orphan = int(subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, check=True).stdout)
     assert left_behind(before, 0.0) == [f"process {orphan}: sleep 60"]
     os.kill(orphan, signal.SIGKILL)

@@ -21,6 +21,7 @@ __all__ = ["main"]
 
 _HOMES = {
     "run": "run",
+    "doctor": "doctor",
     "scale": "resize",
     "status": "show",
     "report": "reports",

@@ -89,6 +89,14 @@ def option_of(setting: str) -> str:
 
 def add_place_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that locate a job: its etcd and the folder of run folders."""
+    add_etcd_options(parser)
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="parent of the jobs' run folders (default runs)"
+    )
+
+
+def add_etcd_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that locate etcd and the jobs in it."""
     parser.add_argument(
         "--endpoint",
         type=values.given,
@@ -106,9 +114,6 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
     access.add_argument("--cert", metavar="FILE", help="PEM file of the client certificate")
     access.add_argument("--cert-key", metavar="FILE", help="PEM file of the client certificate's key")
     parser.add_argument("--key-prefix", metavar="PREFIX", help="prefix of all jobs' keys in etcd (default /dlrover)")
-    parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="parent of the jobs' run folders (default runs)"
-    )
 
 
 def add_objective_options(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_dlrover.cli.errors import UsageError
+from lightning_dlrover.observe.addresses import own_address
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.config import parse_endpoints
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
@@ -49,7 +50,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
         with EmbeddedEtcd() as server:
             yield server
         return
-    host, port = options.etcd_host or _own_address(), None
+    host, port = options.etcd_host or own_address(), None
     with contextlib.suppress(JobNotFoundError):
         [(host, port)] = parse_endpoints(read_job_file(folder / JOB_FILE).place.endpoint)
         if not _is_own_address(host):
@@ -91,18 +92,6 @@ def _started(data: Path, host: str, port: int | None) -> EmbeddedEtcd:
             if port is None or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
-
-
-def _own_address() -> str:
-    """Return this host's address for other hosts: the address of its name, else of the outgoing interface."""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        if not address.startswith("127."):
-            return address
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("10.255.255.255", 1))  # connecting a UDP socket sends nothing
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
 
 
 def _is_own_address(host: str) -> bool:

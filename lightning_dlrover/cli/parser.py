@@ -12,6 +12,7 @@ from lightning_dlrover.cli.options import (
     SETTINGS,
     TARGETS,
     TIMEOUTS,
+    add_etcd_options,
     add_kubernetes_options,
     add_node_options,
     add_objective_options,
@@ -34,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
+    _add_doctor(commands)
     _add_scale(commands)
     _add_status(commands)
     _add_report(commands)
@@ -99,6 +101,29 @@ def _add_run(commands: Commands) -> None:
     add_kubernetes_options(run)
     run.add_argument("script", help="training script; Kubernetes: its path in the image or a mounted volume")
     run.add_argument("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _add_doctor(commands: Commands) -> None:
+    doctor = commands.add_parser("doctor", help="check this machine, its packages, etcd and a script before a job")
+    doctor.description = (
+        "Check packages, etcd, limits, names, clock and ports of this machine. With a script, also run it up to its first "
+        "batch and show which of its parts a job supports. Exit code: 0 without errors, 1 with errors, 2 for wrong usage."
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--timeout",
+        type=values.duration,
+        default=120.0,
+        metavar="TIME",
+        help="time until the script's first batch (default 2m)",
+    )
+    add_etcd_options(doctor)
+    doctor.add_argument(
+        "script",
+        nargs="*",
+        metavar="SCRIPT",
+        help="training script with a Lightning Trainer, then -- and its arguments",
+    )
 
 
 def _add_scale(commands: Commands) -> None:

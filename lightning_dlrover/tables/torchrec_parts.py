@@ -7,6 +7,7 @@ All private names of torchrec are in this file, and those that torch gives to pa
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,10 +16,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover.private_names import check_names
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.placement import PlanError
 
 __all__ = [
+    "NAMES",
     "TorchrecMissingError",
     "applied_optimizer",
     "apply_optimizer",
@@ -42,6 +45,27 @@ __all__ = [
 
 INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-deps torchrec==1.8.0"
 
+NAMES: dict[str, tuple[str, ...]] = {
+    "torchrec.modules.embedding_modules:EmbeddingBagCollection": ("_device",),
+    "torchrec.modules.embedding_modules:EmbeddingCollection": ("_device",),
+    "torchrec.distributed.model_parallel:DistributedModelParallel": ("_dmp_wrapped_module", "_sharded_parameter_names"),
+    "torchrec.distributed.model_parallel:DataParallelWrapper": ("wrap",),
+    "torchrec.distributed.collective_utils": ("_INITIALIZED",),
+    "torchrec.distributed.comm": ("_CROSS_PG", "_CROSS_PG_2D", "_INTRA_PG", "_INTRA_PG_2D", "_NODE_GROUP_SIZE_2D"),
+    "torchrec.distributed.comm_ops": ("dist",),
+    "torchrec.distributed.batched_embedding_kernel": ("SplitTableBatchedEmbeddingBagsCodegen",),
+    "torchrec.distributed.batched_embedding_kernel:BaseBatchedEmbedding": ("init_parameters",),
+    "torchrec.distributed.batched_embedding_kernel:BaseBatchedEmbeddingBag": ("init_parameters",),
+    "torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbedding": ("_emb_module",),
+    "torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbeddingBag": ("_emb_module",),
+    "torchrec.distributed.embedding:ShardedEmbeddingCollection": ("_lookups", "reset_parameters"),
+    "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection": ("_lookups", "reset_parameters"),
+    "torchrec.distributed.embedding:EmbeddingCollectionSharder": ("shard",),
+    "torchrec.distributed.embeddingbag:EmbeddingBagCollectionSharder": ("shard",),
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training": ("construct_split_state",),
+}
+"""Names that this file and `torchrec_build` use or replace, by their holder, as `check_names` takes them."""
+
 
 class TorchrecMissingError(ImportError):
     """torchrec is needed, but missing or impossible to load."""
@@ -53,8 +77,14 @@ def has_tables(module: nn.Module) -> bool:
     return bool(names & {"EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingModule"})
 
 
+@functools.cache
 def check_torchrec() -> None:
-    """Raise `TorchrecMissingError` with the command that installs torchrec, unless it can be used."""
+    """Check once that torchrec can be used.
+
+    Raises:
+        TorchrecMissingError: it is missing or does not load; the message has the command that installs it.
+        MissingNamesError: its release lacks a name that is used here.
+    """
     if importlib.util.find_spec("torchrec") is None:
         raise TorchrecMissingError(f"sharded embedding tables need torchrec, which is not installed: {INSTALL_LINE}")
     try:
@@ -65,6 +95,7 @@ def check_torchrec() -> None:
             f"torchrec is installed but does not load ({error}); on CPU it needs fbgemm-gpu-cpu, and torchrec itself "
             f"without its dependencies: {INSTALL_LINE}"
         ) from error
+    check_names("torchrec", NAMES)
 
 
 def default_sharders() -> list[Any]:

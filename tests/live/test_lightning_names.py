@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Iterator
@@ -16,85 +17,37 @@ from torch.utils.data import DataLoader
 
 import lightning_dlrover
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.packages import PACKAGES, submodule
+from lightning_dlrover.live.lightning_names import NAMES, later_names
+from lightning_dlrover.packages import PACKAGES, default_package, submodule
+from lightning_dlrover.private_names import MissingNamesError, missing_names
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "trainer": (
-        *("_accelerator_connector", "_checkpoint_connector", "_last_val_time", "_logger_connector", "_results"),
-        "_val_check_time_interval",
-    ),
-    "trainer._accelerator_connector": ("_devices_flag", "use_distributed_sampler"),
-    "trainer._checkpoint_connector": ("_loaded_checkpoint",),
-    "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter", "_logged_metrics", "_progress_bar_metrics"),
-    "trainer.fit_loop": (
-        *("_can_stop_early", "_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch", "_should_accumulate"),
-        *("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
-    ),
-    "trainer.fit_loop._combined_loader": ("_mode", "_spec"),
-    "loops.fetchers._PrefetchDataFetcher()": ("_start_profiler", "_stop_profiler"),
-    "trainer.fit_loop.epoch_loop": (
-        *("_build_kwargs", "_results", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
-        *("_should_check_val_fx", "_broadcast_sigterm_tensor"),
-    ),
-    "trainer.fit_loop.epoch_loop.automatic_optimization": (
-        *("_make_closure", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
-    ),
-    "trainer.fit_loop.epoch_loop.manual_optimization": (
-        *("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
-    ),
-    "trainer.fit_loop.epoch_loop.val_loop": (
-        *("_combined_loader", "_data_fetcher", "_is_sequential", "_last_val_dl_reload_epoch", "_logged_outputs"),
-        *("_evaluation_step", "_module_mode", "_results", "_store_dataloader_outputs"),
-        *("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
-    ),
-    "trainer.lightning_module": ("_on_before_batch_transfer", "_param_requires_grad_state"),
-    "callbacks.ModelCheckpoint()": (
-        *("_every_n_train_steps", "_last_checkpoint_saved", "_last_global_step_saved", "_last_time_checked"),
-        *("_defer_save_until_validation", "_monitor_candidates", "_train_time_interval"),
-    ),
-    "callbacks.StochasticWeightAveraging(0.1)": ("n_averaged",),
-    "callbacks.WeightAveraging()": ("_latest_update_epoch",),
-    "callbacks.BackboneFinetuning()": ("_restarting",),
-    "callbacks.Timer()": ("_start_time",),
-    "callbacks.LearningRateFinder()": (
-        *("_attr_name", "_early_exit", "_max_lr", "_min_lr", "_mode", "_num_training_steps", "_update_attr"),
-    ),
-    "tuner.lr_finder": ("_LRFinder", "_determine_lr_attr_name"),
-    'tuner.lr_finder._LRFinder("linear", 0.1, 1.0, 1)': ("_total_batch_idx",),
-    "utilities.exceptions": ("_TunerExitException",),
-    "trainer.call": ("_call_callback_hooks", "_call_callbacks_load_state_dict", "_call_lightning_module_hook"),
-    "trainer.connectors.logger_connector.result": ("_Metadata", "_ResultMetric", "_Sync"),
-    "strategies.DDPStrategy()": (
-        *("_configure_launcher", "_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_ddp_kwargs"),
-        *("_forward_redirection", "_layer_sync", "_lightning_module", "_process_group_backend", "_setup_model"),
-    ),
-    "overrides.distributed": ("_register_ddp_comm_hook",),
-    "utilities.signature_utils": ("is_param_in_hook_signature",),
-    "plugins.io.AsyncCheckpointIO()": ("_executor",),
-    "loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
-    "loops.evaluation_loop": ("_EvaluationLoop",),
-    "loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    'loggers.CSVLogger("logs")': ("_experiment", "_version"),
-    'loggers.TensorBoardLogger("logs")': ("_version",),
+INSTANCES: dict[str, str] = {
+    "trainer.trainer:Trainer": "trainer",
+    "trainer.setup": "trainer",
+    "trainer.connectors.accelerator_connector:_AcceleratorConnector": "trainer._accelerator_connector",
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector": "trainer._checkpoint_connector",
+    "trainer.connectors.logger_connector.logger_connector:_LoggerConnector": "trainer._logger_connector",
+    "loops.training_epoch_loop:_TrainingEpochLoop": "trainer.fit_loop.epoch_loop",
+    "loops.optimization.automatic:_AutomaticOptimization": "trainer.fit_loop.epoch_loop.automatic_optimization",
+    "loops.optimization.manual:_ManualOptimization": "trainer.fit_loop.epoch_loop.manual_optimization",
+    "loops.evaluation_loop:_EvaluationLoop": "trainer.fit_loop.epoch_loop.val_loop",
+    "loops.fetchers:_DataFetcher": "loops.fetchers._PrefetchDataFetcher()",
+    "utilities.combined_loader:CombinedLoader": "trainer.fit_loop._combined_loader",
+    "core:LightningModule": "trainer.lightning_module",
+    "callbacks:ModelCheckpoint": "callbacks.ModelCheckpoint()",
+    "callbacks:StochasticWeightAveraging": "callbacks.StochasticWeightAveraging(0.1)",
+    "callbacks:WeightAveraging": "callbacks.WeightAveraging()",
+    "callbacks:BackboneFinetuning": "callbacks.BackboneFinetuning()",
+    "callbacks:Timer": "callbacks.Timer()",
+    "callbacks:LearningRateFinder": "callbacks.LearningRateFinder()",
+    "tuner.lr_finder:_LRFinder": 'tuner.lr_finder._LRFinder("linear", 0.1, 1.0, 1)',
+    "plugins.io:AsyncCheckpointIO": "plugins.io.AsyncCheckpointIO()",
+    "loggers:CSVLogger": 'loggers.CSVLogger("logs")',
+    "loggers:TensorBoardLogger": 'loggers.TensorBoardLogger("logs")',
 }
-"""The names by their holder: a part of a Trainer after a fit, an object made anew, or a module of the package."""
+"""Objects with the names of a class: parts of a Trainer after a fit, and objects made anew."""
 
-IN_SOURCE: dict[str, tuple[str, ...]] = {
-    "loggers.WandbLogger": ("_id", "_wandb_init"),
-    "loggers.MLFlowLogger": ("_experiment_id", "_run_id"),
-    "loggers.CometLogger": ("_experiment", "_experiment_key", "_project_name"),
-    "loggers.LitLogger": ("_name", "_version"),
-    "strategies.DDPStrategy": ("_pl_static_graph_delay_done",),
-}
-"""Names in the source of classes: of loggers that need a library of their own, and an attribute that a step sets."""
-
-IS_OLD = importlib.metadata.version("pytorch-lightning").startswith("2.5.")
-
-SINCE_2_6 = {
-    *("trainer._last_val_time", "trainer._val_check_time_interval", "callbacks.WeightAveraging()._latest_update_epoch"),
-    *("loggers.LitLogger._name", "loggers.LitLogger._version", "strategies.DDPStrategy._pl_static_graph_delay_done"),
-}
-"""Names of features that came with Lightning 2.6."""
+LISTED = {name for found in NAMES.values() for name in found} | {holder.partition(":")[2] for holder in NAMES}
 
 OF_OTHERS = {
     *("_persistent_workers", "_pin_memory_thread_done_event", "_shutdown", "_shutdown_workers", "_worker_result_queue"),
@@ -144,7 +97,7 @@ def fitted(package: str) -> Any:
         max_steps=1,
         num_sanity_val_steps=0,
         limit_val_batches=1,
-        val_check_interval=1 if IS_OLD else "00:00:01:00",
+        val_check_interval="00:00:01:00" if not later_names(package) else 1,
         check_val_every_n_epoch=None,
         barebones=False,
         **quiet,
@@ -165,27 +118,60 @@ def holder_of(package: str, path: str) -> Any:
     return eval(f"{kind}({made}", vars(submodule(package, module)))
 
 
-def expected(path: str, names: tuple[str, ...]) -> list[str]:
-    """Names that the installed release must have."""
-    return [name for name in names if not (IS_OLD and f"{path}.{name}" in SINCE_2_6)]
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("path", NAMES)
-def test_private_names_exist(package: str, path: str) -> None:
-    if names := expected(path, NAMES[path]):
-        holder = holder_of(package, path)
-        assert [name for name in names if not hasattr(holder, name)] == []
+@pytest.mark.parametrize("holder", INSTANCES)
+def test_private_names_exist(package: str, holder: str) -> None:
+    later = later_names(package)
+    needed = [name for name in NAMES[holder] if f"{holder}.{name}" not in later]
+    if needed and holder not in later:
+        instance = holder_of(package, INSTANCES[holder])
+        assert [name for name in needed if not hasattr(instance, name)] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("path", IN_SOURCE)
-def test_private_names_in_source_exist(package: str, path: str) -> None:
-    if names := expected(path, IN_SOURCE[path]):
-        module, _, kind = path.rpartition(".")
-        source = inspect.getsource(getattr(submodule(package, module), kind))
-        assert [name for name in names if f"self.{name}" not in source] == []
+def test_private_names_in_source_exist(package: str) -> None:
+    assert missing_names(NAMES, package, later_names(package)) == []
+
+
+def test_missing_names_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit_loop = submodule(PACKAGES[0], "loops.fit_loop")
+    monkeypatch.delattr(fit_loop._FitLoop, "_should_accumulate")
+    monkeypatch.delattr(fit_loop, "_select_data_fetcher")
+    monkeypatch.setitem(NAMES, "loops.fit_loop", ("_select_data_fetcher",))
+    lightning_names.check.cache_clear()
+    with pytest.raises(MissingNamesError) as refused:
+        lightning_names.check(PACKAGES[0])
+    lightning_names.check.cache_clear()
+    release = importlib.metadata.version("lightning")
+    assert str(refused.value).startswith(
+        f"lightning {release} lacks lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate, "
+        "lightning.pytorch.loops.fit_loop._select_data_fetcher, which lightning-dlrover"
+    )
+
+
+@pytest.mark.parametrize("installed", ["2.5.6", "2.6.6"])
+def test_names_of_later_features_are_needed_since_their_release(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = PACKAGES[0]
+    monkeypatch.setattr(importlib.import_module("lightning.pytorch"), "__version__", installed)
+    monkeypatch.delattr(submodule(package, "callbacks"), "WeightAveraging", raising=False)
+    lightning_names.check.cache_clear()
+    try:
+        if installed.startswith("2.5"):
+            lightning_names.check(package)
+        else:
+            with pytest.raises(MissingNamesError, match=r"callbacks\.WeightAveraging"):
+                lightning_names.check(package)
+    finally:
+        lightning_names.check.cache_clear()
+
+
+def test_strategy_refuses_a_release_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(submodule(default_package(), "loops.fit_loop")._FitLoop, "_should_accumulate")
+    lightning_names.check.cache_clear()
+    with pytest.raises(MissingNamesError, match="_should_accumulate"):
+        lightning_dlrover.DLRoverStrategy()
+    lightning_names.check.cache_clear()
 
 
 # --- one file -----------------------------------------------------------------------------------------------------------------
@@ -211,8 +197,7 @@ def private_texts(tree: ast.AST) -> set[str]:
 
 def test_every_private_name_is_in_the_lists_above() -> None:
     tree = ast.parse(inspect.getsource(lightning_names))
-    listed = {name for found in (*NAMES.values(), *IN_SOURCE.values()) for name in found}
-    assert {*private_names(tree)} | private_texts(tree) <= listed | OF_OTHERS
+    assert {*private_names(tree)} | private_texts(tree) <= LISTED | OF_OTHERS
 
 
 def own_names(tree: ast.AST) -> set[str]:
@@ -229,7 +214,7 @@ def own_names(tree: ast.AST) -> set[str]:
 
 
 def test_other_files_use_no_private_name_of_lightning() -> None:
-    listed = {name for found in (*NAMES.values(), *IN_SOURCE.values()) for name in found if name.startswith("_")}
+    listed = {name for name in LISTED if name.startswith("_")}
     package = Path(lightning_dlrover.__path__[0])
     own = {name for file in package.rglob("*.py") for name in own_names(ast.parse(file.read_text()))}
     for file in sorted(package.rglob("*.py")):

@@ -11,56 +11,16 @@ import pytest
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
 import torch
-from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
-from torchrec.distributed import batched_embedding_kernel as kernels
-from torchrec.distributed import collective_utils, comm, comm_ops
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 
+from lightning_dlrover.private_names import missing_names
 from lightning_dlrover.tables.torchrec_build import one_worker_per_node, patched
+from lightning_dlrover.tables.torchrec_parts import NAMES
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (DistributedModelParallel, "_sharded_parameter_names"),
-        (DataParallelWrapper, "wrap"),
-        (collective_utils, "_INITIALIZED"),
-        (comm, "_INTRA_PG"),
-        (comm, "_CROSS_PG"),
-        (comm, "_INTRA_PG_2D"),
-        (comm, "_CROSS_PG_2D"),
-        (comm, "_NODE_GROUP_SIZE_2D"),
-        (comm_ops, "dist"),
-        (kernels, "SplitTableBatchedEmbeddingBagsCodegen"),
-        (kernels.BaseBatchedEmbedding, "init_parameters"),
-        (kernels.BaseBatchedEmbeddingBag, "init_parameters"),
-        (ShardedEmbeddingCollection, "reset_parameters"),
-        (ShardedEmbeddingBagCollection, "reset_parameters"),
-        (EmbeddingCollectionSharder, "shard"),
-        (EmbeddingBagCollectionSharder, "shard"),
-        (training, "construct_split_state"),
-    ],
-)
-def test_torchrec_has_the_name(owner: object, name: str) -> None:
-    assert hasattr(owner, name)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (DistributedModelParallel, "_dmp_wrapped_module"),
-        (ShardedEmbeddingCollection, "_lookups"),
-        (ShardedEmbeddingBagCollection, "_lookups"),
-        (kernels.BatchedFusedEmbedding, "_emb_module"),
-        (kernels.BatchedFusedEmbeddingBag, "_emb_module"),
-    ],
-)
-def test_torchrec_sets_the_attribute(owner: type, name: str) -> None:
-    assert name in owner.__init__.__code__.co_names  # type: ignore[misc]
+def test_torchrec_has_the_names() -> None:
+    assert missing_names(NAMES) == []
 
 
 def test_collections_and_parameters_of_torchrec_have_the_attributes() -> None:

@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from lightning_dlrover.components.targets.target import TargetError
 
-__all__ = ["ApiError", "KubernetesApi", "is_in_pod"]
+__all__ = ["ApiError", "KubernetesApi", "has_cluster", "is_in_pod"]
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -31,6 +31,11 @@ def is_in_pod() -> bool:
 
 def _has_service_account() -> bool:
     return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
+def has_cluster() -> bool:
+    """Whether a cluster is configured: by this pod's service account, or by a kubeconfig. One that is named must exist."""
+    return is_in_pod() or "KUBECONFIG" in os.environ or _has_config(_config_file())
 
 
 def _config_file() -> str:

@@ -23,7 +23,7 @@ from types import TracebackType
 from lightning_dlrover.rdzv.etcd import server_failure
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 
-__all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary"]
+__all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary", "version_of"]
 
 _NUM_PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 5.0
@@ -283,7 +283,7 @@ def find_binary() -> str:
         EtcdServerError: neither exists.
     """
     candidates = [shutil.which("etcd"), _bundled_binary()]
-    versions = {path: version for path in candidates if path is not None and (version := _version_of(path)) is not None}
+    versions = {path: version for path in candidates if path is not None and (version := version_of(path)) is not None}
     if not versions and any(candidates):
         binary = next(path for path in candidates if path is not None)
         problem = _problem_of(binary)
@@ -307,7 +307,8 @@ def _bundled_binary() -> str | None:
 
 
 @functools.cache
-def _version_of(path: str) -> tuple[int, ...] | None:
+def version_of(path: str) -> tuple[int, ...] | None:
+    """Return the release of an etcd binary; None if it cannot be run."""
     try:
         output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -32,7 +32,8 @@ class RoundGroups:
             self._are_unused = threading.Event()
             self._dropping, self._keeping = self._keeping, []
         former, self._groups = self._groups, []
-        self._keeping.append(waits.let_go(former, self._are_unused))
+        if former:
+            self._keeping.append(waits.let_go(former, self._are_unused))
 
     def join(self, timeout_s: float) -> None:
         """Wait for each thread that drops groups: if it returns while the process ends, it aborts the process."""

@@ -1,19 +1,27 @@
 """The private names of torch that live process groups depend on, each used only in this file.
 
-tests/rdzv/group/test_torch_names.py lists them and checks that each exists.
+`NAMES` lists them, and those that other rooms use. `check` finds the ones that an installed release lacks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover.private_names import MissingNamesError, check_names
+
+try:
+    from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+except ImportError as error:
+    raise MissingNamesError("torch", [f"torch._C._distributed_c10d ({error})"]) from error
+
 __all__ = [
+    "NAMES",
     "HashStore",
     "PrefixStore",
     "Store",
@@ -21,6 +29,7 @@ __all__ = [
     "abort_process_group",
     "after_backward",
     "backend_of",
+    "check",
     "has_gradient_hook",
     "is_in_backward",
     "is_point_to_point",
@@ -31,6 +40,32 @@ __all__ = [
 
 POINT_TO_POINT = frozenset((12, 13, 14))
 """`c10d::OpType` of send, receive and receive from any source. A wait for one that times out breaks its connections."""
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "torch._C._distributed_c10d": ("HashStore", "PrefixStore", "Store", "TCPStore", "Work"),
+    "torch._C._distributed_c10d:Work": ("wait", "_get_op_type"),
+    "torch.distributed.distributed_c10d": ("ProcessGroupGloo", "_abort_process_group"),
+    "torch.distributed:ProcessGroup": ("_get_backend",),
+    "torch.distributed:ProcessGroupGloo": ("_get_sequence_number_for_group",),
+    "torch._C": ("_current_graph_task_id", "_remove_worker_pids"),
+    "torch.autograd:Variable._execution_engine": ("queue_callback",),
+    "torch.nn.parallel:DistributedDataParallel": ("_comm_hooks", "_distributed_broadcast_coalesced", "_sync_buffers"),
+    "torch.utils.data:DataLoader": ("_get_iterator", "_iterator"),
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
+        *("_mark_worker_as_unavailable", "_persistent_workers", "_pin_memory_thread_done_event", "_shutdown"),
+        *("_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event"),
+        "_workers_status",
+    ),
+    "torch.utils._python_dispatch": ("TorchDispatchMode",),
+    "torch.utils.flop_counter": ("flop_registry", "sdpa_flop"),
+}
+"""The names by their holder, as `check_names` takes them."""
+
+
+@functools.cache
+def check() -> None:
+    """Raise `MissingNamesError` if the installed torch lacks one of the names. Takes some milliseconds, once."""
+    check_names("torch", NAMES)
 
 
 def work_class() -> Any:

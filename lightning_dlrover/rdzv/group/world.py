@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover._version import __version__
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.group import waits
+from lightning_dlrover.rdzv.group import torch_names, waits
 from lightning_dlrover.rdzv.group.alone import LoneWorld
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.failures import Failures
@@ -82,6 +82,7 @@ class World:
         backend: str = "gloo",
         can_meet: Callable[[Mapping[str, bytes]], bool] = lambda hellos: True,
     ) -> None:
+        torch_names.check()
         self.config = config
         self.backend = backend = with_gloo(backend)
         self._has_nccl = "nccl" in backend

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlrover.private_names import MissingNamesError, missing_names
 from lightning_dlrover.rdzv import group as room
 from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.gloo import as_gloo, num_begun
 from lightning_dlrover.rdzv.group.hooks import MESSAGES, OPERATIONS
-
-C10D: Any = torch._C._distributed_c10d
-ENGINE: Any = torch.autograd.Variable._execution_engine
 
 NEWER = {"all_gather_single", "reduce_scatter_single", "all_to_all_single"}
 """Names that exist only in later releases, as replacements."""
@@ -36,25 +34,26 @@ def gloo() -> Iterator[dist.ProcessGroupGloo]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "holder, name",
-    [
-        *[(C10D, name) for name in ("HashStore", "PrefixStore", "Store", "TCPStore", "Work")],
-        (C10D.Work, "wait"),
-        (C10D.Work, "_get_op_type"),
-        (dist.distributed_c10d, "ProcessGroupGloo"),
-        (dist.distributed_c10d, "_abort_process_group"),
-        (dist.ProcessGroup, "_get_backend"),
-        (dist.ProcessGroupGloo, "_get_sequence_number_for_group"),
-        (torch._C, "_current_graph_task_id"),
-        (ENGINE, "queue_callback"),
-        (DistributedDataParallel, "_distributed_broadcast_coalesced"),
-        (DistributedDataParallel, "_sync_buffers"),  # used by `observe/pulse.py`
-        *[(dist.ProcessGroup, name) for name in (*OPERATIONS, *MESSAGES, "monitored_barrier") if name not in NEWER],
-    ],
-)
-def test_private_name_exists(holder: Any, name: str) -> None:
-    assert hasattr(holder, name)
+def test_private_names_exist() -> None:
+    assert missing_names(torch_names.NAMES) == []
+    listed = {name for names in torch_names.NAMES.values() for name in names}
+    own = ast.parse(inspect.getsource(torch_names))
+    used = {n.attr for n in ast.walk(own) if isinstance(n, ast.Attribute) and n.attr.startswith("_")}
+    assert used - {"_C", "_distributed_c10d", "_execution_engine"} <= listed
+
+
+def test_missing_name_is_named_with_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_abort_process_group")
+    torch_names.check.cache_clear()
+    message = rf"torch {re.escape(torch.__version__)} lacks torch.distributed.distributed_c10d._abort_process_group, which"
+    with pytest.raises(MissingNamesError, match=message):
+        torch_names.check()
+    torch_names.check.cache_clear()
+
+
+@pytest.mark.parametrize("name", [name for name in (*OPERATIONS, *MESSAGES, "monitored_barrier") if name not in NEWER])
+def test_replaced_operation_exists(name: str) -> None:
+    assert hasattr(dist.ProcessGroup, name)
 
 
 def test_other_files_use_no_private_name_of_torch() -> None:

@@ -1,0 +1,54 @@
+"""`dlrover doctor`: check this machine, its packages, etcd and a script before a job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+
+from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
+from lightning_dlrover.cli.lookup import etcd_access
+from lightning_dlrover.cli.options import flag
+from lightning_dlrover.cli.run_options import checked_prefix, checked_script
+from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
+from lightning_dlrover.doctor.finding import worst
+from lightning_dlrover.doctor.report import Case, as_json, examine, lines, summary
+from lightning_dlrover.output import show
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.report.surroundings import Surroundings
+
+_ETCD_S = 5.0
+
+
+def doctor_command(options: argparse.Namespace) -> int:
+    """Show each check as it ends. The exit code is 1 if one of them has found an error."""
+    case = Case(
+        etcd=_etcd(options),
+        prefix=checked_prefix(options.key_prefix),
+        script=checked_script(options.script[0]) if options.script else None,
+        arguments=options.script[1:],
+        deadline_s=options.timeout,
+    )
+    findings = []
+    try:
+        with signals_as_exceptions(threading.Event()):
+            for finding in examine(case):
+                findings.append(finding)
+                if not options.json:
+                    for line in lines(finding):
+                        show(line)
+    except Interrupted as interrupted:  # all processes of the checks have been ended on the way
+        return 128 + interrupted.signal_number
+    show(json.dumps(as_json(findings), indent=2) if options.json else summary(findings))
+    return EXIT_FAILED if worst(findings) == "error" else EXIT_OK
+
+
+def _etcd(options: argparse.Namespace) -> EtcdConfig | None:
+    surroundings = Surroundings.of_this_process()
+    endpoint = options.endpoint or surroundings.endpoint
+    access = etcd_access(options)
+    if endpoint is None:
+        if access:
+            raise UsageError(f"{', '.join(map(flag, access))}: only with --endpoint, which names the etcd that they are for")
+        return None
+    return EtcdConfig(endpoint, timeout_s=_ETCD_S, **(access or surroundings.access))

@@ -1,0 +1,102 @@
+"""Check that an installed package has the private names that this one uses, and name those that it lacks in one message.
+
+The lists are where the names are used: `rdzv/group/torch_names.py`, `live/lightning_names.py`, `tables/torchrec_parts.py`.
+Each is checked once per process, before its first use. An attribute that only instances have is found in the code of their
+class, or of the module that sets it.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Container, Iterable, Mapping
+from types import CodeType, FunctionType
+
+from lightning_dlrover._version import __version__
+from lightning_dlrover.releases import tested_text
+
+__all__ = ["MissingNamesError", "Names", "check_names", "missing_names"]
+
+Names = Mapping[str, Iterable[str]]
+"""Private names by their holder: ``module`` or ``module:Class``."""
+
+
+class MissingNamesError(ImportError):
+    """An installed release lacks private names that this package uses."""
+
+    def __init__(self, distribution: str, missing: Iterable[str]) -> None:
+        tested = tested_text(distribution)
+        advice = f"tested with {tested}: pip install '{distribution}=={tested.split()[-1]}.*'" if tested else "not tested"
+        super().__init__(
+            f"{distribution} {_version(distribution)} lacks {', '.join(missing)}, which lightning-dlrover {__version__} uses "
+            f"({advice}, or install a newer lightning-dlrover)"
+        )
+
+
+def check_names(distribution: str, names: Names, root: str = "", optional: Container[str] = ()) -> None:
+    """Raise `MissingNamesError` for the names that an installed package lacks.
+
+    Args:
+        root: package that the modules in `names` belong to; empty if they are absolute.
+        optional: holders, and names as ``HOLDER.NAME``, that the installed release need not have.
+    """
+    if missing := missing_names(names, root, optional):
+        raise MissingNamesError(distribution, missing)
+
+
+def missing_names(names: Names, root: str = "", optional: Container[str] = ()) -> list[str]:
+    """Return the missing names with their holders. Imports the modules."""
+    found = []
+    for holder, listed in names.items():
+        module, _, kind = (f"{root}.{holder}" if root else holder).partition(":")
+        owner: object = None
+        try:
+            owner = importlib.import_module(module)
+            for part in filter(None, kind.split(".")):
+                owner = getattr(owner, part)
+        except (ModuleNotFoundError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or " "):
+                raise  # a dependency of the package is missing, not one of its names
+            if holder not in optional:
+                found.append(".".join(filter(None, (module, kind))))
+            continue
+        needed = [name for name in listed if f"{holder}.{name}" not in optional]
+        found += [f"{'.'.join(filter(None, (module, kind)))}.{name}" for name in needed if not _has(owner, name)]
+    return found
+
+
+def _has(owner: object, name: str) -> bool:
+    if hasattr(owner, name):
+        return True
+    return any(_sets(each, name) for each in (owner.__mro__ if inspect.isclass(owner) else (owner,)))
+
+
+def _sets(owner: object, name: str) -> bool:
+    """Whether a function of a class or module sets an attribute of this name, or a class declares it."""
+    members = getattr(owner, "__dict__", {})
+    if inspect.isclass(owner) and name in members.get("__annotations__", {}):
+        return True
+    return any(_stores(code, name) for member in members.values() if (code := _code_of(member)) is not None)
+
+
+def _code_of(member: object) -> CodeType | None:
+    if isinstance(member, property):
+        member = member.fget
+    elif isinstance(member, classmethod | staticmethod):
+        member = member.__func__
+    return inspect.unwrap(member).__code__ if isinstance(member, FunctionType) else None
+
+
+def _stores(code: CodeType, name: str) -> bool:
+    return name in code.co_names and any(
+        step.opname == "STORE_ATTR" and step.argval == name for step in dis.get_instructions(code)
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "(of unknown version)"

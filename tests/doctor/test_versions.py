@@ -1,0 +1,103 @@
+"""Packages that do not fit are named with the command that installs fitting ones; packages that fit are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover.doctor.finding import Finding
+from lightning_dlrover.doctor.versions import check_versions, installed_versions, is_safe_to_import
+
+FITTING = {
+    "torch": "2.13.0+cpu",
+    "lightning": "2.6.6",
+    "pytorch-lightning": "2.6.6",
+    "torchrec": "1.8.0",
+    "fbgemm-gpu-cpu": "1.8.0",
+    "torchx": "0.7.0",
+}
+
+
+def troubles(installed: dict[str, str | None], *requirements: str, python: str = "3.11.9") -> list[Finding]:
+    """Findings about the fitting packages with some of them changed; None: not installed."""
+    found = {name: version for name, version in {**FITTING, **installed}.items() if version is not None}
+    return [finding for finding in check_versions(found, requirements, python) if finding.verdict != "ok"]
+
+
+def test_installed_packages_fit_each_other() -> None:
+    assert [finding for finding in check_versions(installed_versions()) if finding.verdict == "error"] == []
+
+
+@pytest.mark.parametrize(
+    "installed",
+    [
+        {},
+        {"torchrec": None, "fbgemm-gpu-cpu": None},
+        {"lightning": None},
+        {"torch": "2.13.1", "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.1", "nvidia-cublas": "13.0"},
+        {"torch": "2.13.1+cu130", "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.1"},
+    ],
+)
+def test_fitting_packages_are_no_trouble(installed: dict[str, str | None]) -> None:
+    assert troubles(installed, "torch>=2.13", "kubernetes>=29; extra == 'kubernetes'") == []
+
+
+def test_wrong_fbgemm_on_the_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "fbgemm_gpu_cpu-1.9.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fbgemm-gpu-cpu\nVersion: 1.9.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed = installed_versions()
+    if "torchrec" not in installed:
+        pytest.skip("needs torchrec")
+    [trouble] = [finding for finding in check_versions(installed) if finding.check == "fbgemm"]
+    assert trouble.verdict == "error"
+    assert "torchrec 1.8.0 needs fbgemm-gpu-cpu 1.8, 1.9.0 is installed" in trouble.text
+    assert trouble.next_move == "pip install 'fbgemm-gpu-cpu==1.8.*' && pip install --no-deps 'torchrec==1.8.*'"
+
+
+@pytest.mark.parametrize(
+    ("installed", "text", "move"),
+    [
+        ({"fbgemm-gpu-cpu": None}, "needs fbgemm-gpu-cpu, which is not installed", "'fbgemm-gpu-cpu==1.8.*'"),
+        ({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, "fbgemm-gpu does not load with torch 2.13.0+cpu", "fbgemm-gpu-cpu"),
+        ({"fbgemm-gpu": "1.8.0"}, "overwrite each other's files", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"),
+        ({"torch": "2.14.0+cpu"}, "torchrec 1.8.0 is built for torch 2.13", "'torchrec==1.9.*'"),
+        ({"torchrec": "1.9.0"}, "torchrec 1.9.0 needs fbgemm-gpu-cpu 1.9, 1.8.0 is installed", "'torchrec==1.8.*'"),
+    ],
+)
+def test_wrong_triple_of_torchrec_is_named(installed: dict[str, str | None], text: str, move: str) -> None:
+    [trouble] = [found for found in troubles(installed) if found.check == "fbgemm"]
+    assert trouble.verdict == "error"
+    assert text in trouble.text
+    assert move in trouble.next_move
+
+
+def test_missing_and_old_requirements_are_named() -> None:
+    old, missing = troubles({}, "torch>=2.14", "no-such-package>=1", "no-such-extra; extra == 'x'")
+    assert (old.verdict, old.text) == ("error", "torch>=2.14 is required, 2.13.0+cpu is installed")
+    assert missing.next_move == "pip install 'no-such-package>=1'"
+
+
+def test_untested_releases_are_warned_of() -> None:
+    newer, older, python = troubles({"torch": "2.99.0+cpu", "torchrec": None, "torchx": "0.5.0"}, python="3.99.1")[::1]
+    assert {newer.verdict, older.verdict, python.verdict} == {"warning"}
+    texts = " ".join(f"{found.check} {found.text}" for found in (newer, older, python))
+    assert "torch 2.99.0+cpu is newer than the tested releases" in texts
+    assert "torchx 0.5.0 is not among the tested releases" in texts
+    assert "python 3.99.1 is newer" in texts
+
+
+def test_packages_of_different_releases_are_warned_of() -> None:
+    [trouble] = troubles({"pytorch-lightning": "2.6.4"})
+    assert trouble.verdict == "warning"
+    assert "pip install pytorch-lightning==2.6.6" in trouble.next_move
+
+
+def test_malicious_release_is_not_imported() -> None:
+    installed = {**FITTING, "lightning": "2.6.3"}
+    assert not is_safe_to_import(installed)
+    [trouble] = [found for found in check_versions(installed, (), "3.11.9") if found.verdict == "error"]
+    assert "steals credentials" in trouble.text
+    assert is_safe_to_import(FITTING)
