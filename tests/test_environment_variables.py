@@ -36,6 +36,7 @@ WRITERS = {
     "components/targets/local.py",
     "components/targets/machine/shares.py",
     "cli/run_options.py",
+    "doctor/script.py",
 }
 OTHER_USES = {("ACCESS", "report/status.py")}  # its keys are those of `job.json`
 

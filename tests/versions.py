@@ -40,20 +40,16 @@ TESTS_S = 3600.0
 CORE = [
     "tests/live",
     "tests/rdzv/group",
-    "tests/rdzv/agents/test_handler.py",
-    "tests/rdzv/test_torchelastic_contract.py",
     "tests/test_packages.py",
     "tests/test_strategy.py",
-    "tests/test_lightning_cli.py",
     "tests/test_compiled_models.py",
     "tests/e2e/test_plain_loop.py",
     "tests/e2e/test_same_maths.py",
     "tests/e2e/test_table_of_features.py",
-    "tests/e2e/test_grouped_workers.py",
 ]
-"""Tests of what depends on torch and Lightning: private names, groups, agents, and Lightning's features in changing jobs."""
+"""Tests of what depends on torch and Lightning: private names, process groups, and features in changing jobs."""
 
-TABLES = ["tests/tables", "tests/e2e/test_tables.py", "tests/e2e/test_table_schedules.py"]
+TABLES = ["tests/tables", "tests/e2e/test_table_schedules.py"]
 """Tests that need torchrec."""
 
 

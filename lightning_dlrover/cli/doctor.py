@@ -24,7 +24,7 @@ def doctor_command(options: argparse.Namespace) -> int:
     """Show each check as it ends. The exit code is 1 if one of them has found an error."""
     case = Case(
         etcd=_etcd(options),
-        prefix=checked_prefix(options.key_prefix),
+        prefix=checked_prefix(options.key_prefix or Surroundings.of_this_process().prefix),
         script=checked_script(options.script[0]) if options.script else None,
         arguments=options.script[1:],
         deadline_s=options.timeout,

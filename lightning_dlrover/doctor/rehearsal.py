@@ -24,7 +24,6 @@ import importlib
 import json
 import logging
 import os
-import pickle
 import re
 import runpy
 import signal
@@ -341,6 +340,7 @@ def _fitting(fit: Any, notes: Notes) -> Any:
 def _check_rest(trainer: Any, notes: Notes) -> None:
     """Check the parts that the first batch has not touched."""
     from lightning_dlrover.live.state import parts_with_hparams
+    from lightning_dlrover.rdzv.group import transfer
 
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     if trainer.enable_validation:
@@ -351,8 +351,9 @@ def _check_rest(trainer: Any, notes: Notes) -> None:
     for part in parts_with_hparams(trainer):
         for name, value in dict(part.hparams).items():
             try:
-                pickle.loads(pickle.dumps(value))
-            except Exception as problem:  # pickle raises whatever an object's methods raise
+                packed = transfer.pack(value)
+                transfer.outline(packed, names=transfer.names_in(packed))
+            except Exception as problem:  # an object's own methods are called
                 text = f"hyperparameter {name!r} of {type(part).__name__} cannot be saved and loaded: {problem}"
                 move = f"self.save_hyperparameters(ignore=[{name!r}])"
                 notes.add(error("hyperparameters", text.splitlines()[0], move))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_dlrover import variables
 from lightning_dlrover.doctor.finding import Finding, error, ok
 from lightning_dlrover.doctor.rehearsal import NOTES
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
@@ -59,12 +60,12 @@ def _environment(environ: Mapping[str, str], endpoint: str) -> dict[str, str]:
     """Return the environment of the only worker of a job that one more could join."""
     kept = {name: value for name, value in environ.items() if not _OF_OTHER_JOBS.match(name)}
     return kept | {
-        "DLROVER_ENDPOINT": endpoint,
-        "DLROVER_RUN_ID": "doctor",
-        "DLROVER_AGENT_ID": "doctor",
-        "DLROVER_MIN_NODES": "1",
-        "DLROVER_MAX_NODES": "2",
-        "DLROVER_HISTORY": "off",
+        variables.ENDPOINT: endpoint,
+        variables.RUN_ID: "doctor",
+        variables.AGENT_ID: "doctor",
+        variables.MIN_NODES: "1",
+        variables.MAX_NODES: "2",
+        variables.HISTORY: "off",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "RANK": "0",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from secure_etcd import secure_etcd
+from waiting import eventually
 
 from lightning_dlrover.doctor.etcd import check_embedded, check_endpoints, judge
 from lightning_dlrover.doctor.finding import Finding
@@ -89,6 +90,7 @@ def test_nearly_full_and_full_quota_are_named(tmp_path: Path) -> None:
         with suppress(EtcdFullError):
             for number in range(100):
                 client.put(f"/others/third/{number}", b"x" * 50_000)
+        eventually(lambda: "NOSPACE" in (inspect(client.config, PREFIX).alarms or ()), "the alarm", 10)
         full = finding("etcd size", check_endpoints(client.config, PREFIX)[0])
     assert "of 6.0 MiB" in nearly.text
     assert "--quota-backend-bytes" in nearly.next_move

@@ -20,6 +20,7 @@ from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.tables.sharded import ShardedTables
+from lightning_dlrover.tables.torchrec_parts import check_torchrec
 
 torchrec = pytest.importorskip("torchrec")
 
@@ -184,6 +185,7 @@ def test_without_torchrec_the_script_ends_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchrec", None)  # simulates a missing package
+    check_torchrec.cache_clear()  # another test has found it
     monkeypatch.setattr(sys, "argv", ["train_dlrm.py"])
     assert train_dlrm.main() == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

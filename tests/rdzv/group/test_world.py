@@ -47,6 +47,7 @@ def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
     yield make
     for world in made:
         world.leave()
+        world._groups._are_unused.set()  # a process that ends would keep the groups of its last round
 
 
 def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
@@ -124,6 +125,7 @@ import torch
 import torch.distributed as dist
 from lightning_dlrover.live.position import Position, can_meet
 from lightning_dlrover.rdzv import World, WorldConfig
+from lightning_dlrover.rdzv.group import torch_names
 
 connect = dist.ProcessGroupGloo
 
@@ -154,6 +156,7 @@ match sys.argv[1:]:
     case ["fail"]:
         dist.init_process_group = fail_after_the_others_have_formed
     case [_]:
+        torch_names.check()  # before the name is replaced
         dist.ProcessGroupGloo = die_while_connecting
 config = WorldConfig.from_environment(os.environ, "1")
 world = World(config, can_meet=can_meet)
