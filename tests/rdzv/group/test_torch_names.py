@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import inspect
 import re
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def test_private_names_exist() -> None:
 def test_missing_name_is_named_with_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_abort_process_group")
     torch_names.check.cache_clear()
-    message = rf"torch {re.escape(torch.__version__)} lacks torch.distributed.distributed_c10d._abort_process_group, which"
+    release = re.escape(importlib.metadata.version("torch"))
+    message = rf"torch {release} lacks torch.distributed.distributed_c10d._abort_process_group, which"
     with pytest.raises(MissingNamesError, match=message):
         torch_names.check()
     torch_names.check.cache_clear()
