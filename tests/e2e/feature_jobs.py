@@ -12,7 +12,8 @@ from typing import Any
 import lightning as L
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -689,7 +690,7 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         case "validated" | "gathering":
             saving = ModelCheckpoint(folder / "checkpoints", "{epoch}", monitor="val_mean", save_top_k=-1)
             stopping = EarlyStopping("val_mean", patience=100, check_on_train_epoch_end=False)
-            averaging = EMAWeightAveraging(decay=0.5)
+            averaging = callbacks.EMAWeightAveraging(decay=0.5)
             options = {"callbacks": [averaging, stopping, saving], "enable_checkpointing": True}
         case "by_name" | "batch_sampler":
             strategy = "dlrover"

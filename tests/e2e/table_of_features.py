@@ -17,10 +17,10 @@ from typing import Any
 import lightning as L
 import torch
 import torchmetrics
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
@@ -175,7 +175,7 @@ FEATURES: dict[str, Setup] = {
             ModelCheckpoint(folder / "steps", "{step}", every_n_train_steps=3, save_top_k=-1),
         ]
     ),
-    "weight_averaging": Setup(callbacks=lambda folder: [EMAWeightAveraging(decay=0.9)]),
+    "weight_averaging": Setup(callbacks=lambda folder: [callbacks.EMAWeightAveraging(decay=0.9)]),
     "swa": Setup(callbacks=lambda folder: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2)]),
     "finetuning": Setup(HeadFirst, callbacks=lambda folder: [Unfreeze()]),
     "pruning": Setup(
