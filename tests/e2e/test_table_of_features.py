@@ -124,7 +124,7 @@ def test_feature_survives_each_fault(name: str, faults: str, make_job: MakeJob) 
 
 
 def check(name: str, faults: str, make_job: MakeJob) -> None:
-    if name == "weight_averaging" and not hasattr(callbacks, "EMAWeightAveraging"):
+    if name in ("weight_averaging", "clock") and not hasattr(callbacks, "EMAWeightAveraging"):
         pytest.skip("came with Lightning 2.6")
     expected, files = undisturbed(make_job, name)
     job = disturbed(make_job, name, faults)
