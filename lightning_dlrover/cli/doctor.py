@@ -22,9 +22,10 @@ _ETCD_S = 5.0
 
 def doctor_command(options: argparse.Namespace) -> int:
     """Show each check as it ends. The exit code is 1 if one of them has found an error."""
+    around = Surroundings.of_this_process()
     case = Case(
-        etcd=_etcd(options),
-        prefix=checked_prefix(options.key_prefix or Surroundings.of_this_process().prefix),
+        etcd=_etcd(options, around),
+        prefix=checked_prefix(options.key_prefix or around.prefix),
         script=checked_script(options.script[0]) if options.script else None,
         arguments=options.script[1:],
         deadline_s=options.timeout,
@@ -43,12 +44,11 @@ def doctor_command(options: argparse.Namespace) -> int:
     return EXIT_FAILED if worst(findings) == "error" else EXIT_OK
 
 
-def _etcd(options: argparse.Namespace) -> EtcdConfig | None:
-    surroundings = Surroundings.of_this_process()
-    endpoint = options.endpoint or surroundings.endpoint
+def _etcd(options: argparse.Namespace, around: Surroundings) -> EtcdConfig | None:
+    endpoint = options.endpoint or around.endpoint
     access = etcd_access(options)
     if endpoint is None:
         if access:
             raise UsageError(f"{', '.join(map(flag, access))}: only with --endpoint, which names the etcd that they are for")
         return None
-    return EtcdConfig(endpoint, timeout_s=_ETCD_S, **(access or surroundings.access))
+    return EtcdConfig(endpoint, timeout_s=_ETCD_S, **(access or around.access))

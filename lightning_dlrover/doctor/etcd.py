@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_dlrover.doctor.finding import Finding, error, ok, warning
-from lightning_dlrover.doctor.host import port_holder
-from lightning_dlrover.observe.addresses import address_of_name, interface_of
+from lightning_dlrover.doctor.host import is_here, port_holder
+from lightning_dlrover.observe.addresses import address_of_name
 from lightning_dlrover.rdzv.etcd.client import MANY_REVISIONS
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig, is_loopback, parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
@@ -66,15 +66,16 @@ def _unreachable(endpoint: str, problem: EtcdError) -> Finding:
     address = address_of_name(host)
     if address is None:
         return error("etcd", f"the name {host!r} of endpoint {endpoint} does not resolve", "correct --endpoint, or fix DNS")
-    here = is_loopback(address) or interface_of(address) is not None
-    if here and (holder := port_holder(port)) and not holder.startswith("etcd "):
-        return error(
-            "etcd",
-            f"port {port} of endpoint {endpoint} is in use by {holder}, which is no etcd",
-            "correct --endpoint, or end it",
-        )
-    if here and not port_holder(port):
-        return error("etcd", f"nothing listens at {endpoint}", "start etcd there, or leave --endpoint away")
+    if is_here(address):
+        holder = port_holder(port)
+        if not holder:
+            return error("etcd", f"nothing listens at {endpoint}", "start etcd there, or leave --endpoint away")
+        if not holder.startswith("etcd "):
+            return error(
+                "etcd",
+                f"port {port} of endpoint {endpoint} is in use by {holder}, which is no etcd",
+                "correct --endpoint, or end it",
+            )
     return error("etcd", str(problem), "check that etcd runs, --endpoint, firewalls, and user and certificates")
 
 

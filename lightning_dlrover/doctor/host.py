@@ -240,7 +240,8 @@ def check_port(environ: Mapping[str, str] = os.environ) -> Finding:
         return ok("ports", "jobs take free ones")
     if not text.isdecimal() or not 0 < int(text) < 65536:
         return warning("ports", f"MASTER_PORT is {text!r}, not a port", "unset MASTER_PORT")
-    if not _is_own(host):
+    address = address_of_name(host)
+    if address is None or not is_here(address):
         return ok("ports", f"MASTER_PORT {text} is served by {host}; jobs take free ports")
     if holder := port_holder(int(text)):
         return warning(
@@ -276,9 +277,9 @@ def _listener(port: int) -> str:
     return "another program"
 
 
-def _is_own(host: str) -> bool:
-    address = address_of_name(host)
-    return address is not None and (is_loopback(address) or interface_of(address) is not None)
+def is_here(address: str) -> bool:
+    """Return whether an address is one of this host's."""
+    return is_loopback(address) or interface_of(address) is not None
 
 
 def check_clock(etcd_ahead_s: float | None, uncertain_s: float = 0.0, now: float | None = None) -> Finding:

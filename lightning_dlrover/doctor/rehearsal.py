@@ -351,8 +351,7 @@ def _check_rest(trainer: Any, notes: Notes) -> None:
     for part in parts_with_hparams(trainer):
         for name, value in dict(part.hparams).items():
             try:
-                packed = transfer.pack(value)
-                transfer.outline(packed, names=transfer.names_in(packed))
+                transfer.needed_names(value)
             except Exception as problem:  # an object's own methods are called
                 text = f"hyperparameter {name!r} of {type(part).__name__} cannot be saved and loaded: {problem}"
                 move = f"self.save_hyperparameters(ignore=[{name!r}])"

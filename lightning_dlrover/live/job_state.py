@@ -114,10 +114,7 @@ class JobState:
         found: set[str] = set()
         for i, part in enumerate(message):
             try:
-                packed = transfer.pack(part)
-                names = transfer.names_in(packed)
-                transfer.outline(packed, STATE_CLASSES, names)
-                found |= names
+                found |= transfer.needed_names(part, STATE_CLASSES)
             except transfer.TransferError as error:
                 if i == 0 and formation is not None and not has_tables:
                     log.warning("run %s: no worker can join: %s", self._fit.world.config.run_id, error)

@@ -218,6 +218,18 @@ def outline(packed: Packed, classes: Sequence[type] = (), names: Collection[str]
     return _unpacked(packed.body, classes, names)
 
 
+def needed_names(obj: Any, classes: Sequence[type] = ()) -> frozenset[str]:
+    """Return the names with which a receiver decodes an object, see `names_in`. Shows that it can be sent and received.
+
+    Raises:
+        TransferError: it cannot be serialized, or a receiver would refuse it.
+    """
+    packed = pack(obj)
+    names = names_in(packed)
+    outline(packed, classes, names)
+    return names
+
+
 def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Return the objects of these names for `torch.serialization.safe_globals`; names not loaded here are left out."""
     found = ((_loaded(name), name) for name in names)
