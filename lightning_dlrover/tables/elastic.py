@@ -13,7 +13,6 @@ holds all of its parts; then the memory of the previous one may be reused.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -168,9 +167,7 @@ class ElasticTables:
             if taken_by is None:
                 return
             target = taken_by
-        workers = self._world.membership.view.workers
-        hosts = {workers[name].host for name in target.members if name in workers}
-        if self._snapshots is not None and socket.gethostname() not in hosts:
+        if self._snapshots is not None and not set(target.members) & self._world.membership.on_this_host().keys():
             self._snapshots.clear_memory()
 
     def _give_away(self, target: RoundRecord, plan: Plan) -> RoundRecord | None:

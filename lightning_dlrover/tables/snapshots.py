@@ -236,7 +236,10 @@ class Snapshots:
         assert self._formation is not None
         members = self._formation.round.members
         if self._counted == 1:
-            waiting = self._world.membership.view.in_state("standby", "ready")  # they have touched memory for their parts
+            here = self._world.membership.on_this_host()
+            waiting = [
+                w for w, record in here.items() if record.state in ("standby", "ready")
+            ]  # their parts' memory is touched
             self.store.drop_others([*members, *waiting], [members[r] for r in self._neighbours.owners])
             if self._formation.rank == 0:
                 taken = self.store.num_bytes
