@@ -235,6 +235,8 @@ class Membership:
         Raises:
             EtcdError: etcd does not answer.
         """
+        if not self._mirror.healthy:  # training must not wait for etcd here
+            raise EtcdUnavailableError(f"run {self._config.run_id!r}: etcd does not answer")
         host = socket.gethostname()
         found = readable_folder(self._client, WorkerRecord, self.keys.workers, worker_name_of(host))
         return {worker: record for worker, record in found.items() if record.host == host}

@@ -409,9 +409,8 @@ def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: i
 
 def _is_cut_off(view: View, joiner: str) -> bool:
     """Whether a joiner reports a member as unreachable: admitting it would only interrupt the others."""
-    return bool(
-        view.round and view.workers[joiner].unreachable and set(view.workers[joiner].unreachable) & set(view.round.members)
-    )
+    unreachable = view.workers[joiner].unreachable
+    return bool(unreachable and view.round and set(unreachable) & set(view.round.members))
 
 
 def _round(view: View, members: list[str], kind: str, planned: bool, reason: str) -> RoundRecord:
