@@ -4,8 +4,7 @@
 
 A node is a rendezvous handler as torchrun makes it, with its own connection to etcd, in a thread. Light processes hold the
 threads. It starts no workers and trains nothing. Obstacles that only come from sharing one machine are removed, for torch's
-nodes as for ours: nodes have a lower priority than the server, which real nodes would not share a processor with, and their
-threads do not wake up many times per second to poll (see `be_light`). For each N:
+nodes as for ours (`light_processes.py`). For each N:
 
 - join: N - 1 nodes wait, the last one comes; until `next_rendezvous` has returned to all N (the round takes exactly N nodes).
 - absorb: one more node comes to the N that run, which may be N + 1; until `num_nodes_waiting` is above 0 for each of the N.
@@ -21,27 +20,19 @@ measure of joining. All clocks are the machine's monotonic one. Each figure is t
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import http.client
-import multiprocessing
-import os
-import re
-import resource
 import socket
 import statistics
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
+from light_processes import LightProcesses, OtherUser, requests_to
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -54,7 +45,6 @@ START_TIMEOUT_S = 120.0
 SETTLE_S = 5.0
 JOIN_TIMEOUT_S = 600.0
 LOOK_S = 0.1  # seconds between a running node's checks for waiting nodes, as in torchrun
-STACK_BYTES = 256 << 10
 PRELOADED = [
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
@@ -63,32 +53,6 @@ PRELOADED = [
 
 
 # -- a process that holds nodes
-
-
-def hold_nodes(pipe: Connection) -> None:
-    """Execute the parent's commands until it closes the pipe."""
-    be_light()
-    host = _Host()
-    with contextlib.suppress(EOFError):
-        while True:
-            name, arguments = pipe.recv()
-            try:
-                pipe.send((True, getattr(host, name)(*arguments)))
-            except Exception:
-                pipe.send((False, traceback.format_exc()))
-
-
-def be_light() -> None:
-    """Let many processes of many threads each share a few cores."""
-    import grpc  # type: ignore[import-untyped]
-
-    os.nice(10)
-    threading.stack_size(STACK_BYTES)
-    gc.freeze()  # scanning torch's objects would cost each process more than the rest of its work
-    sys.setswitchinterval(1.0)  # seconds after which a thread may take the interpreter; no thread here holds it for long
-    grpc._common.MAXIMUM_WAIT_TIMEOUT = 5.0  # wake-up interval in seconds of gRPC threads that wait for a watch (default 0.1)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Node(threading.Thread):
@@ -204,75 +168,43 @@ def _raise_errors(nodes: list[_Node]) -> None:
 # -- the parent
 
 
-class Hosts:
-    """Light processes with nodes in them. Leaving ends them as a crash would, without any write to etcd."""
+class Hosts(LightProcesses):
+    """Light processes with nodes in them."""
 
     def __init__(self, num_nodes: int) -> None:
-        fork = multiprocessing.get_context("forkserver")
-        fork.set_forkserver_preload(PRELOADED)
         num_hosts = max(2, -(-num_nodes // NODES_PER_PROCESS))
         self._shares = [num_nodes // num_hosts + (host < num_nodes % num_hosts) for host in range(num_hosts)]
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(num_hosts + 1):  # one more for the node that comes last
-            ours, theirs = fork.Pipe()
-            process = fork.Process(target=hold_nodes, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        # One more for the node that comes last.
+        super().__init__(_Host, num_hosts + 1, PRELOADED, JOIN_TIMEOUT_S + START_TIMEOUT_S)
 
     def __enter__(self) -> Hosts:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(10)
-
     def make(self, kind: str, endpoint: str, run_id: str, min_nodes: int, max_nodes: int) -> None:
         """Create all nodes but the last one, which the last process holds."""
         shares = [self._shares[0] - 1, *self._shares[1:]]
-        self._ask_all("make", [(kind, endpoint, run_id, share, min_nodes, max_nodes) for share in shares])
+        self.ask_all("make", [(kind, endpoint, run_id, share, min_nodes, max_nodes) for share in shares])
 
     def make_one(self, kind: str, endpoint: str, run_id: str, min_nodes: int, max_nodes: int) -> None:
-        self._ask(-1, "make", kind, endpoint, run_id, 1, min_nodes, max_nodes)
+        self.ask(len(self) - 1, "make", kind, endpoint, run_id, 1, min_nodes, max_nodes)
 
     def join(self) -> None:
-        self._ask_all("join", [(share,) for share in [self._shares[0] - 1, *self._shares[1:]]])
+        self.ask_all("join", [(share,) for share in [self._shares[0] - 1, *self._shares[1:]]])
 
     def join_one(self) -> float:
-        return float(self._ask(-1, "join", 1))
+        return float(self.ask(len(self) - 1, "join", 1))
 
     def joined(self) -> list[tuple[int, float]]:
         """Node rank and time of every node."""
-        everyone = range(len(self._pipes))
-        return [found for host in self._ask_all("joined", [(JOIN_TIMEOUT_S,) for _ in everyone]) for found in host]
+        everyone = range(len(self))
+        return [found for host in self.ask_all("joined", [(JOIN_TIMEOUT_S,) for _ in everyone]) for found in host]
 
     def knew(self) -> float:
         """Time at which the last of all nodes detected one more."""
-        return float(max(self._ask_all("knew", [(START_TIMEOUT_S,) for _ in self._pipes])))
+        return float(max(self.ask_all("knew", [(START_TIMEOUT_S,) for _ in range(len(self))])))
 
     def cpu_s(self) -> float:
-        return float(sum(self._ask_all("cpu_s", [() for _ in self._pipes])))
-
-    def _ask(self, host: int, name: str, *arguments: Any) -> Any:
-        self._pipes[host].send((name, arguments))
-        return self._answer(host)
-
-    def _ask_all(self, name: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        for host, of_host in enumerate(arguments):
-            self._pipes[host].send((name, of_host))
-        return [self._answer(host) for host in range(len(arguments))]
-
-    def _answer(self, host: int) -> Any:
-        if not self._pipes[host].poll(JOIN_TIMEOUT_S + START_TIMEOUT_S):
-            raise BenchmarkError(f"process {host} of nodes did not answer")
-        succeeded, answer = self._pipes[host].recv()
-        if not succeeded:
-            raise BenchmarkError(answer)
-        return answer
+        return float(sum(self.ask_all("cpu_s", [() for _ in range(len(self))])))
 
 
 @dataclass(frozen=True)
@@ -281,46 +213,6 @@ class Figures:
     absorb_s: float
     idle_rps_per_node: float
     join_cpu_s: float  # CPU time of etcd and of the processes with nodes, while they joined
-
-
-def requests_to(etcd: EmbeddedEtcd) -> dict[str, float]:
-    """Unary calls answered and stream messages received so far, by method, from etcd's own metrics."""
-    connection = http.client.HTTPConnection(etcd.host, etcd.port, timeout=60)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    counted: dict[str, float] = {}
-    for name, labels, value in re.findall(r"^(grpc_server_\w+_total)\{(.*)\} (\S+)$", text, re.MULTILINE):
-        label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        is_unary = label["grpc_type"] == "unary"
-        if name == ("grpc_server_handled_total" if is_unary else "grpc_server_msg_received_total"):
-            counted[label["grpc_method"]] = counted.get(label["grpc_method"], 0.0) + float(value)
-    return counted
-
-
-class OtherUser:
-    """Another user of the same etcd, writing under another prefix."""
-
-    def __init__(self, etcd: EmbeddedEtcd, writes_per_s: float) -> None:
-        self.num_writes = 0
-        self._etcd = etcd
-        self._pause_s = 1 / writes_per_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._write, daemon=True)
-
-    def __enter__(self) -> OtherUser:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(60)
-
-    def _write(self) -> None:
-        with EtcdClient(EtcdConfig(self._etcd.endpoint, timeout_s=60)) as client:
-            while not self._over.wait(self._pause_s):
-                client.put("/elsewhere/key", b"")
-                self.num_writes += 1
 
 
 def measure(etcd: EmbeddedEtcd, num_nodes: int, idle_s: float, writes_per_s: float) -> Figures:
