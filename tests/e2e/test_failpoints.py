@@ -36,6 +36,8 @@ CONVENER = [
     ("put job:finished", 1),
     ("put job:starting", 1),
     ("put job:training", 1),
+    ("put notice", 1),
+    ("put notice", 2),
     ("put round:grow", 1),
     ("put round:grow", 2),
     ("put round:loss", 1),

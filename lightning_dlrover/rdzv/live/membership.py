@@ -69,6 +69,9 @@ R = TypeVar("R")
 CHECK_S = 5.0
 """Seconds between two checks that a mirror has missed no change. Its watch reports changes at once."""
 
+TICK_S = 0.1
+"""Maximum seconds between two turns of the background thread, as patience runs out without a change."""
+
 GONE_CHECK_S = 0.1
 """Seconds between two checks whether a worker has ended that no notice will name."""
 
@@ -153,7 +156,7 @@ class Membership:
             since=time.time(),
         )
         self._own.create(record)
-        self._own_mirror = Mirror(self._client, self._own.key, self._on_mirror, CHECK_S)
+        self._own_mirror = Mirror(self._client, self._own.key, self._on_mirror, 2 * CHECK_S)
         if not self._sees_itself:
             raise EvictedError(self._own.evicted_text)  # the lease may have expired, as while the process is stopped
         self._thread.start()
@@ -491,7 +494,7 @@ class Membership:
         while not self._closing:
             with self._changed:
                 if not self._dirty:
-                    self._changed.wait(0.1)
+                    self._changed.wait(TICK_S)
             try:
                 # Run even when nothing has changed: patience runs out without an event.
                 self._refresh()

@@ -19,7 +19,7 @@ __all__ = ["Office"]
 CAMPAIGN_PER_WORKER_S = 0.0005
 """Seconds per member over which candidacies are spread after a convener's death: the first one spares the others theirs."""
 
-CHECK_S = 5.0
+CHECK_S = 10.0
 """Approximate seconds between two checks that the election key's holder is registered."""
 
 SIGHT_S = 5.0

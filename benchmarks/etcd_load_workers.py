@@ -1,0 +1,292 @@
+"""Requests that the live workers of a large job send to etcd, and how soon all of them know of a change.
+
+    python benchmarks/etcd_load_workers.py [--workers 250,1000] [--idle 40] [--writes 5] [--rounds 3] [--quick]
+
+A worker is the real `Membership`, with its own connection to etcd, its lease, its mirrors and its turn as convener. It trains
+nothing and connects to no other worker: it enters each round as soon as it sees it. Light processes hold the workers
+(`light_processes.py`). For each number of workers N:
+
+- idle: requests to etcd per second and worker while nothing happens, as `rendezvous_scale.py` counts them. Keys elsewhere in
+  etcd change meanwhile (`--writes` per second), as on a shared etcd.
+- grow: a worker is ready to join; until all N + 1 know the round that takes it in, on the machine's monotonic clock.
+- loss: a worker dies and is buried by a neighbour; until the other N know the round without it.
+- known: the larger of both.
+- settled: after the grow, until the convener has seen all workers enter.
+- requests and notices per worker: what each change costs, by etcd's own count. A notice is one event of a watch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import sys
+import threading
+import time
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from jobs import BenchmarkError, Workspace, describe_machine, result_line
+from light_processes import LightProcesses, OtherUser, metrics_of, requests_to
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
+from lightning_dlrover.rdzv.live import membership as membership_module
+from lightning_dlrover.rdzv.live.admission import MembershipConfig
+from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.view import read_view
+
+WORKERS_PER_PROCESS = 25
+TIMEOUT_S = 600.0
+SETTLE_S = 5.0
+PRELOADED = ["lightning_dlrover.rdzv.live.membership"]
+
+
+class _Worker:
+    """One worker, which enters each round that it is a member of."""
+
+    def __init__(self, endpoint: str, run_id: str, min_workers: int, max_workers: int) -> None:
+        self._client = EtcdClient(EtcdConfig(endpoint, timeout_s=60))
+        self._port = socket.create_server(("127.0.0.1", 0))  # refuses connections once the worker is dead
+        self.seen: dict[int, float] = {}  # time at which this worker knew of each round
+        self.error = ""
+        self._entered = 0
+        self._news = threading.Event()
+        config = MembershipConfig(
+            run_id=run_id,
+            prefix="/dlrover",
+            agent_id=f"agent-{self._port.getsockname()[1]}",
+            local_rank=0,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            version="1",
+            address="127.0.0.1",
+            port=self._port.getsockname()[1],
+        )
+        self.membership = Membership(self._client, config, on_view=self._look)
+        self.state = self.membership.register()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _look(self, view: Outlook) -> None:
+        if view.round is not None and view.round.number not in self.seen:
+            self.seen[view.round.number] = time.monotonic()
+            self._news.set()
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                self._news.wait()
+                self._news.clear()
+                round_ = self.membership.view.round
+                if round_ is not None and round_.number > self._entered and self.membership.worker_id in round_.members:
+                    self._entered = round_.number
+                    self.membership.update("active", round_.number)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def die(self) -> None:
+        """Stop as a killed process: its port refuses, and its lease is not kept alive any more."""
+        self._port.close()
+        self.membership._closing = True
+        self._client.end_children(0.1)
+
+
+class _Host:
+    """The workers of one process."""
+
+    def __init__(self) -> None:
+        membership_module.TICK_S = 5.0  # a change wakes the thread at once; so many threads must not wake up without one
+        self._workers: list[_Worker] = []
+
+    def make(self, number: int, *arguments: Any) -> None:
+        self._workers += [_Worker(*arguments) for _ in range(number)]
+
+    def ready(self) -> tuple[float, str]:
+        """Let the newest worker ask for admission; return the time and its id."""
+        worker = self._workers[-1]
+        worker.membership.update("standby")
+        began = time.monotonic()
+        worker.membership.update("ready")
+        return began, worker.membership.worker_id
+
+    def kill_one(self) -> tuple[float, str]:
+        """Kill the newest worker; return the time and its id."""
+        worker = self._workers.pop()
+        began = time.monotonic()
+        worker.die()
+        return began, worker.membership.worker_id
+
+    def bury(self, worker_id: str) -> None:
+        """Let a worker probe another one, as its neighbour does."""
+        self._workers[0].membership.bury_the_dead([worker_id])
+
+    def saw(self, number: int) -> float:
+        """Time at which the last worker knew of a round."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(number not in worker.seen for worker in self._workers):
+            if errors := [worker.error for worker in self._workers if worker.error]:
+                raise BenchmarkError(f"{len(errors)} workers failed, the first with {errors[0]}")
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"not all workers knew of round {number} within {TIMEOUT_S:g} s")
+            time.sleep(0.01)
+        return max((worker.seen[number] for worker in self._workers), default=0.0)
+
+
+@dataclass(frozen=True)
+class Figures:
+    idle_rps: float
+    grow_s: float
+    loss_s: float
+    settled_s: float
+    requests: float  # per worker, for one change of both kinds
+    notices: float
+
+
+class Job:
+    """A job of light workers, observed from outside."""
+
+    def __init__(self, etcd: EmbeddedEtcd, run_id: str, num_workers: int) -> None:
+        self._etcd = etcd
+        self._client = EtcdClient(EtcdConfig(etcd.endpoint, timeout_s=60))
+        self._keys = Keys(run_id)
+        self._num_workers = num_workers
+        self._arguments = (etcd.endpoint, run_id, num_workers - 1, num_workers + 1)
+        num_hosts = max(2, -(-num_workers // WORKERS_PER_PROCESS))
+        self._shares = [num_workers // num_hosts + (host < num_workers % num_hosts) for host in range(num_hosts)]
+        self._hosts = LightProcesses(_Host, num_hosts + 1, PRELOADED, TIMEOUT_S)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hosts.__exit__(*error)
+        self._client.close()
+
+    def start(self) -> None:
+        """Start all workers in one round; one more stands by."""
+        for host, share in enumerate(self._shares):  # a thousand simultaneous connections overflow the server's queue
+            self._hosts.ask(host, "make", share, *self._arguments)
+        self.settle()
+        self._hosts.ask(len(self._shares), "make", 1, *self._arguments)
+
+    def settle(self) -> tuple[RoundRecord, float]:
+        """Wait until all members of the newest round have entered it; return it and the time."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            view = self._view()
+            members = view.round.members if view.round is not None else []
+            if view.round is not None and len(members) >= self._num_workers:
+                records = [view.workers.get(member) for member in members]
+                if all(r is not None and (r.state, r.round_number) == ("active", view.round.number) for r in records):
+                    return view.round, time.monotonic()
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"{len(members)} of {self._num_workers} workers were in a round within {TIMEOUT_S:g} s")
+            time.sleep(0.1)
+
+    def grow(self) -> tuple[float, float]:
+        """Admit the worker that stands by; return the seconds until all know, and until all have entered."""
+        round_, _ = self.settle()
+        began, worker_id = _moment(self._hosts.ask(len(self._shares), "ready"))
+        known = self._all_know(round_.number + 1)
+        after, settled = self.settle()
+        if worker_id not in after.members or after.number != round_.number + 1:
+            raise BenchmarkError(f"{worker_id} was not admitted by one round: {after.reason}")
+        return known - began, settled - began
+
+    def lose_one(self) -> float:
+        """Kill a worker, let a neighbour notice, and return the seconds until all others know."""
+        round_, _ = self.settle()
+        began, worker_id = _moment(self._hosts.ask(len(self._shares), "kill_one"))
+        self._hosts.ask(0, "bury", worker_id)
+        known = self._all_know(round_.number + 1)
+        after, _ = self.settle()
+        if set(round_.members) - set(after.members) != {worker_id}:
+            raise BenchmarkError(f"not only {worker_id} was lost: {after.reason}")
+        return known - began
+
+    def idle_rps(self, idle_s: float, writes_per_s: float) -> float:
+        with OtherUser(self._etcd, writes_per_s) as other:
+            time.sleep(min(SETTLE_S, idle_s))
+            before, writes_before, since = requests_to(self._etcd), other.num_writes, time.monotonic()
+            time.sleep(idle_s)
+            after, num_writes, lasted_s = requests_to(self._etcd), other.num_writes - writes_before, time.monotonic() - since
+        counts = {method: after[method] - before.get(method, 0.0) for method in after}
+        counts["Put"] = counts.get("Put", 0.0) - num_writes
+        told = ", ".join(f"{method} {count / lasted_s:.1f}" for method, count in sorted(counts.items()) if count > 0)
+        print(f"  {self._num_workers} workers idle for {lasted_s:.0f} s, requests/s: {told or 'none'}", flush=True)
+        total: float = sum(counts.values())
+        return total / lasted_s / (self._num_workers + 1)
+
+    def costs(self) -> tuple[float, float]:
+        """Requests and events of watches so far."""
+        events = sum(v for name, _, v in metrics_of(self._etcd) if name == "etcd_debugging_mvcc_events_total")
+        return sum(requests_to(self._etcd).values()), events
+
+    def _view(self) -> View:
+        return read_view({entry.key: entry for entry in self._client.get_prefix(self._keys.live)[1]}, self._keys)
+
+    def _all_know(self, number: int) -> float:
+        seen: list[float] = self._hosts.ask_all("saw", [(number,)] * len(self._hosts))
+        return max(seen)
+
+
+def _moment(answer: tuple[float, str]) -> tuple[float, str]:
+    return answer
+
+
+def measure_job(etcd: EmbeddedEtcd, num_workers: int, idle_s: float, writes_per_s: float) -> Figures:
+    with Job(etcd, f"load-{num_workers}", num_workers) as job:
+        job.start()
+        idle_rps = job.idle_rps(idle_s, writes_per_s)
+        before = job.costs()
+        grow_s, settled_s = job.grow()
+        loss_s = job.lose_one()
+        requests, events = (after - first for after, first in zip(job.costs(), before, strict=True))
+    return Figures(idle_rps, grow_s, loss_s, settled_s, requests / num_workers / 2, events / num_workers / 2)
+
+
+def measure(
+    quick: bool, workers: str = "250,1000", idle_s: float = 40.0, writes: float = 5.0, rounds: int = 3
+) -> dict[str, float]:
+    """Measure jobs of several sizes; return the figures of the largest one."""
+    if quick:
+        workers, idle_s, rounds = "25,100", 6.0, 1
+    print(
+        f"{'workers':>8}{'idle requests/s/worker':>24}{'grow s':>9}{'settled s':>11}{'loss s':>9}"
+        f"{'requests/worker/change':>24}{'notices/worker/change':>23}"
+    )
+    found = {}
+    for num_workers in map(int, workers.split(",")):
+        runs = []
+        for _ in range(rounds):
+            with EmbeddedEtcd() as etcd:
+                runs.append(measure_job(etcd, num_workers, idle_s, writes))
+        found[num_workers] = f = Figures(*map(statistics.median, zip(*map(astuple, runs), strict=True)))
+        print(
+            f"{num_workers:8}{f.idle_rps:24.3f}{f.grow_s:9.3f}{f.settled_s:11.3f}{f.loss_s:9.3f}{f.requests:24.2f}{f.notices:23.2f}",
+            flush=True,
+        )
+    largest = found[max(found)]
+    return {"idle_rps_per_worker": largest.idle_rps, "change_1000_s": max(largest.grow_s, largest.loss_s)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", default="250,1000", help="numbers of workers, separated by commas")
+    parser.add_argument("--idle", type=float, default=40.0, help="seconds that requests are counted for")
+    parser.add_argument("--writes", type=float, default=5.0, help="writes per second of somebody else meanwhile")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="25 and 100 workers, under 60 s")
+    options = parser.parse_args()
+    print(describe_machine(), flush=True)
+    with Workspace("etcd-load-workers"):
+        print(result_line(measure(options.quick, options.workers, options.idle, options.writes, options.rounds)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
