@@ -8,7 +8,7 @@ row show it, and `allowance.py` bounds what is left of the noise. Pure: no clock
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from lightning_dlrover.codec import to_json
@@ -154,8 +154,12 @@ def _place(window: StepProfile) -> object:
 
 def rounded(window: StepProfile) -> StepProfile:
     """Return the window with its figures rounded to their precision, and its time to milliseconds."""
-    figures = {f.name: getattr(window, f.name) for f in fields(window) if isinstance(getattr(window, f.name), float)}
-    return replace(window, **{n: round(v, 3) if n == "at" else float(f"{v:.{DIGITS}g}") for n, v in figures.items()})
+    figures: dict[str, Any] = {
+        name: round(value, 3) if name == "at" else float(f"{value:.{DIGITS}g}")
+        for name, value in vars(window).items()
+        if isinstance(value, float)
+    }
+    return replace(window, **figures)
 
 
 def _size(window: StepProfile) -> int:
