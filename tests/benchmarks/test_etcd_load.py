@@ -51,6 +51,13 @@ def test_first_day_counts_the_start_once_and_the_rest_by_time() -> None:
     assert load.mb_per_worker_day == pytest.approx(7 + 12)
 
 
+def test_burst_of_seconds_is_not_extrapolated_beyond_the_allowance_unless_it_broke_it() -> None:
+    began, ended = moment(0.0, 0), moment(20.0, 9)
+    within, beyond = Revision(1, "profiles/w0", 3000), Revision(1, "profiles/w0", 30_000)
+    assert Load(began, began, ended, [within]).own_mb_per_day == PROFILES.within(DAY_S) / MB
+    assert Load(began, began, ended, [beyond]).own_mb_per_day == pytest.approx(0.03 * DAY_S / 20)
+
+
 def test_key_counts_for_its_worker_and_in_the_row_of_its_folder() -> None:
     own, history, plan = (Revision(1, key, 1) for key in ("profiles/w0", "events/1-w0", "live/plan"))
     assert (own.owner, own.folder) == ("w0", "profiles/")
