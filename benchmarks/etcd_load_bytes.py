@@ -1,8 +1,8 @@
 """Bytes that a job writes to etcd while it trains undisturbed: a part of `etcd_load.py`.
 
 A job of three workers, with a controller, elastic agents, profiles and a planner, trains beside whatever else this machine
-does. Its etcd keeps every revision. After start-up (a minute; the job's own first minutes of training) the job trains for a
-quarter of an hour. Each revision below the job's prefix is then read again with a watch, and counted with the bytes that it
+does. Its etcd keeps every revision. After the start-up, which ends a minute after the first step, the job trains for ten
+minutes. Each revision below the job's prefix is then read again with a watch, and counted with the bytes that it
 takes in etcd's database: key, value, and the fields that etcd stores with them. The growth of the database that etcd itself
 reports stands beside their sum: it counts whole pages, which are about half full.
 
@@ -32,6 +32,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,7 +80,7 @@ def measure(quick: bool) -> dict[str, float]:
     Raises:
         BenchmarkError: the job ended early, or etcd did not return its revisions.
     """
-    figure = measure_job(start_up_s=40.0 if quick else START_UP_S, lasts_s=40.0 if quick else 900.0)
+    figure = measure_job(start_up_s=40.0, slices=4, slice_s=10.0) if quick else measure_job(START_UP_S, slices=20, slice_s=30.0)
     if (SHARED_DATA / "step_traces").is_dir():
         replay(SHARED_DATA / "step_traces", hours=1 if quick else 24)
     else:
@@ -105,6 +106,12 @@ class Revision:
     number: int
     key: str  # below the job's root
     num_bytes: int
+    removes: bool = False  # it removes the key
+
+    @property
+    def is_disturbance(self) -> bool:
+        """Whether a worker or an agent was lost, or the workers formed another round."""
+        return self.key == "live/round" or (self.removes and self.key.startswith(("live/workers/", "live/agents/")))
 
     @property
     def folder(self) -> str:
@@ -119,7 +126,7 @@ class Revision:
         return self.key.rpartition("/")[2] if self.key.startswith(OWN_FOLDERS) else ""
 
 
-def measure_job(start_up_s: float, lasts_s: float) -> float:
+def measure_job(start_up_s: float, slices: int, slice_s: float) -> float:
     with contextlib.ExitStack() as stack:
         workspace = stack.enter_context(Workspace("etcd-load"))
         etcd = stack.enter_context(EmbeddedEtcd(superseded_s=DAY_S))
@@ -130,13 +137,12 @@ def measure_job(start_up_s: float, lasts_s: float) -> float:
         job.start(NUM_WORKERS, NUM_WORKERS)
         job.wait_for_steps(1, NUM_WORKERS)
         train_for(job, start_up_s)
-        began = moment(client, etcd)
-        train_for(job, lasts_s)
-        ended = moment(client, etcd)
-        if len(job.member_pids()) != NUM_WORKERS or job.view().round is None:
-            raise BenchmarkError("a worker was lost while the job was to train undisturbed")
+        moments = [moment(client, etcd)]
+        for _ in range(slices):
+            train_for(job, slice_s)
+            moments.append(moment(client, etcd))
         revisions = revisions_of(client, Keys("etcd-load").root)
-    load = Load(empty, began, ended, revisions)
+    load = Load(empty, moments, revisions)
     load.print_table()
     return load.mb_per_worker_day
 
@@ -185,7 +191,8 @@ def revisions_of(client: EtcdClient, root: str) -> list[Revision]:
                 key = event.kv.key.decode()
                 if key == mark:
                     return found
-                found.append(Revision(event.kv.mod_revision, key.removeprefix(root), ENTRY_BYTES + entry_bytes(event)))
+                name, num_bytes, removes = key.removeprefix(root), ENTRY_BYTES + entry_bytes(event), event.type == event.DELETE
+                found.append(Revision(event.kv.mod_revision, name, num_bytes, removes))
     except grpc.RpcError as error:
         raise BenchmarkError(f"etcd did not return the revisions below {root!r} within {WATCH_TIMEOUT_S:g} s") from error
     finally:
@@ -206,13 +213,39 @@ def most_bytes(rates: Sequence[Rate], seconds: float) -> float:
 
 
 class Load:
-    """Revisions of one job, by folder and by phase."""
+    """Revisions of one job, by folder and by phase.
 
-    def __init__(self, empty: Moment, began: Moment, ended: Moment, revisions: Sequence[Revision]) -> None:
-        self._empty, self._began, self._ended = empty, began, ended
-        self._start_up = [each for each in revisions if each.number <= began.revision]
-        self._steady = [each for each in revisions if began.revision < each.number <= ended.revision]
-        self._days = (ended.at_s - began.at_s) / DAY_S
+    Args:
+        empty: before the job.
+        moments: the ends of the start-up and of each slice of the measurement. A slice counts if neither it nor the one before
+            saw a disturbance: on an overloaded machine leases expire, and workers come back.
+
+    Raises:
+        BenchmarkError: too few slices count.
+    """
+
+    def __init__(self, empty: Moment, moments: Sequence[Moment], revisions: Sequence[Revision]) -> None:
+        self._empty, self._began, self._ended = empty, moments[0], moments[-1]
+        self._revisions = revisions
+        self._start_up = [each for each in revisions if each.number <= self._began.revision]
+        self._steady: list[Revision] = []
+        self._num_slices, self._num_disturbed = len(moments) - 1, 0
+        steady_s, was_disturbed = 0.0, False
+        for before, after in pairwise(moments):
+            seen = [each for each in revisions if before.revision < each.number <= after.revision]
+            is_disturbed = any(each.is_disturbance for each in seen)
+            if is_disturbed or was_disturbed:
+                self._num_disturbed += 1
+            else:
+                self._steady += seen
+                steady_s += after.at_s - before.at_s
+            was_disturbed = is_disturbed
+        if self._num_disturbed > self._num_slices / 2:
+            raise BenchmarkError(
+                f"workers or agents were lost in or before {self._num_disturbed} of {self._num_slices} slices of the time: "
+                "the machine is overloaded; repeat it on a quieter one"
+            )
+        self._days = steady_s / DAY_S
 
     def _mb_per_day(self, owner: str) -> float:
         """Return what a worker or agent, or the job (an empty name), writes on its first day."""
@@ -246,19 +279,18 @@ class Load:
 
     def print_table(self) -> None:
         trained_s, measured_s = self._began.at_s - self._empty.at_s, self._days * DAY_S
-        print(
-            f"{NUM_WORKERS} workers and their controller: start-up of {trained_s:.0f} s, then measured for {measured_s:.0f} s"
-        )
+        print(f"{NUM_WORKERS} workers and their controller: start-up of {trained_s:.0f} s, then {measured_s:.0f} s counted")
+        if self._num_disturbed:
+            print(f"{self._num_disturbed} of {self._num_slices} slices do not count: a lease expired, or a worker was lost")
         print(f"{'key':<20}{'start-up':>10}{'bytes':>10}{'measured':>10}{'bytes':>10}{'MB/day':>9}")
         for folder in sorted({each.folder for each in [*self._start_up, *self._steady]}):
             before, after = ([e.num_bytes for e in some if e.folder == folder] for some in (self._start_up, self._steady))
             per_day = sum(after) / self._days / MB
             print(f"{folder:<20}{len(before):>10}{sum(before):>10}{len(after):>10}{sum(after):>10}{per_day:9.3f}")
-        num_logged = self._ended.raft_index - self._began.raft_index
-        print(
-            f"measured: {len(self._steady)} revisions; etcd's log grew by {num_logged} requests, refreshes of leases included"
-        )
-        counted = sum(each.num_bytes for each in [*self._start_up, *self._steady])
+        later = [each for each in self._revisions if self._began.revision < each.number <= self._ended.revision]
+        num_logged, since_s = self._ended.raft_index - self._began.raft_index, self._ended.at_s - self._began.at_s
+        print(f"after the start-up: {len(later)} revisions; etcd logged {num_logged} requests in {since_s:.0f} s")
+        counted = sum(each.num_bytes for each in [*self._start_up, *later])
         grown = self._ended.used_bytes - self._empty.used_bytes
         print(f"all revisions: {counted} bytes; etcd's pages in use have grown by {grown} bytes")
         of_worker, of_job = most_bytes(WORKER_RATES, DAY_S) / MB, most_bytes(JOB_RATES, DAY_S) / MB

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from etcd_load import parts_of
 from etcd_load_bytes import Load, Moment, Revision, cost_of, revisions_of
+from jobs import BenchmarkError
 
 from lightning_dlrover.learn.allowance import FIRST_WINDOWS, PROFILES, WINDOWS
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -45,7 +46,7 @@ def test_first_day_counts_the_start_once_and_the_rest_by_time() -> None:
         Revision(4, "live/agents/a0", MB),
         Revision(9, "profiles/w1", 99 * MB),  # after it
     ]
-    load = Load(moment(0.0, 0), moment(100.0, 1), moment(100.0 + DAY_S / 4, 5), revisions)
+    load = Load(moment(0.0, 0), [moment(100.0, 1), moment(100.0 + DAY_S / 4, 5)], revisions)
     assert load.job_mb_per_day == pytest.approx(3 + 4)
     assert load.own_mb_per_day == pytest.approx(8 + 4)  # the worker that writes most, and an agent
     assert load.mb_per_worker_day == pytest.approx(7 + 12)
@@ -54,8 +55,22 @@ def test_first_day_counts_the_start_once_and_the_rest_by_time() -> None:
 def test_burst_of_seconds_is_not_extrapolated_beyond_the_allowance_unless_it_broke_it() -> None:
     began, ended = moment(0.0, 0), moment(20.0, 9)
     within, beyond = Revision(1, "profiles/w0", 3000), Revision(1, "profiles/w0", 30_000)
-    assert Load(began, began, ended, [within]).own_mb_per_day == PROFILES.within(DAY_S) / MB
-    assert Load(began, began, ended, [beyond]).own_mb_per_day == pytest.approx(0.03 * DAY_S / 20)
+    assert Load(began, [began, ended], [within]).own_mb_per_day == PROFILES.within(DAY_S) / MB
+    assert Load(began, [began, ended], [beyond]).own_mb_per_day == pytest.approx(0.03 * DAY_S / 20)
+
+
+def test_time_around_a_lost_worker_does_not_count() -> None:
+    slices = [moment(100.0 * number, number) for number in range(9)]
+    lost = Revision(3, "live/workers/w0", 100, removes=True)
+    noise = [Revision(number, "store/1", 1000) for number in (2, 4, 8)]
+    load = Load(slices[0], slices, [lost, *noise])
+    assert load.mb_per_worker_day == pytest.approx(2000 / MB * DAY_S / 600)
+
+
+def test_job_that_was_disturbed_most_of_the_time_gives_no_figure() -> None:
+    slices = [moment(100.0 * number, number) for number in range(9)]
+    with pytest.raises(BenchmarkError, match="in or before 6 of 8 slices"):
+        Load(slices[0], slices, [Revision(number, "live/round", 100) for number in (2, 4, 6)])
 
 
 def test_key_counts_for_its_worker_and_in_the_row_of_its_folder() -> None:
