@@ -27,10 +27,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
+from lightning_dlrover.learn.allowance import stored_bytes
+from lightning_dlrover.learn.decision_log import DecisionLog
 from lightning_dlrover.learn.history import JobEntry, JobHistory
 from lightning_dlrover.learn.history_access import HistoryAccess
 from lightning_dlrover.learn.job_memory import JobMemory, Past
-from lightning_dlrover.learn.profile_log import PublishedProfile, WindowLog
+from lightning_dlrover.learn.profile_log import DIGITS, PublishedProfile, WindowLog, rounded
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
@@ -51,6 +53,7 @@ from lightning_dlrover.rdzv.job.events import (
     TrainingStalled,
     WindowMeasured,
     events_of,
+    record_of,
 )
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, PlanRecord, encode
 from lightning_dlrover.rdzv.live.membership import Membership
@@ -66,12 +69,9 @@ DEFAULT_RETUNE_COST_S = 0.2
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3
 WINDOWS_OF_LOAD = 5  # windows in the median of other programs' load on this machine
-STAY_EVERY_S = 60.0  # minimum seconds between records of decisions without a change
 
 PATIENCE_WITH_A_PLAN_S = 120.0
 """Seconds that a plan may take to be carried out before the next one: new nodes may queue, and must start."""
-
-DIGITS = 5  # significant digits in a decision's record
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Analyst:
         self._wish_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and when this worker first saw it
         self._published = PublishedProfile()
         self._windows = WindowLog()
+        self._decisions = DecisionLog()
         self._planned_at = 0.0
-        self._stayed_at = 0.0
         self._place: tuple[int, Settings] | None = None  # round and settings of the newest windows
         self._num_in_place = 0
         self._history = HistoryAccess(JobHistory(intentions.history_url)) if intentions.history_url else None
@@ -208,9 +208,9 @@ class Analyst:
             self._num_digested += 1
 
     def _digest(self, news: _News) -> None:
-        profile, membership = news.profile, self._membership
-        if membership is not None and self._published.is_news(profile, time.monotonic()):
-            membership.put_profile(encode(profile))
+        profile, membership = rounded(news.profile), self._membership
+        if membership is not None:
+            self._publish_window(membership, profile)
         was_rank_0, self._is_rank_0 = self._is_rank_0, profile.global_rank == 0
         if not self._is_rank_0:
             if was_rank_0:
@@ -220,7 +220,7 @@ class Analyst:
             # Restore the state of earlier rank 0s: this worker may be the first rank 0 or the tenth.
             self._memory = self._recalled()
         if membership is not None:
-            self._log(self._windows.add(profile))
+            self._log(self._windows.add(profile, time.monotonic()))
             if membership.view.replacements and membership.view.plan is not None and membership.view.plan.node_cpus is not None:
                 return  # nodes may have two sizes now, so a measurement fits neither
         self._memory.add(profile)
@@ -242,10 +242,19 @@ class Analyst:
             self._planned_at = time.monotonic()
             self._plan(news)
 
+    def _publish_window(self, membership: Membership, profile: StepProfile) -> None:
+        payload = encode(profile)
+        if self._published.is_due(profile, stored_bytes(payload), time.monotonic()):
+            try:
+                membership.put_profile(payload)
+            except EtcdError:
+                self._published.was_lost()
+                raise
+
     def _log(self, windows: Sequence[StepProfile]) -> None:
         if self._membership is not None:
             for window in windows:
-                self._membership.event(WindowMeasured(dataclasses.asdict(window)), "")
+                self._membership.event(WindowMeasured(dataclasses.asdict(rounded(window))), "")
 
     def _is_failed_trial(self, profile: StepProfile) -> bool:
         last = self._memory.decisions[-1] if self._memory.decisions else None
@@ -364,14 +373,14 @@ class Analyst:
         if membership is not None and not by_hand:
             self._write_plan(membership, decision, wish, followed, advice, keeps_workers)
         self._last = advice or decision
-        is_news = decision.is_change or time.monotonic() - self._stayed_at >= STAY_EVERY_S
-        if not decision.is_change and is_news:
-            self._stayed_at = time.monotonic()
-        if is_news:
-            decision = _rounded(decision)
+        decision = _rounded(decision)
+        event = DecisionMade(decision.to_data())
+        num_bytes = stored_bytes(encode(record_of(event, decision.reason)))
+        is_carried_out = decision.is_change and not by_hand
+        if self._decisions.is_due(decision, num_bytes, time.monotonic(), is_carried_out=is_carried_out):
             self._memory.decide(decision)
             if membership is not None:
-                membership.event(DecisionMade(decision.to_data()), decision.reason)
+                membership.event(event, decision.reason)
 
     def _write_plan(
         self,
@@ -399,6 +408,9 @@ class Analyst:
         if decision.is_change and followed and decision.node_cores:
             proposed = replace(proposed, node_cpus=math.ceil(decision.node_cores))
         if wish is not None and _asked(wish) == _asked(proposed):
+            return
+        only_recommends = not followed and wish is not None and _asked(wish)[2:] == _asked(proposed)[2:]
+        if only_recommends and not self._decisions.may_recommend(stored_bytes(encode(proposed)), time.monotonic()):
             return
 
         def planned(now: PlanRecord | None) -> PlanRecord | None:

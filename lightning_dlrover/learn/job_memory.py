@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dlrover.codec import from_fields
+from lightning_dlrover.learn.profile_log import LOG_EVERY_S
 from lightning_dlrover.perf import configuration_of
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.objective import Objective, resources_of
@@ -22,8 +23,8 @@ log = logging.getLogger(__name__)
 MAX_WINDOWS_PER_SETTINGS = 30
 MAX_STAYS = 50  # decisions without a change to keep in memory; each is soon recorded elsewhere
 
-# maximum seconds between the last window of one rank 0 and the first of the next, unless the job was ended meanwhile
-LONGEST_HANDOVER_S = 60.0
+# Maximum seconds between the last logged window of one rank 0 and the first of the next, unless the job was ended meanwhile.
+LONGEST_HANDOVER_S = LOG_EVERY_S + 60.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class JobMemory:
             del self.windows[alike[0]]
 
     def decide(self, decision: Decision) -> None:
-        """Keep a decision: all changes, and the newest decisions without a change, which come once a minute."""
+        """Keep a decision: all changes, and the newest decisions without a change, of which there is no end."""
         self.decisions.append(decision)
         stays = [i for i, each in enumerate(self.decisions) if not each.is_change]
         if len(stays) > MAX_STAYS:

@@ -18,8 +18,8 @@ STEP_PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", 
 class StepProfile:
     """Means over `num_steps` consecutive steps of one worker within one round.
 
-    Published under `profiles/{worker_id}` (the newest window of each worker); rank 0's windows are also kept in the job's
-    events as kind "profile".
+    Published under `profiles/{worker_id}` (a recent window of each worker); rank 0's windows, merged while nothing changes, are
+    also kept in the job's events as kind "profile".
     """
 
     worker_id: str

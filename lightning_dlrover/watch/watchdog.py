@@ -76,7 +76,7 @@ GIL_TIMEOUT_S = 15.0
 """Seconds without a chance to run after which the watch reports that no Python thread of this worker could run."""
 
 TELL_AGAIN_S = 600.0
-"""Seconds between two reports that no Python thread could run."""
+"""Seconds between two equal reports: that no Python thread could run, or that a worker is a straggler."""
 
 MAX_EVENT_BYTES = 60_000
 """Maximum size of the stacks in one event, all workers together."""
@@ -308,8 +308,10 @@ class _Stragglers:
         self._fit = fit
         self._membership: Membership = fit.world.membership
         self._num_heard = 0
-        self._named = ("", False)  # the worker, and whether its replacement was requested
-        self._judged_at = self._next_look = 0.0
+        self._asked_for = ""  # the worker whose replacement was requested last, if it is still the straggler
+        self._judged_at: dict[str, float] = {}  # by worker
+        self._told_at: dict[tuple[str, str], float] = {}  # time of the newest event, by worker and act
+        self._next_look = 0.0
 
     def look(self, now: float) -> None:
         fit, pulse = self._fit, self._fit.pulse
@@ -326,13 +328,12 @@ class _Stragglers:
         if found is None:
             return
         worker = members[found.global_rank]
-        is_new = self._named[0] != worker
-        if self._named == (worker, True) or (not is_new and now - self._judged_at < JUDGE_AGAIN_S):
+        if self._asked_for == worker or now - self._judged_at.get(worker, -math.inf) < JUDGE_AGAIN_S:
             return
-        self._judged_at = now
-        self._judge(found, worker, is_new)
+        self._judged_at[worker] = now
+        self._judge(found, worker, now)
 
-    def _judge(self, found: Straggler, worker: str, is_new: bool) -> None:
+    def _judge(self, found: Straggler, worker: str, now: float) -> None:
         membership = self._membership
         past = membership.past_events()
         num_earlier = sum(straggler.act == "replace" for _, straggler in events_of(past, StragglerFound))
@@ -345,9 +346,10 @@ class _Stragglers:
             act, why = "recommend", f"{replacement.reason} (a recommendation: no controller starts or ends nodes)"
         elif replacement.pays and not membership.view.replacements and membership.replace(worker, f"a straggler: {found.text}"):
             act = "replace"
-        self._named = (worker, act == "replace")
-        if not is_new and act == "none":
+        self._asked_for = worker if act == "replace" else ""
+        if act != "replace" and now - self._told_at.get((worker, act), -math.inf) < TELL_AGAIN_S:
             return
+        self._told_at[worker, act] = now
         record = membership.records([worker]).get(worker)
         where = f"rank {found.global_rank}, {record.host}:{record.pid}" if record is not None else f"rank {found.global_rank}"
         event = StragglerFound(

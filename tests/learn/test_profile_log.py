@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from windows import WINDOW
 
+from lightning_dlrover.codec import to_json
+from lightning_dlrover.learn.allowance import FIRST_WINDOWS, PROFILES, WINDOWS, stored_bytes
 from lightning_dlrover.learn.profile_log import (
     LOG_EVERY_S,
     NUM_LOGGED_SINGLY,
     PublishedProfile,
     WindowLog,
     merged,
+    rounded,
 )
 from lightning_dlrover.perf.samples import StepProfile
 
@@ -24,30 +31,38 @@ def windows(count: int, **changes: float) -> list[StepProfile]:
 
 def test_hour_of_equal_windows_is_few_events_with_every_step() -> None:
     log, measured = WindowLog(), windows(1800)
-    logged = [each for window in measured for each in log.add(window)] + log.flush()
+    logged = [each for i, window in enumerate(measured) for each in log.add(window, 2.0 * i)] + log.flush()
     assert len(logged) <= NUM_LOGGED_SINGLY + 3600 / LOG_EVERY_S + 1
-    assert sum(window.num_steps for window in logged) == 1800 * 20
-    ends = [window.first_step + window.num_steps for window in logged]
-    assert [window.first_step for window in logged] == [0, *ends[:-1]]
+    assert_contiguous(logged, num_steps=1800 * 20)
 
 
-def test_change_of_the_step_time_is_an_event_of_its_own() -> None:
+def test_lasting_change_of_the_step_time_ends_a_stretch() -> None:
     log = WindowLog()
     for window in windows(NUM_LOGGED_SINGLY + 5):
-        log.add(window)
-    slow = replace(WINDOW, step_time_s=0.2, samples_per_s=320.0, at=2000.0)
-    [before] = log.add(slow)
+        assert not log.add(window, 0.0) or window.first_step < 20 * NUM_LOGGED_SINGLY
+    slow = [replace(WINDOW, step_time_s=0.2, samples_per_s=320.0, at=2000.0 + i) for i in range(2)]
+    assert log.add(slow[0], 30.0) == []
+    [before] = log.add(slow[1], 32.0)
     assert before.num_steps == 5 * 20
     assert before.step_time_s == pytest.approx(0.1)
-    assert log.flush() == [slow]
+    [after] = log.flush()
+    assert after.step_time_s == pytest.approx(0.2)
+
+
+def test_single_slow_window_ends_no_stretch() -> None:
+    log = WindowLog()
+    measured = windows(NUM_LOGGED_SINGLY + 20)
+    measured[-10] = replace(measured[-10], step_time_s=0.3)
+    logged = [each for i, window in enumerate(measured) for each in log.add(window, 2.0 * i)]
+    assert logged == measured[:NUM_LOGGED_SINGLY]
 
 
 def test_windows_of_another_round_or_setting_are_not_merged() -> None:
     log = WindowLog()
     for window in windows(NUM_LOGGED_SINGLY + 5):
-        log.add(window)
+        log.add(window, 0.0)
     other = replace(WINDOW, round_number=2, at=2000.0)
-    merged_before, first = log.add(other)
+    merged_before, first = log.add(other, 30.0)
     assert merged_before.num_steps == 5 * 20
     assert first == other
 
@@ -61,16 +76,71 @@ def test_merged_window_has_means_by_step_and_the_highest_memory() -> None:
     assert both.peak_memory_bytes == 5
 
 
-def test_unchanged_worker_is_published_every_ten_seconds() -> None:
+def test_unchanged_worker_is_published_every_ten_minutes() -> None:
     published = PublishedProfile()
-    assert sum(published.is_news(WINDOW, now=2.0 * i) for i in range(30)) == 6  # windows published in one minute
-    assert published.is_news(replace(WINDOW, step_time_s=0.2), now=59.0)
-    assert published.is_news(replace(WINDOW, step_time_s=0.2, round_number=2), now=60.0)
+    at = [2 * i for i in range(1800) if published.is_due(WINDOW, 1000, now=2.0 * i)]
+    assert at == [0, 30, 630, 1230, 1830, 2430, 3030]  # the second one, because the first contains slow first steps
+
+
+def test_lasting_change_is_published_with_its_second_window() -> None:
+    published = PublishedProfile()
+    slow = replace(WINDOW, step_time_s=0.2)
+    published.is_due(WINDOW, 1000, now=0.0)
+    published.is_due(WINDOW, 1000, now=2.0)
+    assert [published.is_due(slow, 1000, now=4.0 + 2 * i) for i in range(5)] == [False, True, False, False, False]
+    assert published.is_due(replace(slow, round_number=2), 1000, now=20.0)
+
+
+def test_windows_that_differ_in_turn_are_no_change() -> None:
+    published = PublishedProfile()
+    published.is_due(WINDOW, 1000, now=0.0)
+    swings = [replace(WINDOW, step_time_s=0.1 * (2 if i % 2 else 0.5)) for i in range(14)]
+    assert not any(published.is_due(window, 1000, now=2.0 * i) for i, window in enumerate(swings))
+
+
+def test_publication_that_etcd_did_not_take_is_repeated_with_the_next_window() -> None:
+    published = PublishedProfile()
+    assert published.is_due(WINDOW, 1000, now=0.0)
+    published.was_lost()
+    assert published.is_due(WINDOW, 1000, now=2.0)
+    assert not published.is_due(WINDOW, 1000, now=4.0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), swing=st.sampled_from([0.1, 0.3, 1.0, 3.0]), run=st.integers(1, 6))
+def test_no_noise_takes_more_than_the_allowance(seed: int, swing: float, run: int) -> None:
+    published, log, rng = PublishedProfile(), WindowLog(), random.Random(seed)
+    level, profile_bytes, logged = 1.0, 0, []
+    for i, window in enumerate(windows(3000)):
+        if i % run == 0:
+            level = math.exp(rng.gauss(0.0, swing))
+        noisy = rounded(replace(window, step_time_s=0.1 * level, memory_bytes=round(2**30 * level)))
+        if published.is_due(noisy, len(to_json(noisy)), now=2.0 * i):
+            profile_bytes += len(to_json(noisy))
+        logged += log.add(noisy, now=2.0 * i)
+    largest = 1000  # bytes of the first window, which needs no allowance
+    assert profile_bytes <= PROFILES.within(6000.0) + largest
+    assert sum(stored_bytes(to_json(rounded(each))) for each in logged) <= WINDOWS.within(6000.0) + FIRST_WINDOWS.within(6000.0)
+    assert_contiguous([*logged, *log.flush()], num_steps=3000 * 20)
 
 
 def test_windows_are_kept_up_though_the_wall_clock_jumps() -> None:
     published, log = PublishedProfile(), WindowLog()
-    jumping = [replace(window, at=window.at + 86_400 * (-1) ** i * (i // 50)) for i, window in enumerate(windows(300))]
-    assert sum(published.is_news(window, now=2.0 * i) for i, window in enumerate(jumping)) == 60
-    logged = [each for window in jumping for each in log.add(window)]
-    assert len(logged) == NUM_LOGGED_SINGLY + (300 - NUM_LOGGED_SINGLY) // 30
+    jumping = [replace(window, at=window.at + 86_400 * (-1) ** i * (i // 50)) for i, window in enumerate(windows(900))]
+    assert sum(published.is_due(window, 1000, now=2.0 * i) for i, window in enumerate(jumping)) == 4
+    logged = [each for i, window in enumerate(jumping) for each in log.add(window, 2.0 * i)]
+    assert len(logged) == NUM_LOGGED_SINGLY + (900 - NUM_LOGGED_SINGLY) // 90
+
+
+def test_rounded_window_is_shorter_and_keeps_its_milliseconds() -> None:
+    exact = replace(WINDOW, step_time_s=0.123456789, samples_per_s=2 / 3, at=1795431333.634554)
+    short = rounded(exact)
+    assert (short.step_time_s, short.samples_per_s, short.at) == (0.12346, 0.66667, 1795431333.635)
+    assert rounded(short) == short
+    assert len(to_json(short)) < len(to_json(exact))
+
+
+def assert_contiguous(logged: list[StepProfile], num_steps: int) -> None:
+    assert sum(window.num_steps for window in logged) == num_steps
+    ends = [window.first_step + window.num_steps for window in logged]
+    assert [window.first_step for window in logged] == [0, *ends[:-1]]

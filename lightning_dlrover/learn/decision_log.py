@@ -1,0 +1,52 @@
+"""Choose the planner's decisions to write to etcd: every one that is carried out, and few others.
+
+The planner decides every few seconds, mostly to stay, and a decision with its candidates is several kilobytes. Pure: no clock,
+no connection.
+"""
+
+from __future__ import annotations
+
+from lightning_dlrover.learn.allowance import DECISIONS, Allowance
+from lightning_dlrover.planner.plan import Decision
+
+__all__ = ["DecisionLog"]
+
+REPEAT_EVERY_S = 1800.0
+"""Minimum seconds between records of decisions that neither are carried out nor differ from the one before."""
+
+
+class DecisionLog:
+    """Rank 0's decisions that become events of the job's history."""
+
+    def __init__(self) -> None:
+        self._last: Decision | None = None
+        self._was_carried_out = False
+        self._recorded_at = 0.0
+        self._allowance = Allowance(DECISIONS)
+
+    def is_due(self, decision: Decision, num_bytes: int, now: float, *, is_carried_out: bool) -> bool:
+        """Whether a decision is to be recorded. If so, it counts as recorded.
+
+        Args:
+            num_bytes: bytes that it takes in etcd.
+            now: seconds of a monotonic clock.
+            is_carried_out: whether it changes the job; otherwise it stays, or only recommends.
+        """
+        if is_carried_out or self._was_carried_out:  # the decision after a change ends it, for people as for the planner
+            self._allowance.charge(num_bytes, now)
+        else:
+            last = self._last
+            is_repeated = last is not None and (last.current, last.chosen) == (decision.current, decision.chosen)
+            if is_repeated and now - self._recorded_at < REPEAT_EVERY_S:
+                return False
+            if not self._allowance.take(num_bytes, now):
+                return False
+        self._last, self._was_carried_out, self._recorded_at = decision, is_carried_out, now
+        return True
+
+    def may_recommend(self, num_bytes: int, now: float) -> bool:
+        """Whether a plan may be written that only recommends. If so, it counts as written.
+
+        With noise two numbers of workers are the better one in turn.
+        """
+        return self._allowance.take(num_bytes, now)
