@@ -38,9 +38,9 @@ QUICK := $(addprefix tests/,checks components/control doctor learn perf planner 
 quick: setup
 	DLROVER_SEEDS=200 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS) $(QUICK)
 
-# Tests of jobs wait for processes and compute about half of the time. More at a time than cores break deadlines.
+# Tests of jobs wait for processes half of the time, so three at a time keep two cores busy. Four break deadlines.
 # Long tests start first (tests/conftest.py); those with a costly fixture in common run in one process.
-SIDE_BY_SIDE := -n 2
+SIDE_BY_SIDE := -n 3
 
 test: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)

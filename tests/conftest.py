@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from leaks import Held, left_behind, mark_descendants
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -25,6 +26,10 @@ CHECKED_FOR_LEAKS = {
 
 # Keep the history of the user who runs the tests from warm-starting or recording their jobs.
 os.environ["DLROVER_HISTORY"] = "off"
+
+# An example's time says nothing while other tests run beside it.
+settings.register_profile("beside others", deadline=None)
+settings.load_profile("beside others")
 
 mark_descendants()
 

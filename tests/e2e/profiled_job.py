@@ -27,7 +27,7 @@ DENSE_FLOPS = {"dense": 3 * 2 * (8 * 16 + 16), "tables": 3 * 2 * (DIM * len(KIND
 class Profiled:
     with_tables: bool
     fast_s: float = 0.01
-    slow_s: float = 0.05
+    slow_s: float = 0.16
 
 
 class Slow:

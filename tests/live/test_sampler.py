@@ -128,7 +128,7 @@ def test_epochs_differ_in_order() -> None:
     assert not torch.equal(epoch_order(100, True, 0, 0), epoch_order(100, True, 0, 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 40), st.integers(1, 9))
 def test_global_batch_does_not_depend_on_the_number_of_workers(
     data: st.DataObject, length: int, global_batch_size: int
@@ -162,7 +162,7 @@ def test_global_batch_does_not_depend_on_the_number_of_workers(
             next(loader)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
 def test_weighted_losses_of_all_workers_average_to_the_loss_of_one(
     length: int, global_batch_size: int, world_size: int
@@ -173,7 +173,7 @@ def test_weighted_losses_of_all_workers_average_to_the_loss_of_one(
         assert float(sum(losses) / world_size) == pytest.approx(float(batch.double().mean()))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
 def test_validation_sees_every_sample_once(length: int, global_batch_size: int, world_size: int) -> None:
     seen: list[int] = []
@@ -410,7 +410,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(actions, st.sampled_from([0, 1, 2]), st.booleans(), st.booleans())
 def test_no_sample_is_lost_or_doubled_by_changes_of_loader_workers(
     todo: list[Any], num_workers: int, persistent: bool, shuffle: bool
@@ -619,7 +619,7 @@ def test_only_open_resources_prevent_loader_workers() -> None:
 # --- several loaders, one epoch ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 12), st.integers(1, 30), st.booleans())
 def test_loader_that_is_cycled_gives_whole_laps_in_any_world(
     data: st.DataObject, length: int, num_batches: int, shuffle: bool

@@ -94,7 +94,7 @@ def traced(name: str) -> list[StepProfile]:
     communication=st.floats(0.0, 0.9),
     num_windows=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_world_size_is_enough_to_predict_any_other(
     step_time_s: float, seen: int, asked: int, communication: float, num_windows: int
 ) -> None:
@@ -114,7 +114,7 @@ def test_one_world_size_is_enough_to_predict_any_other(
     small=st.integers(1, 500),
     factor=st.integers(2, 20),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_larger_local_batch_is_never_faster_by_the_prior(times: list[float], workers: int, small: int, factor: int) -> None:
     prior_samples = [window(1 + i, t) for i, t in enumerate(times)]
     prior = PhysicalPrior.of(prior_samples)
@@ -202,7 +202,7 @@ def various_windows(count: int, seed: int = 0) -> list[StepProfile]:
 
 
 @given(samples=st.integers(1, 40), seed=st.integers(0, 100), asked=st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_predictions_are_positive_consistent_and_in_their_interval(samples: int, seed: int, asked: int) -> None:
     model = StepTimeModel.fit(various_windows(samples, seed))
     for prediction in model.predict_many([configuration_of(s) for s in various_windows(20, asked)]):
@@ -259,7 +259,7 @@ def test_parts_of_a_measured_configuration_are_those_that_were_measured() -> Non
 
 
 @given(seed=st.integers(0, 1000), factor=st.floats(1.0, 8.0), more=st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_prior_is_monotonic_in_cores_and_workers(seed: int, factor: float, more: int) -> None:
     samples = various_windows(12, seed)
     prior = PhysicalPrior.of(samples)

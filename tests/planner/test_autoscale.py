@@ -125,7 +125,7 @@ def test_drifting_speed_does_not_make_the_planner_oscillate() -> None:
     noise=st.sampled_from([0.0, 0.05, 0.15]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_planner_settles_from_anywhere_no_worse_than_it_began(
     kind: object, start: tuple[int, int, int], noise: float, seed: int
 ) -> None:
@@ -224,7 +224,7 @@ def decide(situation: Situation, limits: Limits, objective: Objective = FASTEST,
     cost=st.floats(0, 1e4),
     aim=st.sampled_from(["fastest", "cheapest", "efficient"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_choice_is_feasible_and_within_the_limits(low: int, spread: int, now: int, left: float, cost: float, aim: str) -> None:
     situation = situation_of(dense_heavy(8), Settings(now, 0, 1, 0), remaining_samples=left, resize_cost_s=cost)
     decision = decide(situation, Limits(low, low + spread, loader_workers=(0, 1)), Objective(aim=aim))  # type: ignore[arg-type]

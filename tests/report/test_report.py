@@ -249,7 +249,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_no_field_of_any_event_can_break_the_summary(data: st.DataObject) -> None:
     events = whole_job()
@@ -261,7 +261,7 @@ def test_no_field_of_any_event_can_break_the_summary(data: st.DataObject) -> Non
     assert summary_text("job", events)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_no_number_of_any_event_can_break_the_pictures(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     events = whole_job()

@@ -38,7 +38,7 @@ def header(blocks: list[Block], batch: int, owner: str = "a", state: bytes = b"s
     return part_header(batch, 1, ["a", "b"], owner, {}, blocks, len(state))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changed=st.lists(st.lists(st.integers(0, ROWS - 1), unique=True), min_size=3, max_size=6),
     whole=st.lists(st.booleans(), min_size=6, max_size=6),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlrover.tables.neighbours import others
@@ -11,7 +11,6 @@ from lightning_dlrover.tables.neighbours import others
 layouts = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(hosts=layouts, count=st.integers(0, 2))
 def test_copies_are_on_the_requested_number_of_workers_other_hosts_first(hosts: list[str], count: int) -> None:
     for rank in range(len(hosts)):

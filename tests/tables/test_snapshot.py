@@ -106,7 +106,6 @@ def test_a_state_of_any_length_is_kept(new_store: MakeStore, state: bytes) -> No
     assert part.state().numpy().tobytes() == state
 
 
-@settings(deadline=None)
 @given(batch=st.integers(0, 2**47), round_=st.integers(0, 2**31), owner=st.text(), members=st.lists(st.text(), max_size=5))
 def test_a_header_is_decoded_as_it_was_encoded(batch: int, round_: int, owner: str, members: list[str]) -> None:
     header = part_header(batch, round_, members, owner, {"t": {"kind": "row_wise", "rows": 3}}, blocks(0.0), 17)
@@ -162,7 +161,7 @@ def test_the_snapshot_that_counts_stays_though_there_is_a_newer_one(new_store: M
 @given(
     written=st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 2)), max_size=12),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_interruptions_never_damage_the_valid_snapshot(tmp_path: Path, written: list[tuple[bool, bool, int]]) -> None:
     """Each entry: is it committed, does it then count, do all change to another round."""
     store = SnapshotStore(f"{JOB}/{time.monotonic_ns()}", "w0", root=tmp_path)
@@ -212,7 +211,7 @@ def test_reserving_room_keeps_the_parts_that_are_there(new_store: MakeStore) -> 
 
 
 @given(content=st.binary(max_size=300) | st.binary(max_size=300).map(lambda tail: PREFIX.pack(b"DLRSNAP1", 1, 20, 64) + tail))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_garbage_is_not_a_part_and_harms_no_other(tmp_path: Path, content: bytes) -> None:
     store = SnapshotStore(f"{JOB}/{time.monotonic_ns()}", "w0", root=tmp_path)
     write(store, 1)
@@ -234,7 +233,7 @@ JSON = st.recursive(
 @given(
     path=st.sampled_from(["batch", "round", "members", "owner", "plan", "blocks", "state_offset", "state_bytes"]), value=JSON
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 def test_a_header_with_anything_in_it_is_refused_or_can_be_read(tmp_path: Path, path: str, value: object) -> None:
     _assert_refused_or_readable(tmp_path, {**dataclasses.asdict(header_of(1)), path: value})
 
@@ -243,7 +242,7 @@ def test_a_header_with_anything_in_it_is_refused_or_can_be_read(tmp_path: Path, 
     path=st.sampled_from(["table", "what", "shape", "dtype", "offset"]),
     value=JSON | st.sampled_from(["float64", "nn", "load", "complex64", "int1", "quint4x2"]) | st.lists(NUMBERS, max_size=3),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 def test_a_block_with_anything_in_it_is_refused_or_can_be_read(tmp_path: Path, path: str, value: object) -> None:
     data = dataclasses.asdict(header_of(1))
     data["blocks"][0][path] = value
@@ -251,7 +250,7 @@ def test_a_block_with_anything_in_it_is_refused_or_can_be_read(tmp_path: Path, p
 
 
 @given(field=st.sampled_from(["row0", "row1", "col0", "col1"]), value=JSON)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_a_region_with_anything_in_it_is_refused_or_can_be_read(tmp_path: Path, field: str, value: object) -> None:
     data = dataclasses.asdict(header_of(1))
     data["blocks"][0]["region"][field] = value
@@ -259,7 +258,7 @@ def test_a_region_with_anything_in_it_is_refused_or_can_be_read(tmp_path: Path, 
 
 
 @given(length=st.integers(0, 2**64 - 1), start=st.integers(0, 2**64 - 1), is_complete=st.integers(0, 2**64 - 1))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_file_with_any_header_is_refused_or_readable(tmp_path: Path, length: int, start: int, is_complete: int) -> None:
     encoded = header_of(1).encode()
     _assert_file_refused_or_readable(tmp_path, PREFIX.pack(b"DLRSNAP1", is_complete, length, start) + encoded + bytes(4096))
@@ -640,7 +639,6 @@ def test_snapshot_of_a_later_round_is_newer_with_any_batch() -> None:
         st.lists(st.tuples(st.integers(1, 2), st.integers(0, 3), st.sampled_from(["a", "b", "c"])), max_size=8),
     )
 )
-@settings(deadline=None)
 def test_a_snapshot_is_complete_exactly_if_every_owner_has_a_holder(held: dict[str, list[tuple[int, int, str]]]) -> None:
     members = ("a", "b")  # c has joined since
     headers = {

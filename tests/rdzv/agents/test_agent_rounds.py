@@ -38,7 +38,7 @@ def _view(round_: AgentRound | None, *agents: SeenAgent, is_confirmed: bool = Tr
 ONE_TO_TWO = Limits(1, 2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     num_steps=st.integers(1, 60),
     choices=st.data(),
@@ -85,7 +85,7 @@ def test_no_round_starts_beside_a_running_one(num_steps: int, choices: st.DataOb
         assert len(set(started.values())) <= 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     entered=st.lists(st.booleans(), min_size=1, max_size=5),
     dead=st.sets(st.integers(0, 4)),

@@ -116,7 +116,7 @@ def assert_harmless(record_type: type[Any], raw: bytes) -> None:
     assert encode(again) == encode(record)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(ALL_RECORDS), st.data())
 def test_a_record_with_any_fields_changed_is_harmless_or_refused(record: Any, data: st.DataObject) -> None:
     document = json.loads(encode(record))
@@ -125,7 +125,7 @@ def test_a_record_with_any_fields_changed_is_harmless_or_refused(record: Any, da
     assert_harmless(type(record), json.dumps(document).encode())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(ALL_RECORDS), st.data())
 def test_a_record_with_any_bytes_changed_is_harmless_or_refused(record: Any, data: st.DataObject) -> None:
     raw = bytearray(encode(record))
@@ -135,7 +135,7 @@ def test_a_record_with_any_bytes_changed_is_harmless_or_refused(record: Any, dat
     assert_harmless(type(record), bytes(raw))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(ALL_RECORDS), json_values)
 def test_any_other_json_is_refused(record: Any, value: Any) -> None:
     assert_harmless(type(record), json.dumps(value).encode())
@@ -191,7 +191,6 @@ prefixes = st.sampled_from(["/dlrover", "/dlrover/", "/dlrover/x", "/x", "/a/b",
 )
 
 
-@settings(deadline=None)
 @given(run_ids, run_ids, prefixes)
 def test_jobs_under_one_prefix_never_share_a_key(one: str, other: str, prefix: str) -> None:
     a, b = Keys(one, prefix), Keys(other, prefix)

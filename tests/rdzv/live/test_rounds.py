@@ -90,7 +90,7 @@ def views(draw: st.DrawFn) -> View:
     return View(job, round_, plan, workers, agents, drains, replacements - drains)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(views(), st.sampled_from([0.0, 1e9]))
 def test_new_round_has_living_members_and_the_next_number(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
@@ -123,7 +123,7 @@ def test_starting_workers_below_min_lack_others() -> None:
     assert not lacks_workers(view(workers=one))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(views(), st.sampled_from([0.0, 1e9]))
 def test_rank_0_of_a_new_round_held_the_state_if_any_member_did(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
@@ -135,7 +135,7 @@ def test_rank_0_of_a_new_round_held_the_state_if_any_member_did(seen: View, wait
         assert proposal.members[0] in seen.holders
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(views(), st.sampled_from([0.0, 1e9]))
 def test_joiners_never_take_a_round_above_the_maximum(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
@@ -446,7 +446,7 @@ def test_a_finished_job_has_no_further_rounds() -> None:
 # --- messages for people ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(views())
 def test_every_awaited_worker_is_named(seen: View) -> None:
     told = waits(seen)
@@ -499,7 +499,7 @@ def test_each_worker_names_the_workers_it_waits_for(seen: View, expected: dict[s
     assert {w: text for w, text in waits(seen).items() if w in expected} == expected
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(views(), st.sampled_from([0.0, 1e9]))
 def test_every_change_of_the_members_has_one_cause(seen: View, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
