@@ -19,21 +19,8 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
-    *(
-        "checks",
-        "cli",
-        "components",
-        "distribution",
-        "e2e",
-        "learn",
-        "live",
-        "observe",
-        "planner",
-        "rdzv",
-        "report",
-        "tables",
-        "watch",
-    )
+    *("checks", "cli", "components", "distribution", "e2e", "learn", "live"),
+    *("observe", "planner", "rdzv", "report", "tables", "watch"),
 }
 """Test folders that must leave nothing behind."""
 
