@@ -14,6 +14,7 @@ Exit codes: 0: released; 1: a step failed; 2: refused.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import re
@@ -33,6 +34,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CHANGELOG = Path("CHANGELOG.md")
 VERSION_FILE = Path("lightning_dlrover/_version.py")
 CHECKS = "tests/distribution"
+
+ENDING_S = 30.0
+"""Seconds that an interrupted step may take to end."""
 
 
 class RefusedError(Exception):
@@ -59,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FailedError as error:
         print(f"failed, and the repository is as before: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted, and the repository is as before", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -201,9 +208,20 @@ def _run(folder: Path, module: str, *arguments: str, **variables: str) -> None:
     """Run a module of this environment in a folder, with its output on the terminal."""
     print(f"$ {module} {' '.join(arguments)}", flush=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=folder, env={**environment, **variables}, check=False)
-    if done.returncode:
-        raise FailedError(f"`{module}` ended with {done.returncode}, see above")
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=folder, env={**environment, **variables})
+    try:
+        code = process.wait()
+    except BaseException as error:
+        # Pytest ends the processes of its tests when it is interrupted. Ctrl-C in a terminal interrupts it, too.
+        if not isinstance(error, KeyboardInterrupt):
+            process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_S)
+        process.kill()
+        process.wait()
+        raise
+    if code:
+        raise FailedError(f"`{module}` ended with {code}, see above")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,11 @@ import pytest
 import release
 from checkouts import copy_checkout, git
 from distributions import Distributions
+from waiting import eventually
 
 ENTRY = "## 9.0.0 (unreleased)\nA release for tests.\n\n### Training\n- Something new.\n\n"
+DATED = ENTRY.replace("unreleased", "2026-01-31")
+EMPTY = "## 9.0.0 (unreleased)\n\n### Training\n\n"
 TODAY = datetime.date(2030, 1, 31)
 
 
@@ -95,19 +99,19 @@ def nothing(repository: Path) -> None:
 @pytest.mark.parametrize(
     "make_unfit, version, reason",
     [
-        (change_a_file, "9.0.0", "the tree has changes; commit or remove them first:\n M README.md"),
-        (add_a_file, "9.0.0", "?? notes.txt"),
-        (leave_the_branch, "9.0.0", "HEAD is on no branch"),
-        (tag("v9.0.0"), "9.0.0", "9.0.0 has been released: there is the tag v9.0.0"),
-        (tag("v10.0.0"), "9.0.0", "9.0.0 is below 10.0.0, which has been released"),
-        (entry(""), "9.0.0", "has no entry '## 9.0.0 (unreleased)'"),
-        (nothing, "9.0.0rc1", "has no entry '## 9.0.0rc1 (unreleased)'"),
-        (nothing, "9.0", "has no entry '## 9.0 (unreleased)'"),
-        (entry(ENTRY.replace("unreleased", "2026-01-31")), "9.0.0", "is '## 9.0.0 (2026-01-31)', not"),
-        (entry("## 9.0.0 (unreleased)\n\n### Training\n\n"), "9.0.0", "for 9.0.0 is empty"),
-        (nothing, "new", "'new' is no version"),
-        (nothing, "v9.0.0", "'v9.0.0' is not how an index writes a version; write 9.0.0"),
-        (nothing, "9.0.0+local", "write 9.0.0"),
+        pytest.param(change_a_file, "9.0.0", "the tree has changes; commit or remove them first:\n M README.md", id="changed"),
+        pytest.param(add_a_file, "9.0.0", "?? notes.txt", id="new-file"),
+        pytest.param(leave_the_branch, "9.0.0", "HEAD is on no branch", id="detached"),
+        pytest.param(tag("v9.0.0"), "9.0.0", "9.0.0 has been released: there is the tag v9.0.0", id="released"),
+        pytest.param(tag("v10.0.0"), "9.0.0", "9.0.0 is below 10.0.0, which has been released", id="older"),
+        pytest.param(entry(""), "9.0.0", "has no entry '## 9.0.0 (unreleased)'", id="no-entry"),
+        pytest.param(nothing, "9.0.0rc1", "has no entry '## 9.0.0rc1 (unreleased)'", id="no-entry-of-candidate"),
+        pytest.param(nothing, "9.0", "has no entry '## 9.0 (unreleased)'", id="no-entry-of-prefix"),
+        pytest.param(entry(DATED), "9.0.0", "is '## 9.0.0 (2026-01-31)', not", id="dated-entry"),
+        pytest.param(entry(EMPTY), "9.0.0", "for 9.0.0 is empty", id="empty-entry"),
+        pytest.param(nothing, "new", "'new' is no version", id="no-version"),
+        pytest.param(nothing, "v9.0.0", "'v9.0.0' is not how an index writes a version; write 9.0.0", id="letter"),
+        pytest.param(nothing, "9.0.0+local", "write 9.0.0", id="local"),
     ],
 )
 def test_unfit_repository_is_refused(repository: Path, make_unfit: Callable[[Path], None], version: str, reason: str) -> None:
@@ -140,6 +144,29 @@ def test_failing_step_leaves_the_repository_as_it_was(repository: Path, plant: C
     done = run(repository, "9.0.0", "--offline")
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"failed, and the repository is as before: {reason}" in done.stderr
+    assert state(repository) == before
+
+
+def test_interrupted_checks_leave_the_repository_as_it_was(repository: Path, tmp_path: Path) -> None:
+    before = state(repository)
+    output, temporary = tmp_path / "output", tmp_path / "tmp"
+    temporary.mkdir()
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, ".ci/release.py", "9.0.0", "--offline"],
+            cwd=repository,
+            env={**os.environ, "TMPDIR": str(temporary)},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        eventually(lambda: "$ pytest" in output.read_text(), "the begin of the checks", 60)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM, output.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert list(temporary.glob("release-*")) == []
     assert state(repository) == before
 
 
@@ -195,9 +222,10 @@ def test_distributions_built_before_are_not_overwritten(repository: Path, built:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_release_is_built_checked_committed_and_tagged(repository: Path) -> None:
     start = git(repository, "rev-parse", "HEAD").strip()
-    done = run(repository, "9.0.0", "--offline", timeout_s=170)
+    done = run(repository, "9.0.0", "--offline", timeout_s=350)
     assert done.returncode == 0, done.stdout + done.stderr
 
     assert git(repository, "log", "--format=%s %an", f"{start}..").splitlines() == ["Release 9.0.0 A Maintainer"]
@@ -223,9 +251,10 @@ def test_release_is_built_checked_committed_and_tagged(repository: Path) -> None
 
 
 @pytest.mark.on_demand
+@pytest.mark.timeout(1800)
 def test_dry_run_with_all_checks_changes_nothing(repository: Path) -> None:
     before = state(repository)
-    done = run(repository, "9.0.0", "--dry-run", timeout_s=1700)
+    done = run(repository, "9.0.0", "--dry-run", timeout_s=3500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "9.0.0 can be released" in done.stdout
     assert state(repository) == before

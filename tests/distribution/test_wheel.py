@@ -144,5 +144,6 @@ def test_every_module_is_imported_with_the_requirements_alone(environment: Envir
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_job_outside_of_the_repository_runs_to_its_end(environment: Environment, tmp_path: Path) -> None:
     run_small_job(environment, tmp_path)

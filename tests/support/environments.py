@@ -66,11 +66,13 @@ class Environment:
 
     def pip(self, *arguments: object) -> str:
         """Run this interpreter's pip on the environment, and return its output."""
-        return self._output([sys.executable, "-m", "pip", "--python", str(self.interpreter), *map(str, arguments)], os.environ)
+        return self._output(
+            [sys.executable, "-m", "pip", "--python", str(self.interpreter), *map(str, arguments)], self.variables
+        )
 
     def pip_without_index(self, *arguments: object) -> str:
         """Run pip so that it finds no distribution but those in its arguments."""
-        unset = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        unset = {name: value for name, value in self.variables.items() if not name.startswith("PIP_")}
         command = [sys.executable, "-m", "pip", "--python", str(self.interpreter), *map(str, arguments), "--no-index"]
         return self._output(command, {**unset, "PIP_CONFIG_FILE": os.devnull})
 
