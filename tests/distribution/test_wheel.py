@@ -86,6 +86,14 @@ def test_sdist_holds_what_the_tests_need(built: Distributions) -> None:
     assert built.in_sdist - made_by_setuptools == tracked
 
 
+def test_links_at_the_top_lead_into_the_package() -> None:
+    links = {path for path in committable_files() if (REPOSITORY / path).is_symlink()}
+    assert {str(link): str((REPOSITORY / link).resolve().relative_to(REPOSITORY)) for link in links} == {
+        "rdzv": "lightning_dlrover/rdzv",
+        "components": "lightning_dlrover/components",
+    }
+
+
 def test_wheel_of_the_checkout_is_that_of_the_sdist(built: Distributions, tmp_path: Path) -> None:
     straight = build(copy_checkout(tmp_path / "checkout"), tmp_path / "dist", "--wheel")
     assert straight.wheel.name == built.wheel.name
