@@ -63,7 +63,7 @@ test-torchx-nightly: setup
 		tests/components/test_elastic.py tests/components/targets/test_targets.py tests/e2e/test_torchx.py tests/e2e/test_dlrover_run.py \
 		tests/e2e/test_slurm_jobs.py::test_torchx_submits_a_controller_which_submits_its_nodes
 
-# make release VERSION=0.2.0 [ARGS=--dry-run]: build, check, commit and tag. CONTRIBUTING.md tells the rest; nothing is uploaded.
+# make release VERSION=0.2.0 [ARGS=--dry-run]: build, check, commit and tag; upload nothing. See CONTRIBUTING.md.
 release: setup
 	$(BIN)/python .ci/release.py $(VERSION) $(ARGS)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +31,21 @@ def built(tmp_path: Path) -> Distributions:
     return build(copy_checkout(tmp_path / "checkout"), tmp_path / "dist")
 
 
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[Environment]:
+    """An empty environment, removed after the test: pytest would keep a gigabyte for three runs."""
+    made = Environment.create(tmp_path / "environment")
+    yield made
+    shutil.rmtree(made.folder)
+
+
 def megabytes(folder: Path) -> float:
     files = {(stat.st_dev, stat.st_ino): stat.st_size for stat in (path.stat() for path in folder.rglob("*") if path.is_file())}
     return sum(files.values()) / 1e6
 
 
-def test_cpu_build_of_torch_is_kept_and_a_job_runs(built: Distributions, tmp_path: Path) -> None:
+def test_cpu_build_of_torch_is_kept_and_a_job_runs(built: Distributions, environment: Environment, tmp_path: Path) -> None:
     torch = importlib.metadata.version("torch").partition("+")[0]
-    environment = Environment.create(tmp_path / "environment")
     begin = time.monotonic()
     environment.pip("install", f"torch=={torch}", "numpy")
     before = installed(environment)
@@ -82,8 +91,9 @@ def added_by_uv(environment: Environment, wheel: Path) -> list[str]:
     return names
 
 
-def test_source_distribution_builds_with_what_it_declares(built: Distributions, tmp_path: Path) -> None:
-    environment = Environment.create(tmp_path / "environment")
+def test_source_distribution_builds_with_what_it_declares(
+    built: Distributions, environment: Environment, tmp_path: Path
+) -> None:
     environment.pip("wheel", "--no-deps", "--wheel-dir", tmp_path / "wheels", built.sdist)
     rebuilt = Distributions(tmp_path / "wheels").in_wheel
     # Another setuptools signs its name, and may write the metadata's fields in another order.
