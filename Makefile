@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Each test starts many processes. They share compiled modules, even where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run quick test test-all test-versions test-torchx-nightly lint clean
+.PHONY: setup run quick test test-all test-versions test-torchx-nightly lint release clean
 
 setup: $(VENV)/.ready
 
@@ -62,6 +62,10 @@ test-torchx-nightly: setup
 	PYTHONPATH=$(CURDIR)/build/torchx-nightly:$(PYTHONPATH) $(BIN)/python -m pytest -q $(ARGS) \
 		tests/components/test_elastic.py tests/components/targets/test_targets.py tests/e2e/test_torchx.py tests/e2e/test_dlrover_run.py \
 		tests/e2e/test_slurm_jobs.py::test_torchx_submits_a_controller_which_submits_its_nodes
+
+# make release VERSION=0.2.0 [ARGS=--dry-run]: build, check, commit and tag; upload nothing. See CONTRIBUTING.md.
+release: setup
+	$(BIN)/python .ci/release.py $(VERSION) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,7 +20,8 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
-    *("checks", "cli", "components", "e2e", "learn", "live", "observe", "planner", "rdzv", "report", "tables", "watch")
+    *("checks", "cli", "components", "distribution", "e2e", "learn", "live"),
+    *("observe", "planner", "rdzv", "report", "tables", "watch"),
 }
 """Test folders that must leave nothing behind."""
 
@@ -33,10 +34,11 @@ settings.load_profile("beside others")
 
 mark_descendants()
 
-WAITING = ("e2e", "strangers", "examples", "components", "rdzv", "benchmarks")
+WAITING = ("distribution", "e2e", "strangers", "examples", "components", "rdzv", "benchmarks")
 """Test folders whose tests mostly wait for processes."""
 
 TOGETHER = {
+    "distribution/test_wheel.py",
     "e2e/test_grouped_workers.py",
     "e2e/test_slurm_jobs.py",
     "rdzv/test_security.py",

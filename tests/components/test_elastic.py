@@ -18,6 +18,7 @@ import yaml
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torchx.runner import Runner, get_runner
 
+from lightning_dlrover import __version__
 from lightning_dlrover.cli.options import TIMEOUTS
 from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.components import elastic
@@ -32,7 +33,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 REPOSITORY = Path(__file__).parents[2]
-COMPONENT = REPOSITORY / "components" / "elastic.py"
+COMPONENT = Path(elastic.__file__)
 
 
 def torchx(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -140,9 +141,9 @@ def test_a_mount_that_nodes_cannot_be_given_is_refused() -> None:
 def installed(tmp_path: Path) -> dict[str, str]:
     """Environment in which this package's entry points look installed, whatever the present one contains."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    folder = tmp_path / "site" / f"lightning_dlrover-{project['version']}.dist-info"
+    folder = tmp_path / "site" / f"lightning_dlrover-{__version__}.dist-info"
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {__version__}\n")
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     lines = [
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for group, points in groups.items()

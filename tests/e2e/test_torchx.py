@@ -11,7 +11,9 @@ import pytest
 from dlrover_process import Dlrover, Run
 from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 
-COMPONENT = Path(__file__).parents[2] / "components" / "elastic.py"
+from lightning_dlrover.components import elastic
+
+COMPONENT = Path(elastic.__file__)
 
 
 def torchx(*arguments: object) -> list[str]:
