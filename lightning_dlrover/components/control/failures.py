@@ -70,7 +70,7 @@ _VARYING = (
     (re.compile(r"\b0x[0-9a-fA-F]+\b"), "HEX"),
     (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "HEX"),
     (re.compile(r"\b(?=[0-9a-fA-F]*\d)(?=[0-9a-fA-F]*[a-fA-F])[0-9a-fA-F]{7,}\b"), "HEX"),
-    (re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"), "N"),
+    (re.compile(r"(?:(?<!\w)[+-])?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"), "N"),
 )
 
 

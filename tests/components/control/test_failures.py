@@ -26,6 +26,12 @@ def test_likeness_ignores_variable_parts(text: str) -> None:
     assert likeness(text.replace("{}", "1")) == likeness(text.replace("{}", "2"))
 
 
+def test_numbers_of_either_sign_are_alike() -> None:
+    texts = ("the first one being [0.12, -1.3e-05] here", "the first one being [-2.5, 3] here")
+    assert likeness(texts[0]) == likeness(texts[1])
+    assert likeness("round-2") != likeness("round2")
+
+
 def test_likeness_keeps_the_cause() -> None:
     texts = [
         "KeyError: 'label'",
