@@ -17,7 +17,7 @@ from lightning_dlrover.cli.signals import quiet_start
 from lightning_dlrover.components.escaped import ESCAPED
 from lightning_dlrover.output import complain, flush
 
-__all__ = ["main"]
+__all__ = ["command_function", "main"]
 
 _HOMES = {
     "run": "run",

@@ -31,6 +31,8 @@ __all__ = [
     "check_port",
     "check_processes",
     "check_shared_memory",
+    "is_here",
+    "port_holder",
 ]
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -16,7 +16,7 @@ from lightning_dlrover.learn.allowance import FIRST_WINDOWS, PROFILES, WINDOWS, 
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.space import settings_of
 
-__all__ = ["PublishedProfile", "WindowLog", "rounded"]
+__all__ = ["PublishedProfile", "WindowLog", "merged", "rounded"]
 
 SETTLED_S = 30.0
 """Seconds after which the first window of a round and setting, in which steps may be slower, is replaced by another one."""

@@ -30,6 +30,7 @@ __all__ = [
     "Sketch",
     "difference",
     "fingerprint_data",
+    "refuse_different_data",
     "refuse_other_data",
     "sketch",
 ]

@@ -74,6 +74,7 @@ __all__ = [
     "is_result",
     "is_search",
     "is_sequential",
+    "later_names",
     "leave_experiment",
     "load_callback_states",
     "logged_name",

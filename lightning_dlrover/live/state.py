@@ -52,6 +52,7 @@ __all__ = [
     "StateError",
     "TrainerState",
     "dump",
+    "is_lightnings",
     "parts_with_hparams",
     "restore",
     "resume",

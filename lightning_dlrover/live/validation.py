@@ -42,7 +42,7 @@ from lightning_dlrover.live.split import share
 from lightning_dlrover.packages import package_of
 from lightning_dlrover.rdzv.group import transfer
 
-__all__ = ["Validation", "deal", "exchange_metrics_through"]
+__all__ = ["Positions", "Validation", "deal", "exchange_metrics_through"]
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders
 from lightning_dlrover.perf.samples import OwnTimes
 
-__all__ = ["OwnClock", "OwnTime", "Pulse"]
+__all__ = ["OwnClock", "OwnTime", "Pulse", "throttled_s"]
 
 NUM_KEPT = 100
 

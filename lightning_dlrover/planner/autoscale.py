@@ -23,7 +23,7 @@ from lightning_dlrover.planner.situation import DEFAULT_RULES, Model, Rules, Sit
 from lightning_dlrover.planner.space import Limits
 from lightning_dlrover.planner.trial import has_failed
 
-__all__ = ["plan"]
+__all__ = ["describe_change", "expected_improvement", "plan"]
 
 Floats = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from lightning_dlrover.perf import Configuration, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Settings
 
-__all__ = ["Limits", "pareto_front", "search", "settings_of", "tunable_axes"]
+__all__ = ["Limits", "all_settings", "configuration", "pareto_front", "search", "settings_of", "tunable_axes", "why_not"]
 
 Floats = NDArray[np.float64]
 

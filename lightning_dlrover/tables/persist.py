@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["Persister", "keep_newest", "persist"]
+__all__ = ["Persister", "keep_newest", "parts_in", "persist"]
 
 CHUNK_BYTES = 8 << 20
 HEAD_BYTES = 4096

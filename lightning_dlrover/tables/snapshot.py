@@ -27,7 +27,20 @@ from lightning_dlrover.codec import from_fields, to_json
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.layout import Region
 
-__all__ = ["Part", "PartHeader", "Place", "SnapshotError", "holders_of", "newest_complete", "newest_name"]
+__all__ = [
+    "Part",
+    "PartHeader",
+    "PartWriter",
+    "Place",
+    "SnapshotError",
+    "changes_of",
+    "holders_of",
+    "newest_complete",
+    "newest_name",
+    "part_header",
+    "put_changes",
+    "size_of_changes",
+]
 
 MAGIC = b"DLRSNAP1"
 LARGEST = 1 << 48

@@ -28,7 +28,7 @@ from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.group.world import AnyWorld
 
-__all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps"]
+__all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps", "updates_made"]
 
 log = logging.getLogger(__name__)
 

@@ -40,6 +40,7 @@ __all__ = [
     "dumps",
     "loads",
     "names_in",
+    "needed_names",
     "outline",
     "pack",
     "read",

@@ -26,6 +26,7 @@ __all__ = [
     "Keys",
     "NodeRecord",
     "NodesRecord",
+    "Notice",
     "PlanRecord",
     "RecordError",
     "RoundRecord",
@@ -33,8 +34,10 @@ __all__ = [
     "StacksRecord",
     "StacksRequest",
     "WorkerRecord",
+    "WorkerState",
     "decode",
     "encode",
+    "worker_name_of",
 ]
 
 FORMAT_VERSION = 1

@@ -24,6 +24,7 @@ __all__ = [
     "Means",
     "Member",
     "MembershipError",
+    "RoundEndedError",
     "TooLateError",
     "UnreachableError",
     "VoidRoundError",
