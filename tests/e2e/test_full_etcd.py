@@ -150,7 +150,7 @@ def test_run_outlasts_an_etcd_that_is_full_at_its_start_in_a_change_and_at_its_e
     run.wait_for_output(r"waits for up to 600 s until etcd takes .*the end of the training", 30)
     assert run.process.poll() is None
     make_room(others)
-    assert run.wait_for_exit(60) == 0, run.output
+    assert run.wait_for_exit(100) == 0, run.output
     dlrover.assert_all_ended()
     records.assert_each_step_was_made_once()
     assert records.finals() == [[records.step, sum(range(records.step))]] * 2
