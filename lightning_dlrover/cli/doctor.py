@@ -11,8 +11,8 @@ from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import flag
 from lightning_dlrover.cli.run_options import checked_prefix, checked_script
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
-from lightning_dlrover.doctor.finding import worst
 from lightning_dlrover.doctor.report import Case, as_json, examine, lines, summary
+from lightning_dlrover.finding import worst
 from lightning_dlrover.output import show
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.report.surroundings import Surroundings

@@ -38,6 +38,7 @@ from lightning_dlrover.output import complain, say
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
+from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import RecordError
 from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
@@ -119,6 +120,8 @@ def _run_job(
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
         controller = stack.enter_context(Controller(client, place.keys, target, limits, str(folder), say, patience, hurry))
+        if server is None:  # the embedded one compacts by itself, and has a quota of its own
+            warn_of_troubles(client.config, complain)
         place.write(folder, target.name, controller.mark)
         say(
             f"job {place.run_id}: {limits.min_workers} to {limits.max_workers} workers, etcd at {place.endpoint}, "

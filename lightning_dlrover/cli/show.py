@@ -12,6 +12,8 @@ from lightning_dlrover.cli.lookup import connected_job, etcd_access, tell_proble
 from lightning_dlrover.cli.options import COUNTED
 from lightning_dlrover.output import show
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.rdzv.etcd.caller import full_text
+from lightning_dlrover.rdzv.etcd.inspection import alarms_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
 from lightning_dlrover.report.status import list_jobs, read_job, read_nodes, show_status
 from lightning_dlrover.report.surroundings import Surroundings
@@ -33,7 +35,8 @@ def status_command(options: argparse.Namespace) -> int:
         profiles = readable_folder(client, StepProfile, place.keys.profiles)
         events = Journal(client, place.keys).events()
         nodes = read_nodes(client, place.keys)
-    status = show_status(place, found, profiles, events, nodes=nodes)
+        alarms = alarms_of(client.caller)
+    status = show_status(place, found, profiles, events, nodes=nodes, alarms=alarms)
     show(json.dumps(status, indent=2) if options.json else _status_text(status))
     tell_problems(found.problems)
     return EXIT_OK
@@ -42,6 +45,8 @@ def status_command(options: argparse.Namespace) -> int:
 def _status_text(status: dict[str, Any]) -> str:
     limits = f"{status['min_workers']} to {status['max_workers']} workers" if status["min_workers"] else "not known yet"
     lines = [f"job {status['run_id']}: {status['phase']}, {limits}, etcd at {status['endpoint']}"]
+    if "NOSPACE" in status["etcd_alarms"]:
+        lines.append(f"changes wait: {full_text(status['endpoint'])}")
     if status["round"]:
         lines.append(f"round {status['round']['number']} ({status['round']['kind']}): {status['round']['reason']}")
     rate = status["samples_per_s"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_dlrover.doctor.finding import Finding, error, ok, warning
+from lightning_dlrover.finding import Finding, error, ok, warning
 from lightning_dlrover.observe.addresses import address_of_name, interface_of, own_address, route_address
 from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders
 from lightning_dlrover.observe.resources import available_bytes, available_cores

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from lightning_dlrover.components.targets.machine.devices import visible_devices
-from lightning_dlrover.doctor.finding import Finding, error, ok, warning
+from lightning_dlrover.finding import Finding, error, ok, warning
 from lightning_dlrover.packages import PACKAGES, is_installed
 from lightning_dlrover.releases import NCCL_FAILING
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi, has_cluster
 from lightning_dlrover.components.targets.kubernetes_pod import VOLCANO_JOBS
 from lightning_dlrover.components.targets.target import TargetError
-from lightning_dlrover.doctor.finding import Finding, ok, warning
+from lightning_dlrover.finding import Finding, ok, warning
 
 __all__ = ["check_kubernetes", "check_slurm"]
 

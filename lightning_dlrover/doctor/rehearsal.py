@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.doctor.finding import Finding, error, ok, warning
+from lightning_dlrover.finding import Finding, error, ok, warning
 
 __all__ = ["NOTES", "Notes", "note_problem"]
 

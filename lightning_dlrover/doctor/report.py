@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.doctor.etcd import check_embedded, check_endpoints
-from lightning_dlrover.doctor.finding import Finding, worst
 from lightning_dlrover.doctor.host import (
     check_clock,
     check_files,
@@ -27,6 +26,7 @@ from lightning_dlrover.doctor.imports import check_gpus, check_imports, import_a
 from lightning_dlrover.doctor.places import check_kubernetes, check_slurm
 from lightning_dlrover.doctor.script import check_script
 from lightning_dlrover.doctor.versions import check_versions, installed_versions, is_safe_to_import
+from lightning_dlrover.finding import Finding, worst
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig, parse_endpoints
 
 __all__ = ["Case", "as_json", "examine", "lines", "summary"]

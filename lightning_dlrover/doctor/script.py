@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover import variables
-from lightning_dlrover.doctor.finding import Finding, error, ok
 from lightning_dlrover.doctor.rehearsal import NOTES
+from lightning_dlrover.finding import Finding, error, ok
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from lightning_dlrover.doctor.finding import Finding, error, ok, warning
+from lightning_dlrover.finding import Finding, error, ok, warning
 from lightning_dlrover.packages import MALICIOUS
 from lightning_dlrover.releases import TESTED, TRIPLES, Triple, minor, tested_text
 

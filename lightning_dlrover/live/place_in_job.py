@@ -159,7 +159,10 @@ class PlaceInJob:
         if formation is not None and formation.rank == 0:
             # A resumed checkpoint has its own number.
             number = self.start_workers or formation.size
-            membership.update_job(lambda job: job if job.start_workers else replace(job, start_workers=number))
+            membership.record(
+                f"run {self.config.run_id}: the number of workers at the start",
+                lambda job: job if job.start_workers else replace(job, start_workers=number),
+            )
         if self.start_workers == 0:
             self.start_workers = membership.wait_for(
                 lambda view: view.job.start_workers if view.job and view.job.start_workers else None,

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -331,10 +331,12 @@ def show_status(
     events: list[EventRecord],
     now: float | None = None,
     nodes: Mapping[str, NodeRecord] | None = None,
+    alarms: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the output of `dlrover status` as plain data.
 
     Args:
+        alarms: alarms of the job's etcd.
         nodes: nodes that controllers have requested, by name, as far as known.
         now: seconds since the epoch. Durations depend on the clocks of several hosts, so they are for display only.
     """
@@ -349,6 +351,7 @@ def show_status(
     return {
         "run_id": place.run_id,
         "endpoint": place.endpoint,
+        "etcd_alarms": list(alarms),
         "phase": phase,
         "min_workers": job.min_workers if job else None,
         "max_workers": job.max_workers if job else None,

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from full_etcd import etcd_with
 from secure_etcd import secure_etcd
 from waiting import eventually
 
-from lightning_dlrover.doctor.etcd import check_embedded, check_endpoints, judge
-from lightning_dlrover.doctor.finding import Finding
+from lightning_dlrover.doctor.etcd import check_embedded, check_endpoints
 from lightning_dlrover.doctor.host import check_clock
+from lightning_dlrover.finding import Finding
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.inspection import inspect
-from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError, find_binary
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
+from lightning_dlrover.rdzv.etcd.verdict import judge
 
 PREFIX = "/dlrover"
 
@@ -33,16 +34,6 @@ def config_of(endpoint: str) -> EtcdConfig:
 
 def finding(check: str, findings: list[Finding]) -> Finding:
     return next(each for each in findings if each.check == check)
-
-
-@contextmanager
-def etcd_with(folder: Path, *options: str) -> Iterator[EmbeddedEtcd]:
-    """Run an etcd with further options."""
-    binary = folder / "etcd.sh"
-    binary.write_text(f'#!/bin/sh\nexec {find_binary()} "$@" {" ".join(options)}\n')
-    binary.chmod(0o755)
-    with EmbeddedEtcd(binary=str(binary)) as server:
-        yield server
 
 
 def filled_until(verdict: str, client: EtcdClient, name: str) -> Finding:
@@ -97,7 +88,7 @@ def test_nearly_full_and_full_quota_are_named(tmp_path: Path) -> None:
         assert inspect(client.config, PREFIX).alarms == ()
         filled_until("error", client, "second")
         eventually(lambda: is_refused(client), "a refused write", 30)  # etcd looks at its size when it commits
-        eventually(lambda: "NOSPACE" in (inspect(client.config, PREFIX).alarms or ()), "the alarm", 10)
+        eventually(lambda: "NOSPACE" in inspect(client.config, PREFIX).alarms, "the alarm", 10)
         full = finding("etcd size", check_endpoints(client.config, PREFIX)[0])
     assert "of 6.0 MiB" in nearly.text
     assert "--quota-backend-bytes" in nearly.next_move

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_dlrover.doctor import host
-from lightning_dlrover.doctor.finding import Finding
+from lightning_dlrover.finding import Finding
 
 GIB = 1 << 30
 

@@ -270,6 +270,12 @@ class Job:
         return self._round.members
 
     @property
+    def convener(self) -> str:
+        """Id of the worker that convenes."""
+        entry = self._client.get(Keys(self.run_id).convener)
+        return entry.value.decode() if entry is not None else ""
+
+    @property
     def _round(self) -> RoundRecord:
         entry = self._client.get(Keys(self.run_id).round)
         return decode(RoundRecord, entry.value, entry.key) if entry else RoundRecord(0, [], "", "start", planned=True)

@@ -86,6 +86,7 @@ class Controller:
         self._held_up = ""  # why planned nodes are not added
         self._trouble = ""  # kind of the newest such reason in the job's history
         self._is_closed = False
+        self._warned = ""
         self._etcd_away_since: float | None = None
         client.share_lifetime(keys.root, HISTORY_TTL_S)
         self._office = Office(client, keys, ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir))
@@ -254,7 +255,7 @@ class Controller:
             try:
                 self._job.enlarge_nodes(request)
             except (EtcdError, RecordError) as error:
-                log.warning("run %s: that nodes need more memory is planned later: %s", self._run_id, error)
+                self._warn_once(f"that nodes need more memory is planned later: {error}")
                 break
             self._ledger.entries[request.name].is_enlarged = True
         return bool(requests)
@@ -306,8 +307,9 @@ class Controller:
             name, entry = self._ledger.ask(size)
         except (EtcdError, RecordError) as error:
             # A node without a record must not exist.
-            log.warning("run %s: no node is started for now: %s", self._run_id, error)
+            self._warn_once(f"no node is started for now: {error}")
             return False
+        self._warned = ""
         now = time.monotonic()
         try:
             entry.handle = self._target.start(name, size)
@@ -322,6 +324,12 @@ class Controller:
             log.info("run %s: started %s", self._run_id, name)
         self._ledger.save()
         return not entry.has_ended
+
+    def _warn_once(self, text: str) -> None:
+        """Log trouble that each step meets again, as while etcd is full, but once."""
+        if text != self._warned:
+            self._warned = text
+            log.warning("run %s: %s", self._run_id, text)
 
     def _publish(self) -> None:
         """Update the controller's record. Add a new kind of obstacle to the job's history."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.agents.rounds import AgentView, Limits, SeenAgent, is_urgent, members_of_next_round, next_notice
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue, created, modified
@@ -86,10 +86,12 @@ class AgentConvener:
         last_call_s: float,
         reader: RecordReader,
         on_error: Callable[[RecordError], None],
+        on_begin: Callable[[], object],
     ) -> None:
         """
         Args:
             last_call_s: seconds that a round with enough agents waits for more.
+            on_begin: called by the first convener of a run without a controller.
             reader: raises for a record that must not be ignored, which ends the term and calls `on_error`.
         """
         self._client = client
@@ -100,6 +102,7 @@ class AgentConvener:
         self._last_call_s = last_call_s
         self._reader = reader
         self._on_error = on_error
+        self._on_begin = on_begin
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -156,7 +159,10 @@ class AgentConvener:
         """Convene for as long as the election key is ours."""
         logger.debug("agent %s convenes", self._agent_id)
         self._enough_since = None
+        must_wait = False
         with Mirror(self._client, self._keys.live, self._wake.set) as mirror:
+            if mirror.get(self._keys.agent_notice) is None and mirror.get(self._keys.controller) is None:
+                self._on_begin()
             while not self._stopped.is_set():
                 self._wake.clear()
                 began = time.monotonic()
@@ -169,8 +175,11 @@ class AgentConvener:
                 else:
                     try:
                         pause_s = self._act(entries, term)
+                        must_wait = False
                     except EtcdError as error:
-                        logger.warning("agents' convener %s must wait: %s", self._agent_id, error)
+                        if not must_wait and not isinstance(error, EtcdFullError):  # its client reports a full etcd
+                            logger.warning("agents' convener %s must wait: %s", self._agent_id, error)
+                        must_wait = True
                         pause_s = _RETRY_S
                 # Use at most half of a core. Changes during a look are then handled together in the next one.
                 self._stopped.wait(min(0.2, time.monotonic() - began))

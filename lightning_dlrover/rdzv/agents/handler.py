@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous.api import (
@@ -44,10 +45,11 @@ from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.agents.run_records import RunRecords
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import parse_endpoints
-from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import Delete, Op, Put
+from lightning_dlrover.rdzv.etcd.operations import Delete, Put
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
+from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
 from lightning_dlrover.rdzv.group import left_state
 from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord, Keys, RecordError
 
@@ -184,6 +186,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             0.0 if config.live else config.last_call_timeout_s,
             RecordReader(config.run_id, lambda: bool(is_joining())),
             on_error,
+            functools.partial(warn_of_troubles, config.etcd, functools.partial(logger.warning, "run %r: %s", config.run_id)),
         )
         self._shutdown_at_exit = _weakly(self.shutdown)
         weakref.finalize(self, _end_threads, self._client, self._convener, os.getpid()).atexit = False
@@ -194,6 +197,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._is_live = False
         self._must_restart = False
         self._has_finished = False
+        self._is_unregistered = False  # our lease was lost, and etcd takes no new registration
         self._is_shut_down = False
 
     # -- torch's interface
@@ -313,16 +317,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
             atexit.register(self._shutdown_at_exit)
         else:
             # The agent has already ended all its workers, so the others need not wait for their leases to expire.
-            self._run.delete_own_workers()
+            self._patiently(patience, self._run.delete_own_workers)
         self._drop_store()
         self._has_finished = self._must_restart = False
         self._convener_error = None
         # From now on the convener's notices report the state of the job.
-        job = self._run.read(JobRecord, self._client.get(self._keys.job))
+        job = self._run.read(JobRecord, self._patiently(patience, lambda: self._client.get(self._keys.job)))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
         self._raise_if_over(why_over(self._known().round, job), has_waited=False)
-        self._register(state="waiting", round_number=last_round, port=0)
+        self._enter(patience, "waiting", last_round)
         while True:
             self._wake.clear()
             self._stay_registered()
@@ -332,18 +336,18 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 raise RendezvousStateError(f"run {self._config.run_id!r}: {self._convener_error}") from self._convener_error
             is_admitted = known.round_number > last_round and self._agent_id in known.members
             if self._may_join_at_once(known, is_admitted):
-                return self._join_live(known.round_number)
+                return self._join_live(patience, known.round_number)
             if is_admitted:
                 if known.notice is not None and known.notice.confirmed_round == known.round_number:
                     return self._start(known.members, known.notice)
                 if self._own.record.round_number != known.round_number or self._own.record.state == "waiting":
                     is_first = known.members[0] == self._agent_id
                     port = _free_port(self._address) if is_first else 0
-                    self._register(state="running", round_number=known.round_number, port=port)
+                    self._enter(patience, "running", known.round_number, port)
             elif self._own.record.state != "waiting":
                 logger.warning("run %r: a round broke up before it began", self._config.run_id)
                 last_round = known.round_number
-                self._register(state="waiting", round_number=last_round, port=0)
+                self._enter(patience, "waiting", last_round)
             remaining_s = patience.remaining_s()
             if remaining_s <= 0:
                 self._give_up(known)
@@ -365,11 +369,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         bootstrap = RendezvousStoreInfo(notice.master_address, notice.master_port)
         return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
 
-    def _join_live(self, round_number: int) -> RendezvousInfo:
+    def _join_live(self, patience: _Patience, round_number: int) -> RendezvousInfo:
         """Return ranks that are true now; the workers assign themselves the ranks that count."""
-        others = self._run.other_agents()
+        others = self._patiently(patience, self._run.other_agents)
         self._is_live = True
-        self._register(state="running", round_number=round_number, port=0)
+        self._enter(patience, "running", round_number)
         self._export()
         logger.info("run %r: joined the live job as node %d", self._config.run_id, len(others))
         return RendezvousInfo(
@@ -378,6 +382,25 @@ class EtcdRendezvousHandler(RendezvousHandler):
             len(others) + 1,
             RendezvousStoreInfo(self._address, _free_port(self._address)),
         )
+
+    def _enter(self, patience: _Patience, state: Literal["waiting", "running"], round_number: int, port: int = 0) -> None:
+        self._patiently(patience, lambda: self._register(state=state, round_number=round_number, port=port))
+
+    def _patiently(self, patience: _Patience, request: Callable[[], T]) -> T:
+        """Return the result of a request, repeated while etcd is full or away. It has answered this agent before."""
+        is_reported = False
+        while True:
+            try:
+                return request()
+            except EtcdUnavailableError as error:
+                remaining_s = patience.remaining_s()
+                if remaining_s <= 0:
+                    raise
+                if not is_reported and not isinstance(error, EtcdFullError):  # its client reports that etcd is full
+                    logger.warning(
+                        "run %r: this agent waits for etcd, for up to %.0f s: %s", self._config.run_id, remaining_s, error
+                    )
+                    is_reported = True
 
     def _give_up(self, known: _Known) -> None:
         limits, run_id = self._config.limits, self._config.run_id
@@ -457,12 +480,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._has_finished and not self._is_live:
             # A spare or late node must not run the whole script again.
             self._run.close(_NODES_FINISHED, timeout_s=2.0)
-        words: list[Op] = []
-        if not self._is_live:
+        if self._is_live:
+            self._client.delete(self._own.key)
+        else:
             # The sign-off has a lease of its own, which expires after the convener has read it.
             lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
-            words = [Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)]
-        self._client.txn([], [*words, Delete(self._keys.agents + self._agent_id)])
+            word = Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)
+            self._client.txn([], [word, Delete(self._own.key)])
         if self._own.lease is not None:
             self._own.lease.revoke()
         self._run.tidy_up(self._is_live)
@@ -485,8 +509,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._own.is_lost:
             try:
                 self._register()
+                self._is_unregistered = False
             except (EtcdError, TimeoutError) as error:
-                logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
+                if not self._is_unregistered:
+                    logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
+                self._is_unregistered = True
 
     # -- reading from etcd
 

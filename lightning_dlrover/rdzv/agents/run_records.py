@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import time
@@ -12,7 +13,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError, Rende
 from lightning_dlrover.rdzv.agents.convener import RecordReader
 from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.operations import Delete, Get, KeyValue, absent
+from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
+from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, absent
 from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
@@ -55,9 +57,9 @@ class RunRecords:
 
     def why_over(self) -> str:
         """Read from etcd the reason why no agent can join any more."""
-        keys = self._keys
-        entries = {kv.key: kv for kv in self._client.txn([], [Get(keys.agent_round), Get(keys.job)]).values}
-        return why_over(self.read(AgentRound, entries.get(keys.agent_round)), self.read(JobRecord, entries.get(keys.job)))
+        # Two reads, as a full etcd may refuse a transaction. Both records are final once they give a reason.
+        round_, job = self._client.get(self._keys.agent_round), self._client.get(self._keys.job)
+        return why_over(self.read(AgentRound, round_), self.read(JobRecord, job))
 
     def other_agents(self) -> list[AgentRecord]:
         """Return the records of all other agents."""
@@ -94,8 +96,10 @@ class RunRecords:
         for kv in found:
             worker = readable(WorkerRecord, kv)
             if worker is not None and worker.agent_id == self._agent_id:
-                for write in burial(kv, self._client.get(self._keys.convener), self._keys):
-                    self._client.txn(write.compare, write.ops)
+                self._client.delete(kv.key)  # no transaction: a full etcd takes none, but it deletes
+                with contextlib.suppress(EtcdFullError):
+                    for write in burial(kv, self._client.get(self._keys.convener), self._keys)[1:]:
+                        self._client.txn(write.compare, write.ops)
 
     def tidy_up(self, is_live: bool) -> None:
         """Remove the records that only agents need, if this was the last agent."""

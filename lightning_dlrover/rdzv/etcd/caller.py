@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import queue
+import random
 import threading
 import time
 from collections.abc import Collection
@@ -18,18 +19,22 @@ from lightning_dlrover.rdzv.etcd.errors import (
     EtcdFullError,
     EtcdUnavailableError,
     LeaseLostError,
+    PermissionDeniedError,
     UnreadablePasswordError,
 )
 from lightning_dlrover.rdzv.etcd.messages import range_end
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
 
-__all__ = ["RETRY_PAUSE_S", "Caller"]
+__all__ = ["RETRY_PAUSE_S", "Caller", "full_text"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.05
 """Seconds between two attempts of a request."""
 
+# Seconds between two writes to a full etcd, at first and at most. Each one makes etcd agree on its alarm anew.
+_FULL_PAUSES_S = (0.1, 1.0)
+_NEEDS_ROOM = ("Put", "Txn", "LeaseGrant")
 _LATE_S = 1.5  # seconds without a response after which a second connection is tried as well
 
 
@@ -40,7 +45,8 @@ class Caller:
         self.config = config
         self.connections = Connections(config)
         read_password(config)  # fail early on an unreadable file, not at the first request for a token
-        self._is_full = False  # whether etcd's database was full at its last response to a write
+        self._num_refused = 0  # writes that a full etcd has refused since it took one
+        self._may_write_at = 0.0  # monotonic clock; a full etcd is asked no earlier
         self._lock = threading.Lock()
         self._token: str | None = None
         self._last_revision = 0
@@ -65,6 +71,8 @@ class Caller:
         self._refuse_after_fork(action)
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
+        if method in _NEEDS_ROOM and (pause_s := self._may_write_at - time.monotonic()) > 0:
+            self._closed.wait(min(pause_s, 0.5 * limit_s))
         late_s = min(max(limit_s / (2 * self.connections.num_targets), _LATE_S), 0.6 * limit_s)
         last_error: grpc.RpcError | None = None
         answers: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
@@ -106,7 +114,7 @@ class Caller:
                     # "Cannot invoke RPC on closed channel": another thread replaced the connection.
                     self.connections.drop(connection)
                 else:
-                    self._note_answer(connection, response, service, method)
+                    self._note_answer(connection, response, method)
                     return response
                 self._closed.wait(min(RETRY_PAUSE_S, max(0.0, deadline - time.monotonic())))
         finally:
@@ -122,9 +130,11 @@ class Caller:
                 "the parent's rendezvous handler down first; or set GRPC_ENABLE_FORK_SUPPORT=1: a fork may then take a second"
             )
 
-    def _note_answer(self, connection: Connection, response: Any, service: str, method: str) -> None:
-        if self._is_full and service == "KV" and method in ("Put", "Txn"):
-            self._is_full = False
+    def _note_answer(self, connection: Connection, response: Any, method: str) -> None:
+        if self._num_refused and method in _NEEDS_ROOM:
+            if self._num_refused > 1:
+                logger.warning("etcd at %s has room again and takes writes", connection.target)
+            self._num_refused, self._may_write_at = 0, 0.0
         with self._lock:
             self._last_revision = max(self._last_revision, response.header.revision)
             self._answered_at = connection.heard_at = time.monotonic()
@@ -169,17 +179,18 @@ class Caller:
             advice = "; values are limited to about 1 MB"
         elif "database space exceeded" in details:
             raise self._full(action, connection) from error
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            raise PermissionDeniedError(f"{where}: {code.name}: {details}{advice}") from error
         raise EtcdError(f"{where}: {code.name}: {details}{advice}") from error
 
     def _full(self, action: str, connection: Connection) -> EtcdFullError:
-        problem = (
-            f"etcd at {connection.target} is full: its database has reached its quota (NOSPACE), so it takes no writes. "
-            "Make room: etcdctl compact REVISION, etcdctl defrag, etcdctl alarm disarm; "
-            "then start etcd with --auto-compaction-retention=1h, or a larger --quota-backend-bytes"
-        )
-        if not self._is_full:
-            self._is_full = True
-            logger.warning("%s. Training goes on; changes of the job's workers wait until then", problem)
+        problem = full_text(connection.target)
+        self._num_refused += 1
+        first_s, longest_s = _FULL_PAUSES_S
+        pause_s = min(longest_s, first_s * 2.0 ** min(20, self._num_refused - 1))
+        self._may_write_at = time.monotonic() + pause_s * random.uniform(0.8, 1.0)
+        if self._num_refused == 2:  # a command ends with its first refusal, and this line would only repeat its error
+            logger.warning("%s. Until then workers train on, and changes of the job wait", problem)
         return EtcdFullError(f"cannot {action}: {problem}")
 
     def _unavailable(self, action: str, limit_s: float, error: grpc.RpcError | None) -> EtcdUnavailableError:
@@ -228,6 +239,15 @@ class Caller:
     def close(self) -> None:
         """Close the connections. Requests that still use them fail."""
         self.connections.close()
+
+
+def full_text(endpoint: str) -> str:
+    """Describe a full etcd for people, with the next move."""
+    return (
+        f"etcd at {endpoint} is full: its database has reached its quota (NOSPACE), so it takes no writes. "
+        "Make room: etcdctl compact REVISION, etcdctl defrag, etcdctl alarm disarm; "
+        "then start etcd with --auto-compaction-retention=1h, or a larger --quota-backend-bytes"
+    )
 
 
 def _put_answer(answers: queue.SimpleQueue[tuple[Connection, Any]], connection: Connection, future: Any) -> None:

@@ -6,27 +6,21 @@ prefix is in `mirror.py`.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import time
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
 from lightning_dlrover.rdzv.etcd.caller import Caller
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig, is_loopback, parse_endpoints
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import PermissionDeniedError
 from lightning_dlrover.rdzv.etcd.lease import CLOSE_DEADLINE_S, Lease, Leases, SharedLease
 from lightning_dlrover.rdzv.etcd.messages import compare_message, key_value, op_message, range_end
 from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, Txn
-from lightning_dlrover.rdzv.etcd.release import version_warning
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
-__all__ = ["MANY_REVISIONS", "EtcdClient"]
-
-logger = logging.getLogger(__name__)
-
-MANY_REVISIONS = 200_000
-"""Number of writes after which to warn about an etcd that was never compacted: it then holds some hundred MiB, and grows."""
+__all__ = ["EtcdClient"]
 
 
 class _Child(Protocol):
@@ -61,39 +55,15 @@ class EtcdClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check(self) -> str:
-        """Contact the server and return its version.
+    def check(self) -> None:
+        """Contact the server.
 
         Raises:
             EtcdUnavailableError: no endpoint responded as etcd v3 within `timeout_s`.
             EtcdError: the server refused the user, the password or the certificate.
         """
-        status = self.caller.call("check the connection", "Maintenance", "Status", etcdrpc.StatusRequest())
-        warning = version_warning(status.version)
-        if warning is not None:
-            # A loopback etcd is not shared: its users and its data are the job's own.
-            shared = not all(is_loopback(host) for host, _ in parse_endpoints(self.config.endpoints))
-            logger.log(logging.WARNING if shared else logging.DEBUG, "%s: %s", self.config.endpoints, warning)
-        if self._shared_lease.prefix and self._keeps_all_revisions(int(status.header.revision)):
-            logger.warning(
-                "%s: etcd has kept each of its %d revisions, %d MiB by now: at its quota (2 GiB unless set) writes fail. "
-                "Start it with --auto-compaction-retention=1h",
-                self.config.endpoints,
-                status.header.revision,
-                status.dbSize >> 20,
-            )
-        return str(status.version)
-
-    def _keeps_all_revisions(self, revision: int) -> bool:
-        """Whether etcd was never compacted in spite of many writes; False if it cannot be reached."""
-        if revision < MANY_REVISIONS:
-            return False
-        request = etcdrpc.RangeRequest(key=self._shared_lease.prefix.encode(), revision=2, keys_only=True, limit=1)
-        try:
-            self.caller.call("read an old revision", "KV", "Range", request)
-        except EtcdError:  # compacted, as it should be
-            return False
-        return True
+        with contextlib.suppress(PermissionDeniedError):  # the server knows this user, who may not ask about the server itself
+            self.caller.call("check the connection", "Maintenance", "Status", etcdrpc.StatusRequest())
 
     def get(self, key: str) -> KeyValue | None:
         response = self.caller.call(f"read {key!r}", "KV", "Range", etcdrpc.RangeRequest(key=key.encode()))

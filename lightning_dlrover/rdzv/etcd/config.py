@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_dlrover import variables
@@ -80,6 +80,13 @@ class EtcdConfig:
     def access(self) -> dict[str, str]:
         """The user and the files that are set, by field."""
         return {name: value for name in variables.ACCESS if (value := getattr(self, name)) is not None}
+
+    def of_each_endpoint(self) -> list[EtcdConfig]:
+        """Return the settings for each endpoint alone."""
+        parts = [part.strip() for part in self.endpoints.split(",")]
+        # Without the scheme a single endpoint of several would lose TLS.
+        named = [part if "://" in part or not self.uses_tls else f"https://{part}" for part in parts]
+        return [replace(self, endpoints=part) for part in named]
 
     @property
     def uses_tls(self) -> bool:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-__all__ = ["EtcdError", "EtcdFullError", "EtcdUnavailableError", "LeaseLostError", "UnreadablePasswordError"]
+__all__ = [
+    "EtcdError",
+    "EtcdFullError",
+    "EtcdUnavailableError",
+    "LeaseLostError",
+    "PermissionDeniedError",
+    "UnreadablePasswordError",
+]
 
 
 class EtcdError(RuntimeError):
     """etcd refused a request, or cannot be used as configured."""
+
+
+class PermissionDeniedError(EtcdError):
+    """etcd has authenticated the user, who may not do this."""
 
 
 class EtcdUnavailableError(EtcdError):
@@ -14,7 +25,11 @@ class EtcdUnavailableError(EtcdError):
 
 
 class EtcdFullError(EtcdUnavailableError):
-    """Etcd refuses writes because its database has reached its quota. It still serves reads and refreshes leases."""
+    """etcd refuses writes because its database has reached its quota.
+
+    It still serves reads and single deletions, and refreshes, revokes and expires leases. It refuses new leases and, before
+    3.4.20 and 3.5.7, every transaction, also one that only reads or deletes.
+    """
 
 
 class LeaseLostError(EtcdError):

@@ -1,12 +1,11 @@
 """Read the condition of an etcd server: release, size, quota, compaction, alarms, latency and clock.
 
-Release, size and alarms come from gRPC. The quota, the last compaction and the clock come from the HTTP pages that etcd serves
-on the same port; they stay unknown where a proxy passes gRPC alone.
+Release, size and alarms come from gRPC, and every user may read them. The quota, the last compaction and the clock come from
+the HTTP pages that etcd serves on the same port; they stay unknown where a proxy passes gRPC alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import email.utils
 import http.client
 import json
@@ -16,19 +15,23 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
+
+from lightning_dlrover.rdzv.etcd.caller import Caller
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig, parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.operations import Put, exists
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
-__all__ = ["DEFAULT_QUOTA_BYTES", "Clock", "EtcdCondition", "inspect"]
+__all__ = ["DEFAULT_QUOTA_BYTES", "Clock", "EtcdCondition", "alarms_of", "inspect"]
 
 DEFAULT_QUOTA_BYTES = 2 << 30
 
 _NUM_READS = 5
-_ALARMS = {1: "NOSPACE", 2: "CORRUPT"}
+_ERRORS_FIELD = 8  # number of `errors` in StatusResponse, which the stubs of `pyetcd` lack
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,32 @@ class EtcdCondition:
     revision: int
     compacted_revision: int | None  # 0: never
     compacts_by_itself: bool | None  # whether its command line sets that; None: it may be set elsewhere
-    alarms: tuple[str, ...] | None  # None: this user may not read them
+    alarms: tuple[str, ...]
     write_problem: str  # why a write below the prefix is refused; empty if it is not
     latency_s: float  # median of a few linearized reads
     clock: Clock | None
 
 
-def inspect(config: EtcdConfig, prefix: str, wall_clock: Callable[[], float] = time.time) -> EtcdCondition:
+def alarms_of(caller: Caller) -> tuple[str, ...]:
+    """Return the alarms of the server in use, such as NOSPACE; none if it gives no answer, or this user may not ask."""
+    try:
+        return _alarms(caller.call("read the alarms", "Maintenance", "Status", etcdrpc.StatusRequest()))
+    except EtcdError:
+        return ()
+
+
+def _alarms(status: Any) -> tuple[str, ...]:
+    unknown = [bytes(each.data) for each in UnknownFieldSet(status) if each.field_number == _ERRORS_FIELD]
+    lines = [*getattr(status, "errors", ()), *(line.decode(errors="replace") for line in unknown)]
+    return tuple(sorted({found for line in lines for found in re.findall(r"alarm:([A-Z]\w+)", line)}))
+
+
+def inspect(config: EtcdConfig, prefix: str | None, wall_clock: Callable[[], float] = time.time) -> EtcdCondition:
     """Return the condition of the server at the only endpoint of `config`. Writes nothing.
 
     Args:
-        prefix: folder of all jobs' keys.
+        prefix: folder of all jobs' keys, to try how the server answers this user; None: `write_problem` and `latency_s` stay
+            empty.
         wall_clock: our clock, to compare with the server's.
 
     Raises:
@@ -71,23 +89,10 @@ def inspect(config: EtcdConfig, prefix: str, wall_clock: Callable[[], float] = t
     quota_bytes = _whole(metrics.get("etcd_server_quota_backend_bytes"))
     with EtcdClient(config) as client:
         status = client.caller.call("check the connection", "Maintenance", "Status", etcdrpc.StatusRequest())
-        alarms: tuple[str, ...] | None = None
-        with contextlib.suppress(EtcdError):  # only root may read them where users are on
-            found = client.caller.call("read the alarms", "Maintenance", "Alarm", etcdrpc.AlarmRequest()).alarms
-            alarms = tuple(sorted({_ALARMS.get(each.alarm, str(each.alarm)) for each in found}))
-        key = f"{prefix}/doctor"
-        seconds, write_problem = [], ""
-        try:
-            for _ in range(_NUM_READS):
-                began = time.perf_counter()
-                client.get(key)
-                seconds.append(time.perf_counter() - began)
-            # At its quota any request to write would raise the alarm.
-            if not alarms and status.dbSize < 0.9 * (quota_bytes or DEFAULT_QUOTA_BYTES):
-                # etcd checks the permissions of all branches. This one is never taken, because the key never exists.
-                client.txn([exists(key)], [Put(key, b"")])
-        except EtcdError as error:
-            write_problem = str(error)
+        alarms = _alarms(status)
+        # At its quota any request to write would raise the alarm.
+        has_room = not alarms and status.dbSize < 0.9 * (quota_bytes or DEFAULT_QUOTA_BYTES)
+        seconds, write_problem = _try(client, f"{prefix}/doctor", has_room) if prefix is not None else ([], "")
     compacted = metrics.get("etcd_debugging_mvcc_compact_revision")
     return EtcdCondition(
         version=str(status.version),
@@ -103,6 +108,22 @@ def inspect(config: EtcdConfig, prefix: str, wall_clock: Callable[[], float] = t
         latency_s=statistics.median(seconds) if seconds else 0.0,
         clock=_clock(config, wall_clock),
     )
+
+
+def _try(client: EtcdClient, key: str, has_room: bool) -> tuple[list[float], str]:
+    """Return the seconds of a few reads, and why a read or a write is refused. The key never exists."""
+    seconds: list[float] = []
+    try:
+        for _ in range(_NUM_READS):
+            began = time.perf_counter()
+            client.get(key)
+            seconds.append(time.perf_counter() - began)
+        if has_room:
+            # etcd checks the permissions of all branches. This one is never taken.
+            client.txn([exists(key)], [Put(key, b"")])
+    except EtcdError as error:
+        return seconds, str(error)
+    return seconds, ""
 
 
 def _whole(value: float | None) -> int | None:

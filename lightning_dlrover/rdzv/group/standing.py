@@ -25,6 +25,9 @@ class JobStanding:
     Args:
         wait_timeout_s: seconds to wait until a write shows up in the view.
         formation: returns the round that this worker formed last.
+
+    Attributes:
+        is_recorded: False once this worker has finished and etcd could not record it at once.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class JobStanding:
         self._run_id = run_id
         self._wait_timeout_s = wait_timeout_s
         self._formation = formation
+        self.is_recorded = True
         self._has_finished = False  # True once this worker itself has recorded the end
         self._has_ended = False  # True once this worker has written or read that nothing is left to train
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the record has them
@@ -105,7 +109,7 @@ class JobStanding:
             # trains on later does not matter to joiners.
             return dataclasses.replace(job, data=data) if job.phase == "training" and job.data != data else job
 
-        self._membership.update_job(announced)
+        self._membership.record(f"run {self._run_id}: the start of the training", announced)
         self._announcement = None
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -160,13 +164,15 @@ class JobStanding:
         """See `World.finish`."""
         formation = self._formation()
         try:
-            self._membership.update_job(
-                lambda job: dataclasses.replace(job, phase="finished", fits_finished=max(job.fits_finished, fit))
+            self.is_recorded = self._membership.record(
+                f"run {self._run_id}: the end of the training",
+                lambda job: dataclasses.replace(job, phase="finished", fits_finished=max(job.fits_finished, fit)),
             )
             self._has_finished = self._has_ended = True  # the view may lag behind when this process ends
             if formation is not None and formation.rank == 0:
                 self._membership.event(FitFinished(num_steps), f"finished after {num_steps} steps")
-                self._membership.flush()
+                if self.is_recorded:
+                    self._membership.flush()
         except (EtcdError, RecordError) as error:
-            # The work is done. An outage of etcd now, or garbage in it, must not turn it into a failure.
+            # The work is done. Garbage in etcd must not turn it into a failure.
             log.warning("run %s: could not mark the job as finished: %s", self._run_id, error)

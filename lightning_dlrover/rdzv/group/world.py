@@ -17,6 +17,7 @@ which the main thread is blocked raises at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -32,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover._version import __version__
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.room import when_there_is_room
 from lightning_dlrover.rdzv.group import torch_names, waits
 from lightning_dlrover.rdzv.group.alone import LoneWorld
 from lightning_dlrover.rdzv.group.config import WorldConfig
@@ -103,8 +105,11 @@ class World:
         self._vote: Vote | None = None
         self._meeting: Meeting | None = None  # the round's meeting; None if this worker is alone in the round
         self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
-        self.membership = Membership(
-            self._client, config.of_member(address, server.port), self._on_view, lambda: self._neighbour.probe()
+        self.membership = when_there_is_room(
+            lambda: Membership(
+                self._client, config.of_member(address, server.port), self._on_view, lambda: self._neighbour.probe()
+            ),
+            config.wait_timeout_s,
         )
         self._groups = RoundGroups()
         reach = Reach(self.membership)
@@ -150,7 +155,11 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception):
             self.report_error(error)
-        self.leave()
+        if self.standing.is_recorded:
+            self.leave()
+        else:
+            # It waits for etcd. The script's code after the loop comes first, as it may save the result.
+            atexit.register(self.leave)
 
     def steps(self, num_steps: int, *, first_step: int = 0, check_interval_s: float = 0.1, **state: Stateful) -> Iterator[Step]:
         """Enter the job and yield its steps, across all rounds.
@@ -201,7 +210,8 @@ class World:
             JobClosedError, MembershipError: the job cannot be joined.
             WorldError: too few workers came.
         """
-        return run_blocking(self._member.start(self.membership.register()))
+        state = when_there_is_room(self.membership.register, self.config.wait_timeout_s)
+        return run_blocking(self._member.start(state))
 
     def admit(self, hello: bytes, fingerprint: str) -> Formation:
         """Wait at the training loop's entrance until a round admits this worker.
@@ -304,6 +314,9 @@ class World:
         if meeting is not None:
             meeting.join(1.0)
         self._groups.join(0.5)
+        if not self.standing.is_recorded:
+            # Without the record the job would count as not done. All that the script keeps is written by now.
+            self.membership.deliver(self.config.wait_timeout_s)
         self.membership.close()
         self._client.close()
 

@@ -12,6 +12,7 @@ change costs the others the same in a job of any size.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.events import Event, RecordIgnored, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, read, readable, readable_folder
@@ -187,9 +188,9 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         try:
-            self._outbox.write()
-            self.leave()
-            self._tidy_up()
+            for step in (self._outbox.write, self.leave, self._tidy_up):
+                with contextlib.suppress(EtcdFullError):  # a full etcd still ends leases, and thereby removes our record
+                    step()
             self._own.lease.revoke()
         except EtcdError as error:
             # The lease expires by itself. An error at the worker's exit would turn a finished job into a failed one.
@@ -198,6 +199,18 @@ class Membership:
         self._mirror.close()
         if self._own_mirror is not None:
             self._own_mirror.close()
+
+    def deliver(self, timeout_s: float) -> None:
+        """Wait until etcd holds the queued changes of records, for at most `timeout_s`; at once if there are none."""
+        deadline = time.monotonic() + timeout_s
+        if names := self._outbox.waiting:
+            log.warning(
+                "run %s: worker %s waits for up to %.0f s until etcd takes what is not recorded yet: %s",
+                *(self._config.run_id, self.worker_id, timeout_s, ", ".join(names)),
+            )
+        with self._changed:
+            while self._outbox.waiting and self._thread.is_alive() and time.monotonic() < deadline and not self.evicted:
+                self._changed.wait(0.05)
 
     def _tidy_up(self) -> None:
         """Remove the records that a job needs no more once it has ended, and keep its history.
@@ -368,12 +381,24 @@ class Membership:
         """Compare-and-swap the job record until `change` of its newest version is stored."""
         self._swap(JobRecord, self.keys.job, lambda job: change(job) if job else None)
 
+    def record(self, name: str, change: Callable[[JobRecord], JobRecord]) -> bool:
+        """Update the job record now, or once etcd is available. Return whether it was done.
+
+        Args:
+            name: what is recorded, for people. A change that waits under the same name is replaced.
+        """
+        return self._outbox.change(name, lambda: self.update_job(change))
+
     def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
         """Compare-and-swap the plan; `change` returns None to leave it unchanged."""
         self._swap(PlanRecord, self.keys.plan, change)
 
     def put_checkpoint(self, record: CheckpointRecord) -> None:
-        self._swap(CheckpointRecord, self.keys.checkpoint, lambda _: record)
+        """Record the newest checkpoint now, or once etcd is available."""
+        self._outbox.change(
+            f"run {self._config.run_id}: the newest checkpoint",
+            lambda: self._swap(CheckpointRecord, self.keys.checkpoint, lambda _: record),
+        )
 
     def checkpoint_request(self) -> int:
         """Return the number of the newest checkpoint request, 0 if there is none."""
@@ -402,7 +427,8 @@ class Membership:
 
     def put_search(self, number: int, record: SearchRecord) -> None:
         """Queue a search's result until etcd accepts it. Joiners wait for it; the workers that found it train on."""
-        self._outbox.add_result(number, encode(record))
+        key, payload = f"{self.keys.searches}{number}", encode(record)
+        self._outbox.add_change(f"run {self._config.run_id}: result of search {number}", lambda: self._client.put(key, payload))
         with self._changed:
             self._changed.notify_all()
 
@@ -484,7 +510,8 @@ class Membership:
         view = self._decoder.outlook(self._mirror.snapshot())
         self._view = view
         if self._own_mirror is not None:
-            self._own.check(self._sees_itself)
+            with contextlib.suppress(EtcdFullError):  # it registers again once there is room, and follows the others meanwhile
+                self._own.check(self._sees_itself)
         with self._changed:
             self._changed.notify_all()
         if self._on_view is not None:

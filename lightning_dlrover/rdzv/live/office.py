@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import Keys, RecordError, RoundRecord
 from lightning_dlrover.rdzv.live.convener import Convener, Entries
@@ -78,7 +79,15 @@ class Office:
         # Read both together: the view must come from the revision that guards the next round.
         entries, view, age_s = self._overview.look()
         write = self._convener.next_write(entries, view, time.monotonic(), time.time())
-        if write is None or not self._client.txn(write.compare, write.ops).succeeded:
+        if write is None:
+            return
+        try:
+            done = self._client.txn(write.compare, write.ops)
+        except EtcdFullError:
+            # A healthy worker whose lease expired meanwhile can register again only when there is room.
+            self._convener.was_cut_off(time.monotonic())
+            raise
+        if not done.succeeded:
             return
         if write.round is not None:
             self._announce(view, write.round, age_s)

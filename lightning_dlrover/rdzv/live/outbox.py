@@ -1,25 +1,36 @@
-"""Queue for lines of the job's history and results of searches until etcd accepts them, however long it is unavailable."""
+"""Queue for writes that no worker waits for, until etcd accepts them, however long it is unavailable or full."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.job.journal import MAX_EVENTS, Journal
-from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
+from lightning_dlrover.rdzv.live.member import MembershipError
 
 __all__ = ["Outbox"]
 
+log = logging.getLogger(__name__)
+
 
 class Outbox:
-    """Queue one worker's lines for the job's history, and write them in order."""
+    """Queue one worker's lines for the job's history and its changes of other records, and write them in order."""
 
     def __init__(self, journal: Journal, worker_id: str) -> None:
         self._journal = journal
         self._worker_id = worker_id
         self._events: deque[EventRecord] = deque()
-        self._results: deque[tuple[str, bytes]] = deque()  # results of searches that etcd does not hold yet
+        self._changes: dict[str, Callable[[], object]] = {}  # by name, oldest first
         self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of the changes that etcd does not hold yet."""
+        return list(self._changes)
 
     def add(self, event: EventRecord) -> None:
         """Queue one line for the job's history; never blocks."""
@@ -27,16 +38,38 @@ class Outbox:
             return  # after such a long outage of etcd the older lines matter more
         self._events.append(event)
 
-    def add_result(self, number: int, payload: bytes) -> None:
-        self._results.append((f"{self._journal.keys.searches}{number}", payload))
+    def add_change(self, name: str, write: Callable[[], object]) -> None:
+        """Queue a change; never blocks. It replaces a queued one of the same name."""
+        self._changes[name] = write
+
+    def change(self, name: str, write: Callable[[], object]) -> bool:
+        """Carry out a change now, or queue it while etcd is unavailable. Return whether it was carried out.
+
+        Raises:
+            what `write` raises, except `EtcdUnavailableError`.
+        """
+        if not self._changes:  # otherwise etcd was unavailable a moment ago, and training should not wait for it again
+            try:
+                write()
+                return True
+            except EtcdUnavailableError as error:
+                log.warning("%s is recorded later: %s", name, error)
+        self.add_change(name, write)
+        return False
 
     def write(self) -> None:
-        """Write the queued lines and results; those that fail stay in the queue."""
+        """Write the queued changes and lines; those that fail stay in the queue."""
         # Two threads write: the background thread, and the one that flushes before its process ends.
         with self._lock:
-            while self._results:
-                self._journal.client.put(*self._results[0])
-                self._results.popleft()
+            for name, write in list(self._changes.items()):
+                try:
+                    write()
+                except EtcdUnavailableError:
+                    raise
+                except (EtcdError, RecordError, MembershipError) as error:  # another attempt would fail alike
+                    log.error("%s is not recorded: %s", name, error)
+                if self._changes.get(name) is write:
+                    del self._changes[name]
             while self._events:
                 self._journal.append(self._events[0], self._worker_id)
                 self._events.popleft()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import Get, KeyValue
 from lightning_dlrover.rdzv.job.journal import readable
@@ -101,14 +103,19 @@ class WorkerRecords:
         wanted = list(worker_ids)
         found: dict[str, KeyValue] = {}
         for first in range(0, len(wanted), GETS_PER_REQUEST):
-            gets = [Get(self._keys.workers + worker) for worker in wanted[first : first + GETS_PER_REQUEST]]
-            values = self._client.txn([], gets).values
+            values = self._read([self._keys.workers + worker for worker in wanted[first : first + GETS_PER_REQUEST]])
             found |= {entry.key.removeprefix(self._keys.workers): entry for entry in values}
         self._known.update(found)
         for worker in wanted:
             if worker not in found:
                 self._known.pop(worker, None)
         return found
+
+    def _read(self, keys: list[str]) -> list[KeyValue]:
+        if len(keys) > 1:
+            with contextlib.suppress(EtcdFullError):  # a full etcd takes no transactions, not even of reads alone
+                return self._client.txn([], [Get(key) for key in keys]).values
+        return [entry for key in keys if (entry := self._client.get(key)) is not None]
 
     def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
         """Return the records of `entries` that can be read."""

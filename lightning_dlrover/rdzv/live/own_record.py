@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import LeaseLostError
+from lightning_dlrover.rdzv.etcd.errors import EtcdFullError, LeaseLostError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.operations import Delete, Put, Txn, absent, created, modified
 from lightning_dlrover.rdzv.job.records import (
@@ -161,13 +162,13 @@ class OwnRecord:
         with self._write_lock:
             if self._record is not None:
                 self._record = None
-                ops = [Delete(self.key), Delete(self._keys.drains + self._worker_id)]
+                # No transaction: a full etcd takes none, but it deletes.
+                self._client.delete(self.key)
+                self._client.delete(self._keys.drains + self._worker_id)
                 election = self._client.get(self._keys.convener)
-                if election is None or election.value != self._worker_id.encode():
-                    self._client.txn([], ops)
-                    return
-                in_office = created(election.key) == election.create_revision
-                self._client.txn([in_office], [*ops, Delete(election.key)], ops)
+                if election is not None and election.value == self._worker_id.encode():
+                    with contextlib.suppress(EtcdFullError):  # the key ends with the lease
+                        self._client.txn([created(election.key) == election.create_revision], [Delete(election.key)])
 
     def drain(self, reason: str) -> None:
         """Ask to leave the job: the next planned round is formed without this worker.

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from elastic_agents import ElasticAgents, Node
+from full_etcd import fill, full, make_room, small_etcd
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -33,7 +34,9 @@ from lightning_dlrover.rdzv.agents.handler import (
     EtcdRendezvousHandler,
     create_backend,
 )
+from lightning_dlrover.rdzv.etcd import start_check
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.group import left_state
 from lightning_dlrover.rdzv.job.records import (
@@ -264,9 +267,9 @@ def test_late_node_starts_beside_workers_that_still_import(start_agent: StartAge
 def make_handler(etcd: EmbeddedEtcd, run_id: str) -> Any:
     made: list[RendezvousHandler] = []
 
-    def make(min_nodes: int = 1, max_nodes: int = 1, **conf: str) -> RendezvousHandler:
+    def make(min_nodes: int = 1, max_nodes: int = 1, *, server: EmbeddedEtcd = etcd, **conf: str) -> RendezvousHandler:
         conf = {"last_call_timeout": "0", "lease_ttl": "2", **conf}
-        params = RendezvousParameters("etcd-v3", etcd.endpoint, run_id, min_nodes, max_nodes, **conf)
+        params = RendezvousParameters("etcd-v3", server.endpoint, run_id, min_nodes, max_nodes, **conf)
         made.append(create_backend()(params))
         return made[-1]
 
@@ -598,3 +601,63 @@ def test_an_unreachable_endpoint_is_refused_by_its_name() -> None:
     params = RendezvousParameters("etcd-v3", "127.0.0.1:1", "r", 1, 1, etcd_timeout="0.5")
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1"):
         create_backend()(params)
+
+
+# -- etcd is full, or away for a while
+
+
+def test_agents_wait_for_room_in_a_full_etcd_when_they_start_and_after_a_failure(
+    make_handler: MakeHandler, tmp_path: Path
+) -> None:
+    with small_etcd(tmp_path) as (server, others), ThreadPoolExecutor() as pool:
+        handlers = [make_handler(2, 2, server=server, lease_ttl="10") for _ in range(2)]
+        for _ in range(2):
+            fill(others)
+            joining = [pool.submit(handler.next_rendezvous) for handler in handlers]
+            with pytest.raises(TimeoutError):
+                joining[0].result(2.0)
+            make_room(others)
+            assert [each.result(30).world_size for each in joining] == [2, 2]
+        for handler in handlers:
+            handler.shutdown()
+
+
+def test_agent_gives_up_a_full_etcd_with_the_next_move(make_handler: MakeHandler, private_etcd: EmbeddedEtcd) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other, full(other):
+        handler = make_handler(server=private_etcd, join_timeout="1")
+        with pytest.raises(RendezvousConnectionError, match=r"is full.*etcdctl alarm disarm"):
+            handler.next_rendezvous()
+
+
+def test_agent_whose_workers_failed_waits_for_an_etcd_that_is_away(
+    make_handler: MakeHandler, private_etcd: EmbeddedEtcd
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        handler = make_handler(server=private_etcd, etcd_timeout="0.5", last_call_timeout="0.1")
+        handler.next_rendezvous()
+        private_etcd.kill()
+        again = pool.submit(handler.next_rendezvous)
+        with pytest.raises(TimeoutError):
+            again.result(2.0)
+        private_etcd.restart()
+        assert again.result(30).world_size == 1
+
+
+@pytest.mark.parametrize("has_controller", [False, True])
+def test_one_agent_of_a_job_without_a_controller_names_the_troubles_of_etcd(
+    has_controller: bool,
+    make_handler: MakeHandler,
+    client: EtcdClient,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(start_check, "troubles_of", lambda config: "etcd size: 92% -> etcdctl defrag")
+    if has_controller:  # `dlrover run` has printed them
+        client.put(keys.controller, encode(ControllerRecord("host", 1, "local", {})))
+    handlers = [make_handler(2, 2) for _ in range(3)]
+    with ThreadPoolExecutor() as pool:
+        for pair in (handlers[:2], handlers[1:]):  # the first agent, which may be the convener, leaves after the first round
+            assert [joined.world_size for joined in pool.map(lambda handler: handler.next_rendezvous(), pair)] == [2, 2]
+            handlers[0].shutdown()
+    assert caplog.text.count("etcd size: 92% -> etcdctl defrag") == (0 if has_controller else 1)

@@ -10,7 +10,6 @@ import pytest
 from full_etcd import full
 from waiting import eventually
 
-from lightning_dlrover.rdzv.etcd import client as client_module
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
@@ -31,7 +30,6 @@ from lightning_dlrover.rdzv.etcd.operations import (
     modified,
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 from lightning_dlrover.rdzv.job.records import Keys
 
 # -- keys and transactions
@@ -201,22 +199,6 @@ def test_full_etcd_refuses_writes_until_there_is_room(
             assert not lease.has_ended()
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert client.put(keys.job, b"3")
-
-
-def test_etcd_that_never_compacts_is_pointed_out(
-    private_etcd: EmbeddedEtcd, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "MANY_REVISIONS", 10)
-    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client:
-        client.share_lifetime(keys.root, 3600)
-        for _ in range(12):
-            newest = client.put(keys.job, b"")
-        client.check()
-        assert "--auto-compaction-retention=1h" in caplog.text
-        caplog.clear()
-        client.caller.call("compact", "KV", "Compact", etcdrpc.CompactionRequest(revision=newest))
-        client.check()
-    assert "compaction" not in caplog.text
 
 
 def test_prefix_is_trimmed_from_its_beginning(client: EtcdClient, keys: Keys) -> None:

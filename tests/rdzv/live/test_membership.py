@@ -6,9 +6,11 @@ import dataclasses
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from full_etcd import fill, full, small_etcd
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -22,6 +24,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job import journal
 from lightning_dlrover.rdzv.job.events import UnknownEvent
 from lightning_dlrover.rdzv.job.records import (
+    CheckpointRecord,
     EventRecord,
     JobRecord,
     Keys,
@@ -503,3 +506,38 @@ def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[.
     worker.membership.reached.add("far")
     worker.membership.bury_the_dead(["far"])
     assert client.get(key) is None
+
+
+# --- a full etcd --------------------------------------------------------------------------------------------------------------
+
+
+def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
+    start: Callable[..., Worker], private_etcd: EmbeddedEtcd
+) -> None:
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
+        worker = start(private_etcd.endpoint)
+        membership = worker.membership
+        membership.register()
+        with full(other):
+            for step in (1, 2):
+                membership.put_checkpoint(CheckpointRecord(f"/checkpoints/{step}", step))
+            assert not membership.record("the end", lambda job: dataclasses.replace(job, phase="finished"))
+            membership.deliver(0.2)
+            assert membership.newest_checkpoint() is None
+        membership.deliver(15.0)
+        found, job = membership.newest_checkpoint(), membership.newest_job()
+        assert found is not None
+        assert found.global_step == 2
+        assert job is not None
+        assert job.phase == "finished"
+        worker.end()
+
+
+def test_worker_removes_its_record_from_a_full_etcd(start: Callable[..., Worker], tmp_path: Path, keys: Keys) -> None:
+    """etcd before 3.5.7 refuses a transaction of deletions then, but still ends leases."""
+    with small_etcd(tmp_path) as (server, others):
+        worker = start(server.endpoint, lease_ttl_s=60)
+        worker.membership.register()
+        fill(others)
+        worker.end()
+        assert others.get(keys.workers + worker.worker_id) is None
