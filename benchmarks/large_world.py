@@ -76,8 +76,8 @@ class Change:
     def __str__(self) -> str:
         per_worker = 1000 * self.cpu_s / self.num_workers
         return (
-            f"{self.name:8}{self.num_workers:6} workers{self.seconds:9.2f} s, longest pause between two steps {self.stall_s:.2f} s, "
-            f"{per_worker:.0f} ms of CPU time per worker"
+            f"{self.name:8}{self.num_workers:6} workers{self.seconds:9.2f} s, "
+            f"longest pause between two steps {self.stall_s:.2f} s, {per_worker:.0f} ms of CPU time per worker"
         )
 
 
@@ -239,9 +239,7 @@ class LargeWorld:
                 return record.since
         return None
 
-    def _measure(
-        self, name: str, before: int, size: int, members: range | list[int], began: float, cpu_s: float
-    ) -> Change:
+    def _measure(self, name: str, before: int, size: int, members: range | list[int], began: float, cpu_s: float) -> Change:
         first = self._first_steps(before + 1, size, members, f"a step of {size} workers after the {name}", CHANGE_TIMEOUT_S)
         used_s = self.workers.cpu_s() - cpu_s
         pauses = []
@@ -251,9 +249,7 @@ class LargeWorld:
                 pauses.append(next(s.at for s in self.workers.steps(index) if s.round > before) - last[-1])
         return Change(name, max(s.at for s in first) - began, max(pauses), used_s, size)
 
-    def _first_steps(
-        self, round_: int, size: int, members: range | list[int], what: str, timeout_s: float
-    ) -> list[Made]:
+    def _first_steps(self, round_: int, size: int, members: range | list[int], what: str, timeout_s: float) -> list[Made]:
         """Return each member's first step in a round of `size` workers, not before `round_`."""
 
         def found() -> list[Made] | None:
@@ -324,7 +320,9 @@ def measure(quick: bool = False, num_workers: int = 0) -> dict[str, float]:
             world.settle()
             world.check_losses(0)
             files, threads = world.most_files_and_threads()
-            print(f"at most {files} open files and {threads} threads in a worker, {world.memory_gib():.1f} GiB in all", flush=True)
+            print(
+                f"at most {files} open files and {threads} threads in a worker, {world.memory_gib():.1f} GiB in all", flush=True
+            )
             if files >= MAX_FILES:
                 raise BenchmarkError(f"a worker has {files} open files of at most {MAX_FILES}")
             loss = world.lose(size // 3)

@@ -14,11 +14,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, as_gloo, inet_sockets, num_begun
 from lightning_dlrover.rdzv.group.groups import RoundGroups
+from lightning_dlrover.rdzv.group.hellos import missing_hellos, publish_hello, read_hellos
 from lightning_dlrover.rdzv.group.meeting import Meeting
-from lightning_dlrover.rdzv.group.reach import Reach
+from lightning_dlrover.rdzv.group.reach import FEW, Patrol, Reach
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import CannotMeetError, EvictedError, Formation, Member, RoundEndedError, VoidRoundError
@@ -32,7 +34,19 @@ CONNECT_TIMEOUT_S = 0.5
 """Seconds for one attempt to reach the store of a round."""
 
 VOTE_ROOM = 32, 8
-"""Maximum numbers in a vote: a constant part, and a part for each worker of the round."""
+"""Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
+
+SHORT_VOTE = 4
+"""Numbers in the first message of a vote among more than `FEW` workers. Gloo sends each number around the ring by itself."""
+
+PROBE_INTERVAL_S = 0.1
+"""Seconds between two looks for dead workers while a round is formed."""
+
+LOOK_S = 0.003
+"""Seconds between two looks for the hellos of up to `FEW` workers; longer for more."""
+
+CHECK_S = 0.02
+"""Seconds between two checks whether a round of up to `FEW` workers is void while gloo connects; longer for more."""
 
 
 class Forming:
@@ -76,17 +90,16 @@ class Forming:
             check = functools.partial(self._raise_if_void, target)
             store = self._connect(target, deadline, check)
             rendezvous = PrefixStore(f"round/{target.number}", store)
-            rendezvous.set(f"hello/{me}", hello.decode())
+            publish_hello(rendezvous, target.members, me, hello)
             hellos = self._await_hellos(target, rendezvous, deadline)
             # Checked before any member connects: the others would wait for a member that has left again.
             if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
-            gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
-            self._groups.add(gloo)
-            control = None
-            if len(target.members) > 1:
-                control = self._connect_gloo(target, PrefixStore("meeting", rendezvous), deadline, target.members, check)
-                self._groups.add(control)
+            names = ["gloo", "meeting"] if len(target.members) > 1 else ["gloo"]
+            stores = [PrefixStore(name, rendezvous) for name in names]
+            gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, len(target.members) > FEW)
+            for group in (gloo, *control):
+                self._groups.add(group)
             with as_gloo(gloo):
                 dist.init_process_group(
                     self._backend,
@@ -100,22 +113,23 @@ class Forming:
             self._sockets.sever(target.number, quietly=True)
             raise
         finally:
-            self._sockets.end_forming()
+            self._sockets.end_forming(connects_late=len(target.members) > FEW)
         # The round may have ended before its sockets were recorded.
         self._sockets.follow(self._membership.view, self._membership.evicted)
         formation = Formation(target, hellos, rank)
-        if control is None:
+        if not control:
             return formation, None
         meeting = Meeting(
-            control,
+            control[0],
             rank,
             formation.size,
-            VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
+            SHORT_VOTE if formation.size > FEW else VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
             begun=functools.partial(num_begun, gloo, "nccl" in self._backend),
             connect=functools.partial(_connect_briefly, target),
             activity=activity,
             is_in_step=is_in_step,
             sever=functools.partial(self._sockets.sever, target.number),
+            connects_late=formation.size > FEW,
         )
         return formation, meeting
 
@@ -133,13 +147,14 @@ class Forming:
                 raise RoundEndedError(f"round {target.number}: {', '.join(gone)} ended while {name} was being connected")
 
         store = PrefixStore(f"round/{target.number}/{name}", self._connect(target, deadline, raise_if_over))
-        group = self._connect_gloo(target, store, deadline, workers, raise_if_over)
+        [group] = self._connect_gloo(target, [store], deadline, workers, raise_if_over, connects_late=False)
         self._groups.add(group)
         self._sockets.add_beside(known)
         raise_if_over()  # the round may have ended before the sockets were recorded
         return group
 
     def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
+        patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S)
         while True:
             check()
             # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
@@ -148,7 +163,10 @@ class Forming:
                 store = _store_at(target, 1.0)
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
                 return store
-            self._membership.bury_the_dead(target.members[:1])
+            if len(target.members) > FEW:
+                patrol.look()  # not all workers at once bury rank 0
+            else:
+                self._membership.bury_the_dead(target.members[:1])
             self._reach.raise_if_silent(target)
             if time.monotonic() > deadline:
                 raise self._reach.too_late(
@@ -167,51 +185,65 @@ class Forming:
             return False
 
     def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
-        missing = list(target.members)
-        next_probe = time.monotonic() + 0.1
+        patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S).pause()
         while True:
-            missing = [w for w in missing if not store.check([f"hello/{w}"])]
-            if not missing:
-                return {w: store.get(f"hello/{w}") for w in target.members}
+            try:
+                if (hellos := read_hellos(store, target.members)) is not None:
+                    return hellos
+            except ValueError as error:
+                log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
+                raise CannotMeetError from error
             self._raise_if_void(target)
-            if time.monotonic() > next_probe:
-                next_probe = time.monotonic() + 0.1
-                self._membership.bury_the_dead(missing)
+            patrol.look()
             self._reach.raise_if_silent(target)
             if time.monotonic() > deadline:
+                missing = missing_hellos(store, target.members)
                 raise self._reach.too_late(
                     target,
                     f"round {target.number}: waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
                 )
             # The store's own wait cannot be interrupted, and prints every timeout to stderr.
-            self._pause(0.003)
+            time.sleep(LOOK_S * max(1.0, len(target.members) / FEW))
 
     def _connect_gloo(
-        self, target: RoundRecord, store: Store, deadline: float, workers: Sequence[str], check: Callable[[], None]
-    ) -> dist.ProcessGroupGloo:
-        """Connect gloo among the members of a round, or other workers.
+        self,
+        target: RoundRecord,
+        stores: Sequence[Store],
+        deadline: float,
+        workers: Sequence[str],
+        check: Callable[[], None],
+        connects_late: bool,
+    ) -> list[dist.ProcessGroupGloo]:
+        """Connect gloo among the members of a round, or other workers: one group for each store.
+
+        Groups that connect late have connected each worker with as many others as a barrier needs.
 
         Gloo waits for a dead member as long as for a slow one, several times the timeout of a collective. While it waits for
         the other side to connect there is no socket to shut down. So it waits in a thread of its own, which is abandoned if the
         round becomes void.
         """
-        connected: Future[dist.ProcessGroupGloo] = Future()
+        connected: Future[list[dist.ProcessGroupGloo]] = Future()
+        rank, size = workers.index(self._membership.worker_id), len(workers)
+        timeout = timedelta(seconds=self._config.collective_timeout_s)
+
+        def group_on(store: Store) -> dist.ProcessGroupGloo:
+            late = torch_names.late_gloo(store, rank, size, timeout) if connects_late else None
+            return dist.ProcessGroupGloo(store, rank, size, timeout) if late is None else late
 
         def connect() -> None:
-            timeout = timedelta(seconds=self._config.collective_timeout_s)
             try:
-                rank = workers.index(self._membership.worker_id)
-                connected.set_result(dist.ProcessGroupGloo(store, rank, len(workers), timeout))
+                groups = [group_on(store) for store in stores]
+                if connects_late:
+                    groups[0].barrier().wait()
+                connected.set_result(groups)
             except BaseException as error:
                 connected.set_exception(error)
 
         threading.Thread(target=connect, name="dlrover-connect", daemon=True).start()
-        next_probe = time.monotonic() + 0.1
-        while not wait([connected], timeout=0.02).done:
+        patrol = Patrol(self._membership, workers, PROBE_INTERVAL_S).pause()
+        while not wait([connected], timeout=CHECK_S * max(1.0, size / FEW)).done:
             check()
-            if time.monotonic() > next_probe:
-                next_probe = time.monotonic() + 0.1
-                self._membership.bury_the_dead(workers)
+            patrol.look()
             self._reach.raise_if_silent(target)
             if time.monotonic() > deadline:
                 raise self._reach.too_late(target, f"round {target.number}: the workers could not connect to each other")
