@@ -47,6 +47,7 @@ NUM_QUICK = 40
 PAUSE_S = 0.5
 SETTLED_STEPS = 3
 MAX_FILES = 1024
+AT_ONCE = 10  # workers that are started together, as the nodes of a cluster do not all come in the same millisecond
 START_TIMEOUT_S = 300.0
 CHANGE_TIMEOUT_S = 120.0
 NURSERY = Path(__file__).with_name("large_world_workers.py")
@@ -174,6 +175,8 @@ class LargeWorld:
         for index in range(self.size):  # announced, so that the first round waits for all of them
             self._client.put(f"{self._keys.agents}a{index}", encode(AgentRecord(f"a{index}", "host", 1, 1, "running")))
         for index in range(self.size):
+            if index % AT_ONCE == 0:
+                self.workers.wait_for(self._registered(index), f"{index} workers to register", START_TIMEOUT_S)
             self._fork(index)
         began, cpu_s = time.time(), self.workers.cpu_s()
         first = self._first_steps(1, self.size, range(self.size), "the first step of all workers", START_TIMEOUT_S)
@@ -228,6 +231,9 @@ class LargeWorld:
 
     def _fork(self, index: int) -> None:
         self.workers.fork("live", index, self._endpoint, self._run_id, PAUSE_S, self.size + 1)
+
+    def _registered(self, num_workers: int) -> Callable[[], bool | None]:
+        return lambda: True if len(self._client.get_prefix(self._keys.workers)[1]) >= num_workers else None
 
     def _newest_round(self) -> int:
         return max(steps[-1].round for i in self.workers.pids if (steps := self.workers.steps(i)))
