@@ -87,7 +87,7 @@ class StandbyTimes:
     def _look(self) -> None:
         if self._mirror is None:
             return
-        for worker_id, record in read_view(self._mirror.snapshot(), self._keys, {}, lambda *_: None).workers.items():
+        for worker_id, record in read_view(self._mirror.snapshot(), self._keys).workers.items():
             if record.state == "standby":
                 self.at[worker_id] = record.since
 

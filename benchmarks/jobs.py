@@ -402,7 +402,7 @@ class LiveJob(Job):
 
         _, found = self._client.get_prefix(self._keys.live)
         entries: dict[str, KeyValue] = {entry.key: entry for entry in found}
-        return read_view(entries, self._keys, {}, bad)
+        return read_view(entries, self._keys, bad)
 
     def save_evidence(self) -> None:
         super().save_evidence()

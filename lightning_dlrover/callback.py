@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import socket
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -275,7 +274,7 @@ def _new_place(
             local_batch=math.ceil(loader.global_batch_size / formation.size),
             fullest_node=max(by_host.values()),
             emptiest_node=min(by_host.values()),
-            workers_here=by_host.get(socket.gethostname(), 1),
+            workers_here=by_host[live.progress.own_host],
             **settings,
         )
     local_batch = getattr(loader, "batch_size", None) or 1

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.rdzv.group.purpose import Purpose, shown
 from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.outlook import Outlook
 
 __all__ = ["Fits"]
 
@@ -79,7 +79,7 @@ class Fits:
         assert self._fit.position.formation is not None
         number, fit = self._fit.position.formation.round.number, self._fit.position.fit
 
-        def look(view: View) -> str | None:
+        def look(view: Outlook) -> str | None:
             if self._fit.world.standing.has_finished_fit(fit):
                 return "finished"
             if view.job is not None and view.job.is_over:

@@ -18,8 +18,7 @@ from lightning_dlrover.packages import ModelCheckpoint
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import FitResumed
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
-from lightning_dlrover.rdzv.live.member import EvictedError, Formation, WorldError
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.member import Formation, WorldError
 
 __all__ = ["JobCheckpoints"]
 
@@ -55,13 +54,8 @@ class JobCheckpoints:
         if former is None or self._fit.strategy.elastic_tables is not None or not self._fit.trainer.checkpoint_callbacks:
             return
         before = former.round.members[: former.rank]
-
-        def look(view: View) -> bool | None:
-            return None if any(worker in view.workers for worker in before) else True
-
-        with suppress(TimeoutError, EvictedError):  # then both may write the file, which appears only when it is complete
-            what = "earlier workers to save the job's last checkpoint"
-            membership.wait_for(look, self._fit.world.config.wait_timeout_s, what)
+        with suppress(TimeoutError, EtcdError):  # then both may write the file, which appears only when it is complete
+            membership.wait_until_gone(before, self._fit.world.config.wait_timeout_s, "to save the job's last checkpoint")
         with suppress(EtcdError, RecordError):
             record = membership.newest_checkpoint()
             if record is not None and record.global_step >= self._fit.trainer.global_step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -88,11 +87,15 @@ class FitProgress:
         return remaining_batches(self._fit.trainer)
 
     @property
-    def workers_by_host(self) -> dict[str, int]:
-        """Number of the current round's workers on each host, as far as they are on record."""
-        records = self.world.membership.view.workers
-        members = self.formation.round.members if self.formation is not None else []
-        return Counter([*(records[w].host for w in members if w in records)] or [socket.gethostname()])
+    def workers_by_host(self) -> dict[int, int]:
+        """Number of the current round's workers on each host, by a number of the host."""
+        return Counter((self.formation.round.hosts if self.formation is not None else []) or [0])
+
+    @property
+    def own_host(self) -> int:
+        """Number of this worker's host in the current round."""
+        formation = self.formation
+        return formation.round.hosts[formation.rank] if formation is not None and formation.round.hosts else 0
 
     @property
     def untunable(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.packages import LearningRateFinder
 from lightning_dlrover.rdzv.job.records import SearchRecord
 from lightning_dlrover.rdzv.live.member import WorldError
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.outlook import Outlook
 
 __all__ = ["Searches"]
 
@@ -72,11 +72,11 @@ class Searches:
     def _results(self) -> str:
         membership = self._fit.world.membership
 
-        def look(view: View) -> str | None:
+        def look(view: Outlook) -> str | None:
             if (record := membership.search(self.num_begun)) is not None:
                 return record.results
             # Once the searching workers are gone, no result can appear any more.
-            return "" if view.round is not None and not view.survivors else None
+            return "" if view.round is not None and len(view.lost) == len(view.round.members) else None
 
         what = f"the first workers to find a learning rate (search {self.num_begun} of the script)"
         results = membership.wait_for(look, self._fit.world.config.wait_timeout_s, what)

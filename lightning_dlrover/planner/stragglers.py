@@ -92,7 +92,7 @@ class Replacement:
 
 
 def find_straggler(
-    observations: Sequence[OwnTimes], hosts: Sequence[str] = (), loads: Sequence[float] = ()
+    observations: Sequence[OwnTimes], hosts: Sequence[object] = (), loads: Sequence[float] = ()
 ) -> Straggler | None:
     """Return the worker that makes the others wait most, or None.
 
@@ -166,7 +166,7 @@ class _Times:
     deviation: Floats  # standard deviation of `excess`, shape ``(num_workers,)``
 
     @staticmethod
-    def of(observations: Sequence[OwnTimes], hosts: Sequence[str], loads: Sequence[float]) -> _Times:
+    def of(observations: Sequence[OwnTimes], hosts: Sequence[object], loads: Sequence[float]) -> _Times:
         compute_s, data_s, queued_s = (
             np.array([getattr(o, name) for o in observations], dtype=np.float64) for name in ("compute_s", "data_s", "queued_s")
         )

@@ -306,7 +306,7 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         problems.append(str(error))
 
     by_key = {entry.key: entry for entry in entries}
-    view = read_view(by_key, keys, {}, bad)
+    view = read_view(by_key, keys, bad)
 
     def record(record_type: type[T], key: str) -> T | None:
         try:

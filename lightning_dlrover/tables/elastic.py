@@ -12,8 +12,8 @@ holds all of its parts; then the memory of the previous one may be reused.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dlrover.observe.resources import available_bytes
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import SnapshotLost, TablesMoved
@@ -168,10 +169,11 @@ class ElasticTables:
             if taken_by is None:
                 return
             target = taken_by
-        workers = self._world.membership.view.workers
-        hosts = {workers[name].host for name in target.members if name in workers}
-        if self._snapshots is not None and socket.gethostname() not in hosts:
-            self._snapshots.clear_memory()
+        if self._snapshots is None:
+            return
+        with contextlib.suppress(EtcdError):
+            if not set(target.members) & self._world.membership.on_this_host().keys():
+                self._snapshots.clear_memory()
 
     def _give_away(self, target: RoundRecord, plan: Plan) -> RoundRecord | None:
         """Send this worker's shards to the members of a round, or of its replacement; return that round, None if it failed."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import SnapshotCompleted
 from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
@@ -94,6 +95,7 @@ class Snapshots:
         self._lock = threading.Lock()  # held during writes to shared memory: only the thread of the present round writes
         self._number = 0  # snapshots taken in this round, from 1; 0: only room for them was made
         self._counted = 0  # newest of them that is complete on all workers
+        self._others_are_dropped = False  # True once the round's first snapshot has replaced the parts of former members
         self._name: tuple[int, int] | None = None  # newest snapshot taken
         self._keep: tuple[int, int] | None = None  # newest snapshot that counts
         # Rows trained since each of the two slots of this worker's own parts was written.
@@ -137,6 +139,7 @@ class Snapshots:
             self._touched.close()
         self._touched = tables.track()
         self._number = self._counted = self._number_for_disk = 0
+        self._others_are_dropped = False
         self._taken_at = float("-inf")
         self._stopping = threading.Event()
         hosts = all_gather(formation, socket.gethostname())
@@ -235,16 +238,19 @@ class Snapshots:
         """Handle the newest snapshot's completion on all workers."""
         assert self._formation is not None
         members = self._formation.round.members
-        if self._counted == 1:
-            waiting = self._world.membership.view.in_state("standby", "ready")  # they have touched memory for their parts
-            self.store.drop_others([*members, *waiting], [members[r] for r in self._neighbours.owners])
-            if self._formation.rank == 0:
-                taken = self.store.num_bytes
-                number = self._formation.round.number
-                self._world.event(
-                    SnapshotCompleted(number, taken, len(self._neighbours.keepers)),
-                    f"round {number}: the first snapshot is complete; rank 0 keeps {taken >> 20} MiB",
-                )
+        if not self._others_are_dropped:
+            with suppress(EtcdError):  # training goes on while etcd is away, and the next snapshot drops them
+                here = self._world.membership.on_this_host()
+                waiting = [w for w, record in here.items() if record.state in ("standby", "ready")]  # they have touched memory
+                self.store.drop_others([*members, *waiting], [members[r] for r in self._neighbours.owners])
+                self._others_are_dropped = True
+        if self._counted == 1 and self._formation.rank == 0:
+            taken = self.store.num_bytes
+            number = self._formation.round.number
+            self._world.event(
+                SnapshotCompleted(number, taken, len(self._neighbours.keepers)),
+                f"round {number}: the first snapshot is complete; rank 0 keeps {taken >> 20} MiB",
+            )
         if self._is_for_disk and self._keep is not None and (paths := self.store.on_disk(self._keep)) is not None:
             self._on_disk_at = time.monotonic()
             self._number_for_disk = self._number

@@ -252,7 +252,8 @@ class _Hangs:
         assert self._asked is not None
         request, asked_at = self._asked
         answers = self._membership.stacks(request.number)
-        members = self._membership.view.survivors
+        view = self._membership.view
+        members = [w for w in view.round.members if w not in view.lost] if view.round is not None else []
         missing = [worker for worker in members if worker not in answers]
         if missing and now - asked_at < self._patience.answer_s:
             return
@@ -316,11 +317,11 @@ class _Stragglers:
         if formation is None or formation.rank != 0 or pulse.num_heard == self._num_heard or now < self._next_look:
             return
         self._num_heard = pulse.num_heard
-        members, records = formation.round.members, self._membership.view.workers
+        members, hosts = formation.round.members, formation.round.hosts
         observations = pulse.heard(formation.round.number)
-        if not observations or any(w not in records for w in members):
+        if not observations or self._membership.view.lost or len(hosts) != len(members):
             return  # the world is changing
-        found = find_straggler(observations, hosts=[records[w].host for w in members], loads=fit.loads)
+        found = find_straggler(observations, hosts=hosts, loads=fit.loads)
         self._next_look = now + 20 * (time.monotonic() - now)  # limits the load: with hundreds of workers the search takes long
         if found is None:
             return
@@ -347,7 +348,7 @@ class _Stragglers:
         self._named = (worker, act == "replace")
         if not is_new and act == "none":
             return
-        record = membership.view.workers.get(worker)
+        record = membership.records([worker]).get(worker)
         where = f"rank {found.global_rank}, {record.host}:{record.pid}" if record is not None else f"rank {found.global_rank}"
         event = StragglerFound(
             worker_id=worker,
@@ -440,12 +441,13 @@ class _Memory:
 
         Rounds give the order of events, because the clocks of several hosts do not.
         """
-        workers = self._membership.view.workers
         asked = [
             short
             for _, short in events_of(past, MemoryShort)
-            if short.act in ("replace", "enlarge") and short.worker_id not in workers and 0 < short.round < self._first_round
+            if short.act in ("replace", "enlarge") and 0 < short.round < self._first_round
         ]
+        present = self._membership.present({short.worker_id for short in asked})
+        asked = [short for short in asked if short.worker_id not in present]
         if not asked:
             return None
         newest = max(asked, key=lambda short: short.round)

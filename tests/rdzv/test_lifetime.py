@@ -21,6 +21,9 @@ from lightning_dlrover.rdzv.job.records import (
 
 StartAgent = Callable[..., Agent]
 
+FINISHED = {"live/shared/job", "live/shared/round", "live/shared/notice", "events/"}
+"""Keys of a live job that has finished."""
+
 LIVE = """
 import time
 from lightning_dlrover.rdzv import World
@@ -62,7 +65,11 @@ def assert_bounded(client: EtcdClient, keys: Keys, ttl_s: float) -> None:
 @pytest.mark.parametrize(
     "script, conf, kept",
     [
-        (LIVE.replace("STEPS", "30"), "live=1,history_ttl=3600", {"live/job", "live/round", "events/"}),
+        (
+            LIVE.replace("STEPS", "30"),
+            "live=1,history_ttl=3600",
+            FINISHED,
+        ),
         (PLAIN, "last_call_timeout=0.5", {"live/agent_round"}),  # closed, so late nodes are refused
     ],
 )
@@ -89,7 +96,7 @@ def test_job_with_all_processes_killed_leaves_nothing_behind(start_agent: StartA
     assert_bounded(client, keys, HISTORY_TTL_S)
     # The job had not ended: started again under its name, it resumes.
     assert start_agent(LIVE.replace("STEPS", "10"), nnodes="1:2", conf="live=1").wait() == 0
-    assert left(client, keys) == {"live/job", "live/round", "events/"}
+    assert left(client, keys) == FINISHED
 
 
 def test_a_job_that_is_stopped_by_hand_leaves_nothing_that_stays(

@@ -97,7 +97,7 @@ def _record(key: bytes, value: bytes = b"") -> str:
     """Short name of a record: `live/workers/host-12-ab` becomes `workers/own` or `workers/other`. Its state follows a colon."""
     parts = key.decode().split("/")[3:]  # skips prefix and run id
     if parts[0] == "live":
-        parts = parts[1:]
+        parts = parts[2:] if parts[1] == "shared" else parts[1:]
     name = parts[0]
     if name in ("workers", "drains") and len(parts) > 1:
         own = f"-{os.getpid()}-" in parts[1]

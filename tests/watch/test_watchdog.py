@@ -6,7 +6,7 @@ import faulthandler
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +21,10 @@ from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     JobRecord,
     NodesRecord,
+    Notice,
     PlanRecord,
 )
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.watch import watchdog
 from lightning_dlrover.watch.watchdog import (
     DEFAULT_LEAD_S,
@@ -40,7 +41,7 @@ class FakeMembership:
     """The records as this worker sees them; a requested worker never comes, unless the test sets it."""
 
     worker_id: str = "w"
-    view: View = field(default_factory=lambda: View(job=JOB))
+    view: Outlook = field(default_factory=lambda: Outlook(job=JOB))
     events: list[EventRecord] = field(default_factory=list)
     num_checkpoints: int = 0
     nodes: NodesRecord | None = None
@@ -52,8 +53,14 @@ class FakeMembership:
         return True
 
     def replace(self, worker_id: str, reason: str) -> bool:
-        self.view = replace(self.view, replacements=frozenset({worker_id}))
+        self.to_be_replaced(worker_id)
         return True
+
+    def to_be_replaced(self, *workers: str) -> None:
+        self.view = replace(self.view, notice=Notice(1, replacements=list(workers)))
+
+    def present(self, workers: Collection[str]) -> set[str]:
+        return set()
 
     def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
         self.view = replace(self.view, plan=change(self.view.plan) or self.view.plan)
@@ -107,7 +114,7 @@ def test_checkpoint_saves_the_job_if_the_requested_worker_is_missing() -> None:
 def test_missing_replacement_does_not_prevent_the_memory_measure() -> None:
     membership = FakeMembership()
     worker = Growing(membership)
-    membership.view = replace(membership.view, replacements=frozenset({"a straggler"}))
+    membership.to_be_replaced("a straggler")
     worker.train(540.0)
     assert membership.acts[-1] == "checkpoint"
     assert worker.mib < 950
@@ -117,10 +124,10 @@ def test_one_worker_at_a_time_is_replaced_while_there_is_time() -> None:
     membership = FakeMembership()
     worker = Growing(membership)
     worker.train(450.0)
-    membership.view = replace(membership.view, replacements=frozenset({"another worker"}))
+    membership.to_be_replaced("another worker")
     worker.train(DEFAULT_LEAD_S - 4)
     assert membership.acts[-1] == "wait"
-    membership.view = replace(membership.view, replacements=frozenset())
+    membership.to_be_replaced()
     worker.train(2.0)
     assert membership.acts[-1] == "replace"
     assert membership.view.replacements == {"w"}
@@ -129,11 +136,11 @@ def test_one_worker_at_a_time_is_replaced_while_there_is_time() -> None:
 def test_larger_node_is_requested_after_a_new_worker_did_not_help() -> None:
     plan = PlanRecord(1, "planner", "", binding=True)
     nodes = NodesRecord("slurm", "mark", min_memory_mb=1000, max_memory_mb=3000)
-    membership = FakeMembership(view=View(job=JOB, plan=plan), nodes=nodes)
+    membership = FakeMembership(view=Outlook(job=JOB, plan=plan), nodes=nodes)
     worker = Growing(membership)
     worker.train(470.0)
     assert membership.acts[-1] == "replace"
-    membership.view = replace(membership.view, replacements=frozenset())
+    membership.to_be_replaced()
     successor = Growing(membership, round_number=2)  # equally large
     successor.now, successor.mib = worker.now, worker.mib
     successor.train(20.0)

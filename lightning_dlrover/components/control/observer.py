@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lightning_dlrover.components.control.failures import Node, num_refusals, refusals
 from lightning_dlrover.components.control.ledger import SAME_FAILURE_S, Ledger, NodeEntry
@@ -19,7 +18,7 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, Keys, NodesRecord, RecordError
 from lightning_dlrover.rdzv.live.rounds import View
-from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["MAX_REFUSED", "Observer"]
 
@@ -51,7 +50,7 @@ class Observer:
         self._ledger = ledger
         self._limits = limits
         self._patience = patience
-        self._cache: dict[str, Any] = {}
+        self._decoder = Decoder(keys, self._report_garbage)
         self._streak = _Streak()
         self._had_member = False
         self._finished_at: float | None = None  # time at which the end of training was first observed
@@ -62,11 +61,10 @@ class Observer:
 
     def view(self) -> View:
         """Return the job's state in etcd."""
+        return self._decoder.view(self._mirror.snapshot())
 
-        def bad(key: str, error: RecordError) -> None:
-            log.error("run %s: ignored a record: %s", self._keys.run_id, error)
-
-        return read_view(self._mirror.snapshot(), self._keys, self._cache, bad)
+    def _report_garbage(self, key: str, error: RecordError) -> None:
+        log.error("run %s: ignored a record: %s", self._keys.run_id, error)
 
     def nodes(self, now: float) -> list[Node]:
         """Return the facts about each node that decisions rest on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from typing import TypeVar
 
@@ -13,8 +14,17 @@ from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.operations import Delete, Get, KeyValue, absent
 from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable
-from lightning_dlrover.rdzv.job.records import AgentRecord, AgentRound, JobRecord, Keys, RecordError, WorkerRecord
+from lightning_dlrover.rdzv.job.records import (
+    AgentRecord,
+    AgentRound,
+    JobRecord,
+    Keys,
+    RecordError,
+    WorkerRecord,
+    worker_name_of,
+)
 from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
+from lightning_dlrover.rdzv.live.convener import burial
 
 __all__ = ["RunRecords"]
 
@@ -79,11 +89,13 @@ class RunRecords:
             remove_snapshots(self._keys)
 
     def delete_own_workers(self) -> None:
-        _, found = self._client.get_prefix(self._keys.workers)
+        """Remove the records of this agent's workers, which have ended: their leases would last a while."""
+        _, found = self._client.get_prefix(self._keys.workers + worker_name_of(socket.gethostname()))
         for kv in found:
             worker = readable(WorkerRecord, kv)
             if worker is not None and worker.agent_id == self._agent_id:
-                self._client.txn([], [Delete(kv.key)])
+                for write in burial(kv, self._client.get(self._keys.convener), self._keys):
+                    self._client.txn(write.compare, write.ops)
 
     def tidy_up(self, is_live: bool) -> None:
         """Remove the records that only agents need, if this was the last agent."""

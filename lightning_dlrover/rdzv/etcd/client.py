@@ -105,6 +105,17 @@ class EtcdClient:
         response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
         return response.header.revision, [key_value(kv) for kv in response.kvs]
 
+    def oldest(self, prefix: str, most: int) -> list[KeyValue]:
+        """Return the `most` keys under a prefix that were created first, oldest first."""
+        request = etcdrpc.RangeRequest(
+            key=prefix.encode(),
+            range_end=range_end(prefix),
+            limit=most,
+            sort_order=etcdrpc.RangeRequest.ASCEND,
+            sort_target=etcdrpc.RangeRequest.CREATE,
+        )
+        return [key_value(kv) for kv in self.caller.call(f"read the oldest of {prefix!r}", "KV", "Range", request).kvs]
+
     def count(self, prefix: str) -> int:
         """Return the number of keys under a prefix."""
         request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), count_only=True)

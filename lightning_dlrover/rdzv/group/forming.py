@@ -143,7 +143,8 @@ class Forming:
             view = self._membership.view
             if self._member.must_cut_off(view, target.number, False, self._membership.evicted):
                 raise RoundEndedError(f"round {target.number} ended while {name} was being connected")
-            if gone := [w for w in workers if w not in view.workers]:
+            members = set(target.members)
+            if gone := [w for w in workers if w in view.lost or (w not in members and w not in view.leavers)]:
                 raise RoundEndedError(f"round {target.number}: {', '.join(gone)} ended while {name} was being connected")
 
         store = PrefixStore(f"round/{target.number}/{name}", self._connect(target, deadline, raise_if_over))

@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.torch_names import TCPStore
 from lightning_dlrover.rdzv.live.member import Member
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.outlook import Outlook
 
 __all__ = [
     "RoundSockets",
@@ -176,7 +176,7 @@ class RoundSockets:
         with self._lock:
             self._sockets += _sockets_beside(known_inodes)
 
-    def follow(self, view: View, evicted: bool) -> None:
+    def follow(self, view: Outlook, evicted: bool) -> None:
         """Sever the group if it cannot complete any more collectives.
 
         Called by the membership thread, and by the main thread after it has formed a round.

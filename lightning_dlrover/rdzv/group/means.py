@@ -20,7 +20,7 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
 )
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.outlook import Outlook
 
 __all__ = ["BlockingMeans"]
 
@@ -66,11 +66,11 @@ class BlockingMeans:
         return self._membership.worker_id
 
     @property
-    def view(self) -> View:
+    def view(self) -> Outlook:
         return self._membership.view
 
     async def until(
-        self, found: Callable[[View], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         membership = self._membership
         news_at = time.monotonic() + NEWS_S

@@ -109,8 +109,9 @@ class Reach:
 
     def silent(self, members: Sequence[str], timeout_s: float = 1.0) -> list[str]:
         """Return the members whose port neither accepts nor refuses a connection from here."""
-        workers, me = self._membership.view.workers, self._membership.worker_id
-        return silent_workers((workers[w] for w in members if w in workers and w != me), timeout_s)
+        me, lost = self._membership.worker_id, set(self._membership.view.lost)
+        records = self._membership.records(w for w in members if w != me and w not in lost)
+        return silent_workers(records.values(), timeout_s)
 
 
 class Neighbour:

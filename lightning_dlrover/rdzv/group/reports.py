@@ -22,6 +22,9 @@ __all__ = ["Reports"]
 
 log = logging.getLogger(__name__)
 
+MANY = 100
+"""Members of a round above which they do not all read each other's records for a text."""
+
 
 class Reports:
     """Reports of one worker's waits and errors for people.
@@ -57,7 +60,11 @@ class Reports:
     def wait(self, what: str) -> None:
         """Log the reason for this worker's wait, and the failure that led to it."""
         worker_id = self._membership.worker_id
-        waits_for = rounds.waits(self._membership.view).get(worker_id) or f"waits for {what}"
+        waits_for = ""
+        with contextlib.suppress(EtcdError):
+            if (round_ := self._membership.view.round) is None or len(round_.members) <= MANY:
+                waits_for = rounds.waits(self._membership.all_records()).get(worker_id, "")
+        waits_for = waits_for or f"waits for {what}"
         first = self._first_failure()
         log.warning(
             "run %s: worker %s %s%s",
@@ -75,8 +82,16 @@ class Reports:
         with contextlib.suppress(EtcdError):
             self._membership.bury_the_dead(members)
             with contextlib.suppress(TimeoutError, EvictedError):  # another worker may be burying them, which takes a moment
-                self._membership.wait_for(lambda view: set(members) - view.workers.keys() or None, 1.0, "the loss of a worker")
-        return [member for member in members if member not in self._membership.view.workers]
+                number = formation.round.number
+                self._membership.wait_for(
+                    lambda view: True if view.lost or (view.round and view.round.number > number) else None,
+                    1.0,
+                    "the loss of a worker",
+                )
+            if len(members) <= MANY:
+                present = self._membership.present(members)
+                return [member for member in members if member not in present]
+        return [member for member in members if member in self._membership.view.lost]
 
     def _first_failure(self) -> tuple[str, WorkerFailed] | None:
         """Return text and report of the first peer that failed with an error."""

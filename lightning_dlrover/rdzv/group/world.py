@@ -56,7 +56,7 @@ from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.admission import JobClosedError
 from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, MembershipError, WorldError, run_blocking
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.outlook import Outlook
 
 __all__ = ["AnyWorld", "World"]
 
@@ -289,9 +289,9 @@ class World:
         """
         if self._left_state is None or self.formation is None:
             return
-        records = self.membership.view.workers
-        members = [w for w in self.formation.round.members if w in records]
-        first = next((w for w in members if records[w].agent_id == self.config.agent_id), self.worker_id)
+        lost = set(self.membership.view.lost)
+        records = self.membership.records(w for w in self.formation.round.members if w not in lost)
+        first = next((w for w, record in records.items() if record.agent_id == self.config.agent_id), self.worker_id)
         if first == self.worker_id:
             num_bytes = self._left_state.write(step, packed)
             text = f"kept the state of step {step} in this host's memory ({num_bytes / 2**20:.1f} MiB)"
@@ -432,7 +432,7 @@ class World:
         self._failures.raise_mismatch()
         return self._member.number, self._sockets.are_severed_for_good
 
-    def _on_view(self, view: View) -> None:
+    def _on_view(self, view: Outlook) -> None:
         """Sever the group when it cannot complete any more collectives. Runs in the membership thread."""
         for sockets in self._watched:
             sockets.follow(view, self.membership.evicted)

@@ -73,9 +73,14 @@ def readable(record_type: type[R], entry: KeyValue | None) -> R | None:
         return None
 
 
-def readable_folder(client: EtcdClient, record_type: type[R], folder: str) -> dict[str, R]:
-    """Return the records of a folder of keys, by name in it. Those that cannot be read are left out."""
-    found = {entry.key.removeprefix(folder): readable(record_type, entry) for entry in client.get_prefix(folder)[1]}
+def readable_folder(client: EtcdClient, record_type: type[R], folder: str, beginning: str = "") -> dict[str, R]:
+    """Return the records of a folder of keys, by name in it. Those that cannot be read are left out.
+
+    Args:
+        beginning: of the names to read.
+    """
+    entries = client.get_prefix(folder + beginning)[1]
+    found = {entry.key.removeprefix(folder): readable(record_type, entry) for entry in entries}
     return {name: record for name, record in found.items() if record is not None}
 
 

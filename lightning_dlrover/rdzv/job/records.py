@@ -82,17 +82,19 @@ class Keys:
             )
 
     root = _Key("")
-    live = _Key("live/")  # workers and controllers watch these keys; the job's other keys change too often for that
-    job = _Key("live/job")
-    round = _Key("live/round")
-    plan = _Key("live/plan")
-    convener = _Key("live/convener")  # election key: its create revision is the fence for every write of a round
-    controller = _Key("live/controller")
-    nodes = _Key("live/nodes")
+    live = _Key("live/")  # conveners and controllers watch these keys; the job's other keys change too often for that
+    shared = _Key("live/shared/")  # of these, every worker watches the ones below: a change costs it the same in any job
+    job = _Key("live/shared/job")
+    round = _Key("live/shared/round")
+    notice = _Key("live/shared/notice")
+    plan = _Key("live/shared/plan")
+    convener = _Key("live/shared/convener")  # election key: the fence for every write of a round or notice
+    controller = _Key("live/shared/controller")
+    nodes = _Key("live/shared/nodes")
+    checkpoint_request = _Key("live/shared/checkpoint_request")
+    stacks_request = _Key("live/shared/stacks_request")
+    searches = _Key("live/shared/searches/")
     checkpoint = _Key("live/checkpoint")
-    checkpoint_request = _Key("live/checkpoint_request")
-    stacks_request = _Key("live/stacks_request")
-    searches = _Key("live/searches/")
     workers = _Key("live/workers/")
     drains = _Key("live/drains/")
     agents = _Key("live/agents/")
@@ -106,6 +108,11 @@ class Keys:
     profiles = _Key("profiles/")
     stacks = _Key("stacks/")  # one key per worker, with its newest stack traces
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
+
+
+def worker_name_of(host: str) -> str:
+    """Return the beginning of the ids of all workers on a host; other hosts with long names may share it."""
+    return f"{host[:24]}-"
 
 
 WorkerState = Literal["starting", "standby", "ready", "active", "reforming"]
@@ -205,6 +212,26 @@ class RoundRecord:
     convener: str = ""
     created_at: float = 0.0  # seconds since the epoch; for people and pictures, never compared
     apart_attempts: int = 0  # consecutive earlier rounds that did not form because members could not reach each other
+    hosts: list[int] = field(default_factory=list)  # for each member a number of its host, from 0 in the order of ranks
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a worker must know of the other workers' records. Key `notice`, written by the convener, fenced on its election key.
+
+    So only one worker of a job follows all records, and a change costs the others one small notice.
+    """
+
+    term: int  # create revision of the writer's election key
+    round_number: int = 0  # round that the notice refers to
+    is_past_start: bool = False  # True if a worker is past the start: it trains, or builds its model to join or start later
+    given_up: list[str] = field(default_factory=list)  # some members that report the round as not formed or broken
+    keepers: list[str] = field(default_factory=list)  # some of these that have the job's state and were not asked to leave
+    lost: list[str] = field(default_factory=list)  # members that are gone
+    leavers: list[str] = field(default_factory=list)  # workers outside of the round that hand their tables over to it
+    drains: list[str] = field(default_factory=list)  # workers that were asked to leave
+    replacements: list[str] = field(default_factory=list)  # workers that leave once another worker can replace them
+    lacks_workers: bool = False  # True if the present workers cannot form a further round
 
 
 @dataclass(frozen=True)
@@ -322,7 +349,7 @@ class ControllerRecord:
 
 @dataclass(frozen=True)
 class NodesRecord:
-    """Facts about the job's nodes that outlast each controller. Key `live/nodes`; compare-and-swap, and a controller's write is
+    """Facts about the job's nodes that outlast each controller. Key `nodes`; compare-and-swap, and a controller's write is
     also fenced on its key."""
 
     target: str  # scheduler of the nodes: local, slurm, kubernetes/NAMESPACE, kubernetes/NAMESPACE/volcano

@@ -1,7 +1,8 @@
-"""Decide a worker's writes on behalf of the job: elections, rounds and burials.
+"""Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
 
-Each write is one transaction, and the decisions need no clock, thread or connection. `Convener.next_write` reads one copy of
-the job's records and returns this worker's next write, if any. The caller runs it and reads again. A copy must show etcd at a
+Each write is one transaction, and the decisions need no clock, thread or connection. `Convener.candidacy` reads the shared
+records. In office, `Convener.next_write` reads one copy of all the job's records and returns this worker's next write, if any.
+The caller runs it and reads again. A copy must show etcd at a
 single revision. The number of the next round and the revision that guards it must come from the same moment, or an old decision
 could overwrite a new round.
 
@@ -20,9 +21,10 @@ from typing import Literal
 
 from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, absent, created, modified
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
+from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.rounds import Patience, View, awaited, next_round
 
-__all__ = ["Convener", "Write", "burial"]
+__all__ = ["Convener", "Entries", "Write", "burial"]
 
 Entries = Mapping[str, KeyValue]
 
@@ -31,7 +33,7 @@ Entries = Mapping[str, KeyValue]
 class Write:
     """One transaction and its purpose."""
 
-    purpose: Literal["elect", "unseat", "round", "bury"]
+    purpose: Literal["elect", "unseat", "round", "notice", "bury"]
     compare: tuple[Compare, ...]
     ops: tuple[Op, ...]
     round: RoundRecord | None = None  # the new round, if the purpose is `round`
@@ -52,8 +54,30 @@ class Convener:
         self._situation: tuple[object, float] | None = None  # workers or agents that are awaited, and since when
         self._cut_off_s: float | None = None  # time at which etcd was last unreachable
 
+    def is_in_office(self, entries: Entries) -> bool:
+        """Whether a copy of the shared records shows this worker as the convener."""
+        election = entries.get(self._keys.convener)
+        return election is not None and election.value == self._worker_id.encode()
+
+    def candidacy(self, entries: Entries, is_vacant: bool = False) -> Write | None:
+        """Return this worker's next write for an election in which it is not in office, or None.
+
+        Args:
+            entries: the shared records.
+            is_vacant: True if the holder of the election key has no record.
+        """
+        self.interrupt()
+        key = self._keys.convener
+        election = entries.get(key)
+        if election is None:
+            return Write("elect", (absent(key),), (Put(key, self._worker_id.encode(), self._lease_id),))
+        if is_vacant:
+            # The key may belong to a worker that is gone while its lease lasts, or to no worker at all.
+            return Write("unseat", (modified(key) == election.mod_revision,), (Delete(key),))
+        return None
+
     def next_write(self, entries: Entries, view: View, now_s: float, created_at: float = 0.0) -> Write | None:
-        """Return this worker's next write, or None.
+        """Return the convener's next write, or None; always None for a worker that is not in office.
 
         Args:
             entries: all records of the job at one revision of etcd.
@@ -61,23 +85,34 @@ class Convener:
             now_s: time of a monotonic clock; only differences count.
             created_at: time for the round record, seconds since the epoch; only people read it.
         """
-        election = entries.get(self._keys.convener)
-        if election is None or election.value != self._worker_id.encode():
+        if not self.is_in_office(entries):
             self.interrupt()
-            return self._stand() if election is None else self._unseat(election, entries)
+            return None
+        term = entries[self._keys.convener].create_revision
         situation = (view.round.number if view.round else 0, tuple(awaited(view)))
         if self._situation is None or situation != self._situation[0]:
             self._situation = (situation, now_s)
-        if view.lost and self._cut_off_s is not None and now_s - self._cut_off_s < self._patience.return_s:
-            return None  # the outage that separated us from etcd may still separate them
-        proposal = next_round(view, now_s - self._situation[1], self._patience)
-        if proposal is None:
+        may_decide = not (view.lost and self._cut_off_s is not None and now_s - self._cut_off_s < self._patience.return_s)
+        # The outage that separated us from etcd may still separate those that seem to be lost.
+        proposal = next_round(view, now_s - self._situation[1], self._patience) if may_decide else None
+        if proposal is not None:
+            proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
+        notice = notice_of(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
+        told = encode(notice)
+        fence = created(self._keys.convener) == term
+        if proposal is not None:
+            # Workers that a round leaves out must see in the same moment whether they were asked to leave.
+            puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))
+            return Write("round", (fence, self._unchanged(entries, self._keys.round)), puts, proposal)
+        last = entries.get(self._keys.notice)
+        if last is not None and last.value == told:
             return None
-        proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
-        current = entries.get(self._keys.round)
-        guard = modified(self._keys.round) == (current.mod_revision if current else 0)
-        fence = created(self._keys.convener) == election.create_revision
-        return Write("round", (fence, guard), (Put(self._keys.round, encode(proposal)),), proposal)
+        return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, told),))
+
+    @staticmethod
+    def _unchanged(entries: Entries, key: str) -> Compare:
+        entry = entries.get(key)
+        return modified(key) == (entry.mod_revision if entry is not None else 0)
 
     def interrupt(self) -> None:
         """Restart the patience timer because no record could arrive for a while."""
@@ -93,29 +128,19 @@ class Convener:
         self._lease_id = lease_id
         self.was_cut_off(now_s)
 
-    def _stand(self) -> Write:
-        key = self._keys.convener
-        return Write("elect", (absent(key),), (Put(key, self._worker_id.encode(), self._lease_id),))
 
-    def _unseat(self, election: KeyValue, entries: Entries) -> Write | None:
-        # The key may belong to a worker that is gone while its lease lasts, or to no worker at all. The job would then have no
-        # convener.
-        if self._keys.workers + election.value.decode(errors="replace") in entries:
-            return None
-        return Write("unseat", (modified(election.key) == election.mod_revision,), (Delete(election.key),))
-
-
-def burial(entries: Entries, keys: Keys, worker_id: str) -> list[Write]:
+def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Write]:
     """Return the writes that remove a dead worker's records before its lease expires, and last its election key.
 
-    They apply only to the registration in `entries`, and not to a worker that has since registered again under the same name.
+    They apply only to this registration, and not to a worker that has since registered again under the same name.
+
+    Args:
+        record: entry of the worker's record.
+        election: entry of the election key, if there is one.
     """
-    record = entries.get(keys.workers + worker_id)
-    if record is None:
-        return []
+    worker_id = record.key.removeprefix(keys.workers)
     ops = (Delete(record.key), Delete(keys.drains + worker_id))
     writes = [Write("bury", (created(record.key) == record.create_revision,), ops)]
-    election = entries.get(keys.convener)
     if election is not None and election.value == worker_id.encode():
         writes.append(Write("unseat", (created(election.key) == election.create_revision,), (Delete(election.key),)))
     return writes

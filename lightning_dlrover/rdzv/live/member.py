@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
-from lightning_dlrover.rdzv.live.rounds import View, lacks_workers
+from lightning_dlrover.rdzv.live.outlook import Outlook
 
 __all__ = [
     "CannotMeetError",
@@ -112,11 +112,11 @@ class Means(Protocol):
     def worker_id(self) -> str: ...
 
     @property
-    def view(self) -> View:
-        """This worker's copy of the job's records."""
+    def view(self) -> Outlook:
+        """This worker's view of the job."""
 
     async def until(
-        self, found: Callable[[View], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         """Return `found` of the view as soon as it is not None. Meanwhile the dead among `probe` are buried.
 
@@ -175,13 +175,12 @@ class Member:
         if state != "starting":
             return None
 
-        def look(view: View) -> RoundRecord | str | None:
+        def look(view: Outlook) -> RoundRecord | str | None:
             if view.round is not None and self.worker_id in view.round.members:
                 return view.round
             if self.worker_id in view.drains:
                 raise LeftOutError(RoundRecord(0, [], "asked to leave before the first round", "stop", planned=True))
-            others = [w for w in (*view.survivors, *view.in_state("standby", "ready")) if w != self.worker_id]
-            return "standby" if others else None
+            return "standby" if view.is_past_start else None
 
         found = await self._means.until(look, "the first round")
         if isinstance(found, RoundRecord):
@@ -214,7 +213,7 @@ class Member:
         return await self._enter(await self._next_after(broken), hello)
 
     async def _await_admission(self) -> RoundRecord:
-        def look(view: View) -> RoundRecord | None:
+        def look(view: Outlook) -> RoundRecord | None:
             if view.round is not None and self.worker_id in view.round.members and view.round.number > self.number:
                 return view.round
             if (view.job is not None and view.job.phase in ("finished", "failed")) or self.worker_id in view.drains:
@@ -257,12 +256,12 @@ class Member:
 
     async def _next_after(self, broken: RoundRecord, unreachable: Sequence[str] = ()) -> RoundRecord:
         # A worker that left the job hands over its tables to this round. If it dies meanwhile, it may have been the convener.
-        suspects = list(dict.fromkeys([*broken.members, *self._means.view.in_state("active")]))
+        suspects = list(dict.fromkeys([*broken.members, *self._means.view.leavers]))
         await self._means.bury_the_dead(suspects)
         if self.worker_id in broken.members:
             await self._means.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
 
-        def look(view: View) -> RoundRecord | None:
+        def look(view: Outlook) -> RoundRecord | None:
             if view.job is not None and view.job.is_over:
                 if self.admitting or view.job.phase == "finished":
                     # The others ended before the switch that was to admit this worker, or made the last step although this
@@ -272,8 +271,8 @@ class Member:
             if view.round and view.round.number > broken.number:
                 return view.round
             # Workers that have not answered are not counted: they may be as dead as the one that was lost.
-            others = [w for w in view.failed if w in view.holders and w not in view.drains]
-            if self.worker_id in view.drains and others and lacks_workers(view):
+            others = [w for w in view.keepers if w != self.worker_id]
+            if self.worker_id in view.drains and others and view.lacks_workers:
                 # Some workers, such as those that this worker's agent starts, come only after it has ended. The others keep
                 # the state.
                 reason = f"this worker leaves, while {', '.join(others)} wait for more workers"
@@ -285,25 +284,25 @@ class Member:
 
     # --- while a round is formed or lasts ------------------------------------------------------------------------------
 
-    def is_void(self, view: View, number: int) -> bool:
+    def is_void(self, view: Outlook, number: int) -> bool:
         """Whether a newer round than `number` exists, or another member has given up `number`."""
         newest = view.round
         if newest is None or newest.number < number:
             return False
-        return newest.number > number or any(w != self.worker_id for w in view.failed)
+        return newest.number > number or any(w != self.worker_id for w in view.given_up)
 
-    def will_never_form(self, view: View, number: int) -> bool:
+    def will_never_form(self, view: Outlook, number: int) -> bool:
         """Whether waiting for round `number` is in vain: it is void, or members have ended with the job."""
         is_over = view.job is not None and view.job.is_over
         return self.is_void(view, number) or (is_over and bool(view.lost))
 
-    def note(self, view: View) -> None:
+    def note(self, view: Outlook) -> None:
         """Record facts that a later view may not show any more."""
         newest = view.round
         if newest is not None and 0 < self.number < newest.number:
             self.dismissed = self.worker_id not in newest.members and (newest.planned or self.dismissed)
 
-    def must_cut_off(self, view: View, number: int, forming: bool, evicted: bool) -> bool:
+    def must_cut_off(self, view: Outlook, number: int, forming: bool, evicted: bool) -> bool:
         """Whether the group of round `number` cannot complete any more collectives, so that no thread may wait for one.
 
         The round has ended without an agreement, another member has given it up, or the others go on without this worker.

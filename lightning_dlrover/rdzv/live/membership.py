@@ -5,11 +5,13 @@ independent of process groups: `world.py` forms them for the rounds that appear 
 
 One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener, convenes while
 it holds the election key, and writes queued events. The calling thread writes only the worker's own record and burials.
+
+A worker mirrors the shared records and its own one. Only the convener mirrors the records of all workers (`overview.py`), so a
+change costs the others the same in a job of any size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -23,9 +25,8 @@ from typing import TypeVar
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.events import Event, RecordIgnored, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, read, readable
+from lightning_dlrover.rdzv.job.journal import Journal, read, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     CheckpointRequest,
@@ -42,17 +43,21 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerRecord,
     WorkerState,
     encode,
+    worker_name_of,
 )
 from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
 from lightning_dlrover.rdzv.live.announcement import announce
-from lightning_dlrover.rdzv.live.convener import Convener, burial
+from lightning_dlrover.rdzv.live.convener import burial
 from lightning_dlrover.rdzv.live.member import EvictedError, MembershipError
+from lightning_dlrover.rdzv.live.office import Office
 from lightning_dlrover.rdzv.live.outbox import Outbox
+from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.overview import WorkerRecords
 from lightning_dlrover.rdzv.live.own_record import OwnRecord
 from lightning_dlrover.rdzv.live.probe import dead_workers
 from lightning_dlrover.rdzv.live.requests import ask_for_replacement, ask_for_stacks, read_stacks
-from lightning_dlrover.rdzv.live.rounds import View, awaited, lacks_workers
-from lightning_dlrover.rdzv.live.view import Decoded, read_view
+from lightning_dlrover.rdzv.live.rounds import View, awaited
+from lightning_dlrover.rdzv.live.view import Decoder, read_view
 
 __all__ = ["Membership"]
 
@@ -60,6 +65,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+CHECK_S = 5.0
+"""Seconds between two checks that a mirror has missed no change. Its watch reports changes at once."""
+
+GONE_CHECK_S = 0.1
+"""Seconds between two checks whether a worker has ended that no notice will name."""
+
+NUM_SAMPLED = 8
+"""Oldest workers whose addresses a new one compares with its own."""
 
 
 class Membership:
@@ -75,30 +89,40 @@ class Membership:
         self,
         client: EtcdClient,
         config: MembershipConfig,
-        on_view: Callable[[View], None] | None = None,
+        on_view: Callable[[Outlook], None] | None = None,
         on_tick: Callable[[], None] | None = None,
     ) -> None:
         self.keys = Keys(config.run_id, config.prefix)
-        self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.worker_id = f"{worker_name_of(socket.gethostname())}{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.reached: set[str] = set()  # workers that this one has formed a round with
         self._config = config
         self._client = client
         client.share_lifetime(self.keys.root, config.history_ttl_s)
         self._on_view = on_view
         self._on_tick = on_tick
-        self._cache: dict[str, Decoded] = {}
         self._changed = threading.Condition()
         self._dirty = False
-        self._view = View()
-        self._view_since = time.monotonic()
+        self._view = Outlook()
         self._buried: set[str] = set()  # workers that this one has buried
-        self._seen: tuple[dict[str, KeyValue], View] = ({}, View())  # one copy of the records and its view
         self._journal = Journal(client, self.keys)
         self._outbox = Outbox(self._journal, self.worker_id)
         self._closing = False
         self._own = OwnRecord(client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, self._on_new_lease)
-        self._convener = Convener(self.keys, self.worker_id, self._own.lease.id, config.patience)
-        self._mirror = Mirror(client, self.keys.live, self._on_mirror)
+        self._decoder = Decoder(self.keys, self._report_garbage)
+        self._records = WorkerRecords(client, self.keys)
+        self._mirror = Mirror(client, self.keys.shared, self._on_mirror, CHECK_S)
+        self._office = Office(
+            client,
+            self.keys,
+            self.worker_id,
+            self._own.lease.id,
+            config.patience,
+            self._mirror,
+            self._on_mirror,
+            self._report_garbage,
+            self._announce,
+        )
+        self._own_mirror: Mirror | None = None  # from the registration on
         self._refresh()
         self._thread = threading.Thread(target=self._run, name="dlrover-membership", daemon=True)
 
@@ -112,9 +136,10 @@ class Membership:
             MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
         """
         enter_job(self._journal, self._config)
+        oldest = self._client.oldest(self.keys.workers, NUM_SAMPLED)
+        refuse_loopback(self._config, [worker for entry in oldest if (worker := readable(WorkerRecord, entry)) is not None])
         self._refresh()
-        refuse_loopback(self._config, self._view.workers.values())
-        state: WorkerState = "standby" if self._someone_is_past_the_start() else "starting"
+        state: WorkerState = "standby" if self._is_past_the_start() else "starting"
         record = WorkerRecord(
             worker_id=self.worker_id,
             agent_id=self._config.agent_id,
@@ -128,10 +153,9 @@ class Membership:
             since=time.time(),
         )
         self._own.create(record)
-        try:
-            self._mirror.wait_for(lambda entries: entries.get(self._own.key), 10.0)
-        except TimeoutError as error:
-            raise EvictedError(self._own.evicted_text) from error  # the lease may have expired, as while the process is stopped
+        self._own_mirror = Mirror(self._client, self._own.key, self._on_mirror, CHECK_S)
+        if not self._sees_itself:
+            raise EvictedError(self._own.evicted_text)  # the lease may have expired, as while the process is stopped
         self._thread.start()
         return state
 
@@ -167,7 +191,10 @@ class Membership:
         except EtcdError as error:
             # The lease expires by itself. An error at the worker's exit would turn a finished job into a failed one.
             log.warning("run %s: could not sign off: %s", self._config.run_id, error)
+        self._office.step_down(timeout_s)
         self._mirror.close()
+        if self._own_mirror is not None:
+            self._own_mirror.close()
 
     def _tidy_up(self) -> None:
         """Remove the records that a job needs no more once it has ended, and keep its history.
@@ -183,12 +210,48 @@ class Membership:
     # --- views and waiting ---------------------------------------------------------------------------------------------
 
     @property
-    def view(self) -> View:
+    def view(self) -> Outlook:
         return self._view
+
+    def all_records(self) -> View:
+        """Read the records of all workers from etcd. For rare occasions: they are many in a large job.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        return read_view({entry.key: entry for entry in self._client.get_prefix(self.keys.live)[1]}, self.keys)
+
+    def records(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
+        """Return what is constant in the records of workers that are, or were a moment ago, registered, by worker id.
+
+        Raises:
+            EtcdError: one of them was not read before, and etcd does not answer.
+        """
+        return self._records.of(worker_ids)
+
+    def on_this_host(self) -> dict[str, WorkerRecord]:
+        """Read from etcd the records of the workers on this host, by worker id.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        if not self._mirror.healthy:  # training must not wait for etcd here
+            raise EtcdUnavailableError(f"run {self._config.run_id!r}: etcd does not answer")
+        host = socket.gethostname()
+        found = readable_folder(self._client, WorkerRecord, self.keys.workers, worker_name_of(host))
+        return {worker: record for worker, record in found.items() if record.host == host}
+
+    def present(self, worker_ids: Iterable[str]) -> set[str]:
+        """Read from etcd which workers are registered.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        return set(self._records.present(worker_ids))
 
     def wait_for(
         self,
-        found: Callable[[View], T | None],
+        found: Callable[[Outlook], T | None],
         timeout_s: float,
         what: str,
         tick: Callable[[], None] | None = None,
@@ -213,44 +276,72 @@ class Membership:
                 if result is not None:
                     return result
                 left = deadline - time.monotonic()
-                if left <= 0:
-                    missing = awaited(self._view)
-                    raise TimeoutError(
-                        f"run {self._config.run_id!r}, worker {self.worker_id}: waited {timeout_s:.0f} s for {what}"
-                        + (f"; missing: {', '.join(missing)}" if missing else "")
-                        + ("" if self._mirror.healthy else "; etcd does not answer")
-                    )
-                self._changed.wait(min(left, 0.05))
+                if left > 0:
+                    self._changed.wait(min(left, 0.05))
+            if left <= 0:
+                text = f"run {self._config.run_id!r}, worker {self.worker_id}: waited {timeout_s:.0f} s for {what}"
+                raise TimeoutError(text + self._missing())
             if is_excused is not None and is_excused():
                 deadline = time.monotonic() + timeout_s
             if tick is not None:
                 tick()
 
-    def bury(self, worker_ids: Sequence[str]) -> None:
+    def wait_until_gone(self, worker_ids: Sequence[str], timeout_s: float, purpose: str) -> None:
+        """Wait until none of these workers is registered.
+
+        Args:
+            purpose: what they are expected to do before they end, for the error's text: "to ...".
+
+        Raises:
+            TimeoutError: one of them is still registered after `timeout_s`.
+            EtcdError: etcd does not answer.
+        """
+        deadline = time.monotonic() + timeout_s
+        while here := self._records.present(worker_ids):
+            last = next(w for w in reversed(worker_ids) if w in here)  # the others may be asked for when this one is gone
+            while self._records.present([last]):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"run {self._config.run_id!r}: waited {timeout_s:.0f} s for worker {last} {purpose}")
+                with self._changed:
+                    self._changed.wait(GONE_CHECK_S)
+
+    def _missing(self) -> str:
+        """Describe for people who is awaited."""
+        try:
+            missing = awaited(self.all_records()) if self._mirror.healthy else []
+        except EtcdError:
+            missing = []
+        return (f"; missing: {', '.join(missing)}" if missing else "") + (
+            "" if self._mirror.healthy else "; etcd does not answer"
+        )
+
+    def bury(self, worker_ids: Iterable[str]) -> None:
         """Remove the records of workers that are certainly dead, before their leases expire.
 
         A mistake is safe: a living worker that was buried detects that its record is gone and stops taking part.
+
+        Raises:
+            EtcdError: etcd does not answer.
         """
-        entries = self._mirror.snapshot()
-        for worker_id in worker_ids:
-            writes = burial(entries, self.keys, worker_id)
-            if writes:
-                self._buried.add(worker_id)
-                log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
-            for write in writes:
+        for worker_id, entry in self._records.entries(worker_ids).items():
+            self._buried.add(worker_id)
+            log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
+            for write in burial(entry, self._client.get(self.keys.convener), self.keys):
                 self._client.txn(write.compare, write.ops)
+            self._records.forget(worker_id)
 
     def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
         """Probe workers and bury those that are certainly dead."""
-        records = [self._view.workers[w] for w in worker_ids if w != self.worker_id and w in self._view.workers]
-        # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
-        records = [r for r in records if r.host == socket.gethostname() or r.worker_id in self.reached]
-        if dead := dead_workers(records):
-            try:
+        lost = set(self._view.lost)
+        try:
+            records = self.records(w for w in worker_ids if w != self.worker_id and w not in lost).values()
+            # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
+            near = [r for r in records if r.host == socket.gethostname() or r.worker_id in self.reached]
+            if dead := dead_workers(near):
                 self.bury(dead)
-            except EtcdUnavailableError as error:
-                # A dead worker stays dead: the next probe or its lease expiry removes the record.
-                log.debug("run %s: could not bury %s: %s", self._config.run_id, dead, error)
+        except EtcdUnavailableError as error:
+            # A dead worker stays dead: the next probe or its lease expiry removes the record.
+            log.debug("run %s: could not bury the dead: %s", self._config.run_id, error)
 
     # --- records for others ---------------------------------------------------------------------------------------------
 
@@ -324,7 +415,7 @@ class Membership:
 
         That may take long in a full cluster, but the state in the survivors' memory is worth the wait.
         """
-        return self.has_controller() and lacks_workers(self._view)
+        return self.has_controller() and self._view.lacks_workers
 
     @property
     def nodes(self) -> NodesRecord | None:
@@ -362,9 +453,20 @@ class Membership:
 
     # --- background ------------------------------------------------------------------------------------------------------
 
-    def _someone_is_past_the_start(self) -> bool:
-        view = self._view
+    def _is_past_the_start(self) -> bool:
+        """Whether another worker is past the start."""
+        if self._mirror.get(self.keys.convener) is not None:
+            return self._view.is_past_start
+        view = self.all_records()  # the notice is as old as the last convener
         return bool(view.survivors or view.in_state("standby", "ready"))
+
+    @property
+    def _sees_itself(self) -> bool:
+        return self._own_mirror is not None and self._own_mirror.get(self._own.key) is not None
+
+    def _report_garbage(self, key: str, error: RecordError) -> None:
+        log.error("run %s: ignored a record: %s", self._config.run_id, error)
+        self.event(RecordIgnored(key), f"ignored a record: {error}")
 
     def _on_mirror(self) -> None:
         with self._changed:
@@ -372,22 +474,14 @@ class Membership:
             self._changed.notify_all()
 
     def _on_new_lease(self, lease_id: int) -> None:
-        self._convener.came_back(lease_id, time.monotonic())
+        self._office.came_back(lease_id)
 
     def _refresh(self) -> None:
-        def bad(key: str, error: RecordError) -> None:
-            log.error("run %s: ignored a record: %s", self._config.run_id, error)
-            self.event(RecordIgnored(key), f"ignored a record: {error}")
-
         self._dirty = False
-        entries = self._mirror.snapshot()
-        view = read_view(entries, self.keys, self._cache, bad)
-        with self._changed:
-            if view != self._view:
-                self._view_since = time.monotonic()
-            self._view = view
-            self._seen = (entries, view)
-        self._own.check(entries)
+        view = self._decoder.outlook(self._mirror.snapshot())
+        self._view = view
+        if self._own_mirror is not None:
+            self._own.check(self._sees_itself)
         with self._changed:
             self._changed.notify_all()
         if self._on_view is not None:
@@ -416,27 +510,14 @@ class Membership:
         return self._own.evicted
 
     def _convene(self) -> None:
-        # Read both together: the view must come from the revision that guards the next round.
-        entries, view = self._seen
-        if not self._own.is_in_force:
-            return
-        if not self._mirror.healthy:
-            self._convener.was_cut_off(time.monotonic())
-        write = self._convener.next_write(entries, view, time.monotonic(), time.time())
-        if write is None:
-            return
-        done = self._client.txn(write.compare, write.ops)
-        if done.succeeded:
-            if write.round is not None:
-                self._announce(view, write.round)
-            # The next decision must see this write, or it would be repeated in vain.
-            with contextlib.suppress(TimeoutError):
-                self._mirror.wait_for(lambda now: None if write.may_succeed(now) else True, 5.0)
+        if self._own.is_in_force:
+            self._office.act(len(self._view.round.members) if self._view.round is not None else 0)
+        else:
+            self._office.step_down()
 
-    def _announce(self, view: View, round_: RoundRecord) -> None:
+    def _announce(self, view: View, round_: RoundRecord, decided_s: float) -> None:
         log.info("run %s: round %d: %s, %d workers", self._config.run_id, round_.number, round_.reason, len(round_.members))
-        decided_s = round(time.monotonic() - self._view_since, 3)
-        announce(view, round_, decided_s, self._buried, self.event)
+        announce(view, round_, round(decided_s, 3), self._buried, self.event)
 
     def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> None:
         if self._journal.swap(record_type, key, change).record is None:

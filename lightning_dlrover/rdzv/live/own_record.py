@@ -6,12 +6,12 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import LeaseLostError
 from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, Put, Txn, absent, modified
+from lightning_dlrover.rdzv.etcd.operations import Delete, Put, Txn, absent, created, modified
 from lightning_dlrover.rdzv.job.records import (
     MAX_UNREACHABLE,
     DrainRecord,
@@ -109,9 +109,13 @@ class OwnRecord:
         except LeaseLostError:
             return Txn(False, 0, [])
 
-    def check(self, entries: Mapping[str, KeyValue]) -> None:
-        """Register again, or note the eviction, if a copy of the records lacks this worker's own."""
-        if self.key not in entries or self.lease.lost.is_set():
+    def check(self, is_seen: bool) -> None:
+        """Register again, or note the eviction, if etcd lacks this worker's record.
+
+        Args:
+            is_seen: whether a mirror shows the record.
+        """
+        if not is_seen or self.lease.lost.is_set():
             # The mirror may lag behind our own registration, but never behind the loss of our lease.
             with self._write_lock:
                 if self._record is not None and not self.evicted and self._client.get(self.key) is None:
@@ -157,7 +161,13 @@ class OwnRecord:
         with self._write_lock:
             if self._record is not None:
                 self._record = None
-                self._client.txn([], [Delete(self.key), Delete(self._keys.drains + self._worker_id)])
+                ops = [Delete(self.key), Delete(self._keys.drains + self._worker_id)]
+                election = self._client.get(self._keys.convener)
+                if election is None or election.value != self._worker_id.encode():
+                    self._client.txn([], ops)
+                    return
+                in_office = created(election.key) == election.create_revision
+                self._client.txn([in_office], [*ops, Delete(election.key)], ops)
 
     def drain(self, reason: str) -> None:
         """Ask to leave the job: the next planned round is formed without this worker.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 
@@ -39,12 +40,14 @@ class View:
     drains: Set[str] = frozenset()  # ids of workers asked to leave
     replacements: Set[str] = frozenset()  # ids of workers asked to leave once another worker can replace them
 
-    @property
+    # In a job of a thousand workers the convener reads these after each change, so they are computed once.
+
+    @cached_property
     def survivors(self) -> list[str]:
         """Members of the current round that are alive, in rank order."""
         return [w for w in self.round.members if w in self.workers] if self.round else []
 
-    @property
+    @cached_property
     def lost(self) -> list[str]:
         """Members of the current round that are gone."""
         return [w for w in self.round.members if w not in self.workers] if self.round else []
@@ -54,7 +57,7 @@ class View:
         members = set(self.round.members) if self.round else set()
         return [w for w, record in self.workers.items() if record.state in states and w not in members]
 
-    @property
+    @cached_property
     def failed(self) -> list[str]:
         """Survivors that report the current round as not formed or broken."""
         if self.round is None:
@@ -63,23 +66,25 @@ class View:
         records = {w: self.workers[w] for w in self.survivors}
         return [w for w, r in records.items() if r.state in ("reforming", "ready") and r.round_number == number]
 
-    @property
+    @cached_property
     def holders(self) -> list[str]:
         """Survivors that may hold the job's state: all except joiners that have not entered the round yet."""
         joiners = {*self.arriving, *self.stepped_back}
         return [w for w in self.survivors if w not in joiners]
 
-    @property
+    @cached_property
     def arriving(self) -> list[str]:
         """Joiners among the survivors that are on their way into the current round."""
-        return [w for w in self._joining if w not in self.failed]
+        failed = set(self.failed)
+        return [w for w in self._joining if w not in failed]
 
-    @property
+    @cached_property
     def stepped_back(self) -> list[str]:
         """Joiners among the survivors that could not receive the state in the current round."""
-        return [w for w in self._joining if w in self.failed]
+        failed = set(self.failed)
+        return [w for w in self._joining if w in failed]
 
-    @property
+    @cached_property
     def apart(self) -> set[frozenset[str]]:
         """Pairs of survivors where one reports the other as unreachable, which kept the round from forming."""
         survivors = set(self.survivors)
@@ -120,7 +125,8 @@ def awaited(view: View) -> list[str]:
         registered = {view.workers[w].agent_id for w in starting}
         return [a.agent_id for a in view.agents.values() if a.state == "running" and a.agent_id not in registered]
     if view.failed and not view.lost:
-        return [w for w in view.holders if w not in view.failed]
+        failed = set(view.failed)
+        return [w for w in view.holders if w not in failed]
     return []
 
 
@@ -236,7 +242,8 @@ def losses(view: View, successor: RoundRecord) -> list[str]:
     """Return members of the current round that `successor` leaves out although they were not asked to leave."""
     if view.round is None or (successor.planned and view.survivors):
         return []
-    return [w for w in view.round.members if w not in successor.members and w not in view.stepped_back]
+    not_lost = {*successor.members, *view.stepped_back}
+    return [w for w in view.round.members if w not in not_lost]
 
 
 def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
@@ -269,13 +276,16 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         stay, kind, reason = view.survivors, "start", f"lost all that held the state: {', '.join(view.lost)}"
     elif view.lost:
         # Arriving joiners may have received the state since their last report. If not, they step back.
-        stay = [w for w in view.survivors if w not in view.stepped_back]
+        stepped_back = set(view.stepped_back)
+        stay = [w for w in view.survivors if w not in stepped_back]
         kind, reason = "loss", f"lost {', '.join(view.lost)}"
     else:
         if awaited(view) and waited_s < patience.regroup_s:
             return None
-        left_out = [w for w in view.holders if w not in view.failed]
-        stay = [w for w in view.survivors if w not in left_out and w not in view.stepped_back]
+        failed = set(view.failed)
+        left_out = [w for w in view.holders if w not in failed]
+        not_in = {*left_out, *view.stepped_back}
+        stay = [w for w in view.survivors if w not in not_in]
         kind = "loss" if left_out else "retry"
         reason = f"no answer from {', '.join(left_out)}" if left_out else "the round did not form or a collective failed"
         together = _reaching_each_other(stay, view.apart)
@@ -283,7 +293,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
             cut_off = [w for w in stay if w not in together]
             if cut_off:
                 stay, kind, reason = together, "loss", f"{', '.join(cut_off)} cannot be reached by the others"
-        if not any(w in view.holders for w in stay):
+        if not set(view.holders).intersection(stay):
             stay = view.holders  # only joiners report a failure; for the holders of the state the round works
     if not _are_enough(view, stay):
         return None
@@ -318,7 +328,8 @@ def _reaching_each_other(workers: list[str], apart: Set[frozenset[str]]) -> list
         for worker in workers:
             if worker != first and not any(frozenset((worker, other)) in apart for other in group):
                 group.append(worker)
-        groups.append([w for w in workers if w in group])
+        chosen = set(group)
+        groups.append([w for w in workers if w in chosen])
     return max(groups, key=len, default=[])
 
 
@@ -342,7 +353,8 @@ def _planned(view: View) -> RoundRecord | None:
     chosen = _arranged(members, staying, joiners, view.cap) if staying else [*members, *joiners[: view.cap]]
     if chosen == members or len(chosen) < view.job.min_workers:
         return None
-    added, gone = [w for w in chosen if w not in members], [w for w in members if w not in chosen]
+    before, after = set(members), set(chosen)
+    added, gone = [w for w in chosen if w not in before], [w for w in members if w not in after]
     kind = "replace" if added and gone else "grow" if added else "shrink"
     return _round(view, chosen, kind, planned=True, reason=_why(view, added, gone))
 
@@ -397,7 +409,8 @@ def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: i
 
 def _is_cut_off(view: View, joiner: str) -> bool:
     """Whether a joiner reports a member as unreachable: admitting it would only interrupt the others."""
-    return bool(view.round and set(view.workers[joiner].unreachable) & set(view.round.members))
+    unreachable = view.workers[joiner].unreachable
+    return bool(unreachable and view.round and set(unreachable) & set(view.round.members))
 
 
 def _round(view: View, members: list[str], kind: str, planned: bool, reason: str) -> RoundRecord:
@@ -411,4 +424,10 @@ def _round(view: View, members: list[str], kind: str, planned: bool, reason: str
         planned=planned,
         store_address=first.address if first else "",
         store_port=first.port if first else 0,
+        hosts=_numbered([view.workers[w].host for w in members]),
     )
+
+
+def _numbered(hosts: list[str]) -> list[int]:
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return [numbers[host] for host in hosts]

@@ -1,9 +1,8 @@
-"""The view of a job that its records give."""
+"""The view of a job that its records give: all of them, or those that every worker follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
@@ -12,69 +11,80 @@ from lightning_dlrover.rdzv.job.records import (
     DrainRecord,
     JobRecord,
     Keys,
+    Notice,
     PlanRecord,
     RecordError,
     RoundRecord,
     WorkerRecord,
     decode,
 )
+from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.rounds import View
 
-__all__ = ["Decoded", "read_view"]
+__all__ = ["Decoder", "read_view"]
 
 R = TypeVar("R")
 
 
-@dataclass
-class Decoded:
-    """Cache of decoded records: a record is decoded once per revision."""
-
-    mod_revision: int
-    record: Any
-
-
-def read_view(
-    entries: dict[str, KeyValue],
-    keys: Keys,
-    cache: dict[str, Decoded],
-    bad: Callable[[str, RecordError], None],
-) -> View:
-    """Decode a snapshot of `keys.live` into a view.
+class Decoder:
+    """Decode the records of one job, each version once. For use by one thread.
 
     A record that cannot be read is reported to `bad`, and its last readable version stays in force. Garbage under the prefix
     therefore cannot stop a running job.
     """
 
-    def load(key: str, record_type: type[R]) -> R | None:
+    def __init__(self, keys: Keys, bad: Callable[[str, RecordError], None]) -> None:
+        self._keys = keys
+        self._bad = bad
+        self._read: dict[str, tuple[int, Any]] = {}  # revision and last readable record of each key
+
+    def view(self, entries: Mapping[str, KeyValue]) -> View:
+        """Decode a snapshot of `keys.live`."""
+        keys = self._keys
+        workers = self._folder(entries, keys.workers, WorkerRecord)
+        drains = self._folder(entries, keys.drains, DrainRecord)
+        return View(
+            job=self._record(entries, keys.job, JobRecord),
+            round=self._record(entries, keys.round, RoundRecord),
+            plan=self._record(entries, keys.plan, PlanRecord),
+            workers=workers,
+            agents=self._folder(entries, keys.agents, AgentRecord),
+            drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
+            # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
+            replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
+        )
+
+    def outlook(self, entries: Mapping[str, KeyValue]) -> Outlook:
+        """Decode a snapshot of `keys.shared`."""
+        keys = self._keys
+        return Outlook(
+            job=self._record(entries, keys.job, JobRecord),
+            round=self._record(entries, keys.round, RoundRecord),
+            plan=self._record(entries, keys.plan, PlanRecord),
+            notice=self._record(entries, keys.notice, Notice),
+        )
+
+    def _record(self, entries: Mapping[str, KeyValue], key: str, record_type: type[R]) -> R | None:
         entry = entries.get(key)
         if entry is None:
-            cache.pop(key, None)
+            self._read.pop(key, None)
             return None
-        known = cache.get(key)
-        if known is None or known.mod_revision != entry.mod_revision:
+        revision, record = self._read.get(key, (0, None))
+        if revision != entry.mod_revision:
             try:
-                known = Decoded(entry.mod_revision, decode(record_type, entry.value, key))
+                record = decode(record_type, entry.value, key)
             except RecordError as error:
-                known = Decoded(entry.mod_revision, known.record if known else None)
-                bad(key, error)
-            cache[key] = known
-        record: R | None = known.record
-        return record
+                self._bad(key, error)
+            self._read[key] = (entry.mod_revision, record)
+        found: R | None = record
+        return found
 
-    def folder(prefix: str, record_type: type[R]) -> dict[str, R]:
+    def _folder(self, entries: Mapping[str, KeyValue], prefix: str, record_type: type[R]) -> dict[str, R]:
         found = sorted((e.create_revision, k) for k, e in entries.items() if k.startswith(prefix))
-        loaded = {k.removeprefix(prefix): load(k, record_type) for _, k in found}
+        loaded = {k.removeprefix(prefix): self._record(entries, k, record_type) for _, k in found}
         return {name: record for name, record in loaded.items() if record is not None}
 
-    workers = folder(keys.workers, WorkerRecord)
-    drains = folder(keys.drains, DrainRecord)
-    return View(
-        job=load(keys.job, JobRecord),
-        round=load(keys.round, RoundRecord),
-        plan=load(keys.plan, PlanRecord),
-        workers=workers,
-        agents=folder(keys.agents, AgentRecord),
-        drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
-        # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
-        replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
-    )
+
+def read_view(entries: Mapping[str, KeyValue], keys: Keys, bad: Callable[[str, RecordError], None] = lambda *_: None) -> View:
+    """Decode one snapshot of `keys.live`. Records that cannot be read are reported to `bad` and left out."""
+    return Decoder(keys, bad).view(entries)

@@ -15,6 +15,7 @@ from lightning_dlrover.rdzv.job.records import (
     DrainRecord,
     JobRecord,
     Keys,
+    Notice,
     RoundRecord,
     WorkerRecord,
     WorkerState,
@@ -30,7 +31,7 @@ from lightning_dlrover.rdzv.live.rounds import (
     Patience,
     View,
 )
-from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.live.view import Decoder, read_view
 
 KEYS = Keys("job", "/test")
 PATIENCE = Patience(start_s=60.0, regroup_s=120.0)
@@ -69,7 +70,7 @@ class Records:
 
     @property
     def view(self) -> View:
-        return read_view(self.entries, KEYS, {}, lambda key, error: None)
+        return read_view(self.entries, KEYS)
 
     @property
     def round(self) -> RoundRecord:
@@ -77,7 +78,23 @@ class Records:
 
 
 def next_write(convener: Convener, records: Records, now_s: float = 0.0) -> Write | None:
-    return convener.next_write(dict(records.entries), records.view, now_s)
+    """What a worker does as long as nobody else writes: it stands for convener, and acts in office."""
+    entries = dict(records.entries)
+    if convener.is_in_office(entries):
+        return convener.next_write(entries, records.view, now_s)
+    election = entries.get(KEYS.convener)
+    return convener.candidacy(entries, election is not None and KEYS.workers + election.value.decode() not in entries)
+
+
+def next_round_of(convener: Convener, records: Records, now_s: float = 0.0) -> Write | None:
+    """Write notices until the convener has nothing to write, or writes something else."""
+    while (write := next_write(convener, records, now_s)) is not None and write.purpose == "notice":
+        assert records.run(write)
+    return write
+
+
+def buried(records: Records, worker_id: str) -> list[Write]:
+    return burial(records.entries[KEYS.workers + worker_id], records.entries.get(KEYS.convener), KEYS)
 
 
 def elected(records: Records, worker_id: str) -> Convener:
@@ -116,10 +133,8 @@ def test_convener_needs_records_that_show_its_election() -> None:
     records.worker("a")
     convener = Convener(KEYS, "a", 7, PATIENCE)
     before, view = dict(records.entries), records.view
-    assert records.run(convener.next_write(before, view, 0.0))
-    again = convener.next_write(before, view, 0.0)
-    assert again is not None
-    assert again.purpose == "elect"
+    assert records.run(next_write(convener, records))
+    assert convener.next_write(before, view, 0.0) is None
     write = next_write(convener, records)
     assert write is not None
     assert write.purpose == "round"
@@ -147,7 +162,7 @@ def test_round_with_a_lost_answer_is_not_written_twice() -> None:
     old, view = dict(records.entries), records.view
     assert records.run(convener.next_write(old, view, 0.0))
     assert not records.run(convener.next_write(old, view, 1.0))
-    assert next_write(convener, records) is None
+    assert next_round_of(convener, records) is None
     assert records.round.number == 2
 
 
@@ -167,7 +182,7 @@ def test_death_in_any_step_of_a_burial_does_not_stop_the_job() -> None:
     for num_writes in range(3):
         records, _ = job_of("a", "b")
         records.put(KEYS.drains + "a", encode(DrainRecord("a", "because")))
-        for write in burial(records.entries, KEYS, "a")[:num_writes]:
+        for write in buried(records, "a")[:num_writes]:
             assert records.run(write)
         if num_writes == 0:
             records.apply((), (Delete(KEYS.workers + "a"),))  # its lease expires
@@ -179,23 +194,62 @@ def test_death_in_any_step_of_a_burial_does_not_stop_the_job() -> None:
 
 def test_a_burial_ends_only_the_life_that_was_seen() -> None:
     records, _ = job_of("a", "b")
-    writes = burial(dict(records.entries), KEYS, "b")
+    writes = buried(records, "b")
     records.apply((), (Delete(KEYS.workers + "b"),))
     records.worker("b")
     assert [records.run(write) for write in writes] == [False]
-    assert burial(records.entries, KEYS, "nobody") == []
 
 
 def test_patience_restarts_for_each_situation() -> None:
     records, convener = job_of("a", "b", "c")
     records.worker("a", "reforming", 1)
-    assert next_write(convener, records, 1000.0) is None
+    assert next_round_of(convener, records, 1000.0) is None
     records.worker("c", "reforming", 1)
-    assert next_write(convener, records, 1110.0) is None
-    assert next_write(convener, records, 1229.0) is None
+    assert next_round_of(convener, records, 1110.0) is None
+    assert next_round_of(convener, records, 1229.0) is None
     convener.interrupt()
-    assert next_write(convener, records, 1231.0) is None
-    write = next_write(convener, records, 1352.0)
+    assert next_round_of(convener, records, 1231.0) is None
+    write = next_round_of(convener, records, 1352.0)
     assert write is not None
     assert write.round is not None
     assert (write.round.members, write.round.kind) == (["a", "c"], "loss")
+
+
+def test_round_and_its_notice_appear_together() -> None:
+    records, convener = job_of("a", "b")
+    records.put(KEYS.drains + "b", encode(DrainRecord("b", "because")))
+    records.worker("c")
+    write = next_write(convener, records)
+    assert write is not None
+    assert write.purpose == "round"
+    assert records.run(write)
+    assert records.round.members == ["a", "c"]
+    notice = decode(Notice, records.entries[KEYS.notice].value, KEYS.notice)
+    assert (notice.round_number, notice.drains, notice.leavers) == (2, ["b"], ["b"])
+
+
+def test_notice_names_members_that_gave_the_round_up_and_those_that_are_gone() -> None:
+    records, convener = job_of("a", "b", "c")
+    while records.run(next_write(convener, records)):
+        pass
+    records.worker("b", "reforming", 1)
+    write = next_write(convener, records)
+    assert write is not None
+    assert write.purpose == "notice"
+    assert records.run(write)
+    outlook = Decoder(KEYS, lambda *_: None).outlook(records.entries)
+    assert (outlook.given_up, outlook.lost, outlook.keepers) == (["b"], [], ["b"])
+    assert next_write(convener, records) is None
+
+
+def test_notice_of_an_earlier_convener_is_replaced() -> None:
+    records, convener = job_of("a", "b")
+    while records.run(next_write(convener, records)):
+        pass
+    records.apply((), (Delete(KEYS.convener),))
+    successor = elected(records, "b")
+    write = next_write(successor, records)
+    assert write is not None
+    assert write.purpose == "notice"
+    assert not records.run(next_write(convener, records))  # no longer in office
+    assert records.run(write)

@@ -20,6 +20,7 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
     run_blocking,
 )
+from lightning_dlrover.rdzv.live.outlook import Outlook, outlook_of
 from lightning_dlrover.rdzv.live.rounds import View
 
 ROUND = RoundRecord(5, ["a", "b"], "test", "grow", planned=True)
@@ -36,11 +37,11 @@ class Means:
     worker_id = "a"
 
     def __init__(self, view: View) -> None:
-        self.view = view
+        self.view = outlook_of(view)
         self.probed: list[str] = []
 
     async def until(
-        self, found: Callable[[View], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[Outlook], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> Any:
         self.probed += probe
         result = found(self.view)
@@ -115,4 +116,4 @@ def test_drained_worker_does_not_wait_for_the_first_round() -> None:
 )
 def test_a_round_whose_members_have_ended_with_the_job_is_not_waited_for(phase: str, workers: str, in_vain: bool) -> None:
     view = view_of(phase, *workers)
-    assert Member(Means(view)).will_never_form(view, 5) == in_vain  # type: ignore[arg-type]
+    assert Member(Means(view)).will_never_form(outlook_of(view), 5) == in_vain  # type: ignore[arg-type]

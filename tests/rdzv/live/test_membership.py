@@ -40,6 +40,7 @@ from lightning_dlrover.rdzv.live.member import (
     MembershipError,
 )
 from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
 
@@ -72,8 +73,12 @@ class Worker:
     def worker_id(self) -> str:
         return self.membership.worker_id
 
-    def wait_for(self, found: Callable[[View], T | None], what: str = "something") -> T:
+    def wait_for(self, found: Callable[[Outlook], T | None], what: str = "something") -> T:
         return self.membership.wait_for(found, 15.0, what)
+
+    def wait_for_records(self, found: Callable[[View], T | None], what: str = "something") -> T:
+        """Wait for the records of all workers, which only the convener follows."""
+        return eventually(lambda: found(self.membership.all_records()), what)
 
     def wait_for_round(self, number: int) -> RoundRecord:
         return self.wait_for(lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}")
@@ -117,7 +122,7 @@ def job_of(start: Callable[..., Worker], size: int, **config: Any) -> list[Worke
     for worker in workers:
         worker.enter(1)
     for worker in workers:
-        worker.wait_for(lambda view: all(w.state == "active" for w in view.workers.values()) or None)
+        worker.wait_for_records(lambda view: all(w.state == "active" for w in view.workers.values()) or None)
     return workers
 
 
@@ -136,7 +141,7 @@ def test_a_late_worker_stands_by_until_it_is_ready(start: Callable[..., Worker])
     (first,) = job_of(start, 1)
     late = start()
     assert late.membership.register() == "standby"
-    first.wait_for(lambda view: view.workers.get(late.worker_id))
+    first.wait_for_records(lambda view: view.workers.get(late.worker_id))
     assert first.membership.view.round is not None
     assert first.membership.view.round.number == 1
     late.membership.update("ready")
@@ -163,12 +168,15 @@ def test_only_the_holder_of_the_election_key_writes_rounds(start: Callable[..., 
     assert round_.convener == election.value.decode()
 
 
-def test_a_convener_that_lost_its_key_cannot_write_a_round(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_a_convener_that_lost_its_key_cannot_write_a_round(
+    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its view may be old, but its write is fenced on the key's create revision."""
     (convener,) = job_of(start, 1)
     membership, keys = convener.membership, convener.membership.keys
     convener.stop()
-    seen = membership._mirror.snapshot()
+    office = membership._office
+    seen = {entry.key: entry for entry in client.get_prefix(keys.live)[1]}
     seen[keys.workers + "joiner"] = dataclasses.replace(
         seen[keys.workers + convener.worker_id],
         value=encode(WorkerRecord("joiner", "agent", "host", 1, 0, "127.0.0.1", 1, "ready", version=VERSION)),
@@ -177,9 +185,10 @@ def test_a_convener_that_lost_its_key_cannot_write_a_round(start: Callable[..., 
     client.txn([], [Put(keys.convener, b"somebody else")])
     before = client.get(keys.round)
     # A convener that was stopped while the others went on still sees itself in office, and a joiner.
-    membership._seen = (seen, read_view(seen, keys, {}, lambda key, error: None))
-    membership._mirror.wait_for = lambda *_: pytest.fail("a round was written")  # type: ignore[method-assign]
-    membership._convene()
+    monkeypatch.setattr(office._shared, "snapshot", lambda: seen)
+    monkeypatch.setattr(office._overview, "look", lambda: (seen, read_view(seen, keys), 0.0))
+    monkeypatch.setattr(office._overview, "wait_for", lambda *_: pytest.fail("a round was written"))
+    office.act(1)
     assert client.get(keys.round) == before
 
 
@@ -225,7 +234,7 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
     assert client.get(keys.drains + dead.worker_id) is None
     election = client.get(keys.convener)
     assert election is None or election.value == survivor.worker_id.encode()
-    new = survivor.wait_for(lambda view: view.workers if dead.worker_id not in view.workers else None)
+    new = survivor.wait_for_records(lambda view: view.workers if dead.worker_id not in view.workers else None)
     assert survivor.worker_id in new
 
 
@@ -244,12 +253,11 @@ def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Cal
 def test_returned_worker_is_not_buried_for_its_former_life(start: Callable[..., Worker], client: EtcdClient) -> None:
     first, second = job_of(start, 2)
     key = first.membership.keys.workers + second.worker_id
-    seen = first.membership._mirror.snapshot()
+    assert first.membership.records([second.worker_id])
     entry = client.get(key)
     assert entry is not None
     client.delete(key)
     client.put(key, entry.value)
-    first.membership._mirror.snapshot = lambda: seen  # type: ignore[method-assign]
     first.membership.bury([second.worker_id])
     assert client.get(key) is not None
 
@@ -265,7 +273,7 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
         second.membership._own.lease.revoke()
         first.wait_for_round(3)
     eventually(lambda: second.membership.evicted, "the eviction")
-    new = first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
+    new = first.wait_for_records(lambda view: True if second.worker_id not in view.workers else None)
     assert new
 
 
@@ -291,7 +299,7 @@ def test_ended_worker_does_not_block_other_replacements(start: Callable[..., Wor
     first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
     with second.membership._own._write_lock:  # its host is gone
         second.membership._own.lease.revoke()
-        first.wait_for(lambda view: True if second.worker_id not in view.workers else None)
+        first.wait_for_records(lambda view: True if second.worker_id not in view.workers else None)
     assert first.membership.view.replacements == frozenset()
 
 
@@ -306,7 +314,7 @@ def test_worker_with_an_expired_lease_registers_again_if_still_awaited(
         lease.revoke()
     eventually(lambda: all(worker.membership._own.lease not in leases for worker in (first, second)), "leases of their own")
     for worker in (first, second):
-        worker.wait_for(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
+        worker.wait_for_records(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
         assert not worker.membership.evicted
         worker.membership.update("active", 1)
     assert first.membership.view.round == before
@@ -355,7 +363,7 @@ def test_worker_continues_after_a_write_without_an_answer(
             worker.membership.update("standby")
     worker.membership.update("standby")
     worker.membership.update("ready", 3)
-    assert worker.wait_for(lambda view: view.workers[worker.worker_id] if view.workers[worker.worker_id].round_number else None)
+    assert worker.wait_for_records(lambda view: view.workers[worker.worker_id].round_number or None)
 
 
 # --- etcd's outages -----------------------------------------------------------------------------------------------------------
@@ -406,8 +414,8 @@ def test_job_with_unreadable_records_is_not_joined(
     place: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
 ) -> None:
     job_of(start, 1)
-    client.put(keys.live + place, b"garbage")
-    with pytest.raises(MembershipError, match=f"cannot be joined: key '{keys.live}{place}' holds 7 bytes"):
+    client.put(keys.shared + place, b"garbage")
+    with pytest.raises(MembershipError, match=f"cannot be joined: key '{keys.shared}{place}' holds 7 bytes"):
         start().membership.register()
 
 
@@ -489,7 +497,7 @@ def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[.
     with socket.create_server(("127.0.0.1", 0)) as closed_again:
         port = closed_again.getsockname()[1]
     client.put(key, encode(other_host("far", "127.0.0.1", port)))
-    worker.wait_for(lambda view: view.workers.get("far"))
+    worker.wait_for_records(lambda view: view.workers.get("far"))
     worker.membership.bury_the_dead(["far"])
     assert client.get(key) is not None
     worker.membership.reached.add("far")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import (
     DrainRecord,
@@ -13,21 +11,22 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.rdzv.live.rounds import View
-from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.live.view import Decoder
 
 
 def test_garbage_keeps_the_last_readable_version_in_force(client: EtcdClient, keys: Keys) -> None:
     good = encode(RoundRecord(4, ["a"], "because", "grow", planned=True))
     client.put(keys.round, good)
     client.put(keys.drains + "a", encode(DrainRecord("a", "because")))
-    cache: dict[str, Any] = {}
     reported: list[str] = []
 
-    def view() -> View:
-        def bad(key: str, error: RecordError) -> None:
-            reported.append(key)
+    def bad(key: str, error: RecordError) -> None:
+        reported.append(key)
 
-        return read_view({e.key: e for e in client.get_prefix(keys.live)[1]}, keys, cache, bad)
+    decoder = Decoder(keys, bad)
+
+    def view() -> View:
+        return decoder.view({e.key: e for e in client.get_prefix(keys.live)[1]})
 
     assert view().round is not None
     client.put(keys.round, b"garbage")

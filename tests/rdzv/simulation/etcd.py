@@ -24,8 +24,9 @@ from lightning_dlrover.rdzv.etcd.operations import (
     Txn,
 )
 from lightning_dlrover.rdzv.job.records import Keys
+from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.rounds import View
-from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.live.view import Decoder
 
 from .kernel import Kernel, Process, Wake
 
@@ -62,11 +63,12 @@ class Etcd:
         self.entries: dict[str, KeyValue] = {}
         self.copies: list[dict[str, KeyValue]] = [{}]  # snapshots by revision
         self.views: list[View] = [View()]
+        self.outlooks: list[Outlook] = [Outlook()]
         self.history: list[Written] = []
         self.clients: list[Client] = []
         self.on_write: Callable[[Written], None] = lambda written: None
         self._leases: dict[int, tuple[float, float]] = {}  # time to live and expiry time by lease
-        self._cache: dict[str, Any] = {}
+        self._decoder = Decoder(keys, lambda key, error: None)
         self._num_leases = 0
 
     @property
@@ -114,7 +116,8 @@ class Etcd:
     def _commit(self, writer: str, changed: list[tuple[str, bytes | None]]) -> None:
         copy = dict(self.entries)
         self.copies.append(copy)
-        self.views.append(read_view(copy, self.keys, self._cache, lambda key, error: None))
+        self.views.append(self._decoder.view(copy))
+        self.outlooks.append(self._decoder.outlook(copy))
         for key, value in changed:
             written = Written(self.revision, self.kernel.now, writer, key, value)
             self.history.append(written)
@@ -198,7 +201,14 @@ class Client:
         self.clean_since = self.kernel.now
 
     def copy(self) -> tuple[dict[str, KeyValue], View]:
+        """All records, as the convener sees them."""
         return self.etcd.copies[self.seen], self.etcd.views[self.seen]
+
+    def shared(self) -> tuple[dict[str, KeyValue], Outlook]:
+        """The shared records, and what they tell every worker."""
+        prefix = self.etcd.keys.shared
+        entries = {key: entry for key, entry in self.etcd.copies[self.seen].items() if key.startswith(prefix)}
+        return entries, self.etcd.outlooks[self.seen]
 
     def follow(self) -> None:
         """Simulate the watch: one message at a time, each showing all writes until it was sent."""

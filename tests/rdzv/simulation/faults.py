@@ -13,7 +13,6 @@ from lightning_dlrover.rdzv.job.records import (
     PlanRecord,
     encode,
 )
-from lightning_dlrover.rdzv.live.convener import burial
 
 from .job import Job
 from .process import HANG_S, LEASE_S, Worker
@@ -191,9 +190,7 @@ def _slow_watch(job: Job) -> None:
 def _bury_alive(job: Job) -> None:
     if (worker := _any(job)) and job.etcd.up:
         job.kernel.log(worker.id, "is buried alive")
-        for write in burial(job.etcd.entries, job.keys, worker.id):
-            if job.kernel.rng.random() < 0.8:  # a burying worker may itself die in between
-                job.etcd.txn(write.compare, write.ops)
+        job.bury(worker.id, 0.8)
 
 
 def _unseat(job: Job) -> None:

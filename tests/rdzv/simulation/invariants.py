@@ -17,6 +17,7 @@
 - patience: An unplanned round leaves out only the dead, workers that stepped back for want of the state, workers that have not
   answered for `REGROUP_S` while etcd could be reached, and workers that others cannot reach. A worker that does not answer for
   longer is left out. Members that do not reach each other do not retry for ever.
+- told: A convener in undisturbed contact with etcd tells the others within half of `NOTICE_S` what they must know.
 - given-up: No worker waits for a round that another member gave up longer than half of `NOTICE_S` after it could know.
 - progress: After the last fault, every worker that can train does within `SETTLE_S`, and steps are made. No drained worker, and
   none without a record, still trains. A job below its minimum waits, and continues when there are enough workers again. No
@@ -38,6 +39,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
 )
 from lightning_dlrover.rdzv.live.member import Formation
+from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.rounds import (
     View,
     awaited,
@@ -85,11 +87,14 @@ class Checks:
         # Per round: times of the first and the last member's report of its failure.
         self._reports: dict[int, tuple[float, float]] = {}
         self._elected_at = 0.0
+        self._untold_since: float | None = None  # time since which the notice differs from the records
+        self._given_up_told: dict[int, float] = {}  # per round: time of the first notice that a member gave it up
 
     # --- writes
 
     def wrote(self, written: Written) -> None:
         keys = self.job.keys
+        self._follow_notice(written)
         if written.key == keys.round and written.value is not None:
             before = self.job.etcd.copies[written.revision - 1]
             round_ = decode(RoundRecord, written.value, written.key)
@@ -170,10 +175,26 @@ class Checks:
                     if seen.apart and not any(frozenset(pair) in seen.apart for pair in itertools.combinations(group, 2)):
                         raise Violation("patience", f"{new} tries again although {group} reach each other: {seen.apart}")
 
-    def convenes(self, worker: Worker, seen: View) -> None:
+    def _follow_notice(self, written: Written) -> None:
+        etcd = self.job.etcd
+        notice, view = etcd.outlooks[-1].notice, etcd.views[-1]
+        if notice is not None and notice == notice_of(view, notice.term):
+            self._untold_since = None
+        elif self._untold_since is None:
+            self._untold_since = written.at
+        if notice is not None and notice.given_up:
+            self._given_up_told.setdefault(notice.round_number, written.at)
+
+    def convenes(self, worker: Worker, entries: dict[str, KeyValue], seen: View) -> None:
         number = seen.round.number if seen.round else 0
-        election = worker.entries.get(self.job.keys.convener)
-        if number not in self._reports or election is None or election.value.decode() != worker.id:
+        election = entries.get(self.job.keys.convener)
+        if election is None or election.value.decode() != worker.id:
+            return
+        if self._untold_since is not None and election == self.job.etcd.entries.get(self.job.keys.convener):
+            since = max(self._untold_since, self._elected_at)
+            if self._should_know([worker.id], since, NOTICE_S / 2):
+                raise Violation("told", f"{worker.id} has kept to itself since {since:.1f} s what it knows")
+        if number not in self._reports:
             return
         since = max(self._reports[number][1], self._elected_at, worker.client.clean_since, self.job.etcd.back_since)
         if self.job.kernel.now - since > REGROUP_S + 4.0 and awaited(seen) and next_round(seen, 1e9) is not None:
@@ -183,7 +204,8 @@ class Checks:
         view = self.job.etcd.views[-1]
         if view.round is None or view.round.number != target.number or not any(w != worker.id for w in view.failed):
             return
-        if self._should_know([worker.id], self._reports[target.number][0], NOTICE_S / 2):
+        told_at = self._given_up_told.get(target.number)
+        if told_at is not None and self._should_know([worker.id], told_at, NOTICE_S / 2):
             raise Violation("given-up", f"{worker.id} still waits for {target}, given up by {view.failed}")
 
     # --- groups

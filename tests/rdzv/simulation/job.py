@@ -93,8 +93,7 @@ class Job:
 
         def bury() -> None:
             if node.alive and self.etcd.up:
-                for write in burial(self.etcd.entries, self.keys, worker.id):
-                    self.etcd.txn(write.compare, write.ops)
+                self.bury(worker.id)
 
         self.kernel.after(delay_s, bury)
         self._start_worker(node, delay_s + self.kernel.rng.random())
@@ -104,6 +103,13 @@ class Job:
         """Number of workers that are present or about to start, and not drained."""
         drains = self.etcd.views[-1].drains
         return self.restarting + sum(w.process.alive and w.id not in drains for w in self.workers.values())
+
+    def bury(self, worker_id: str, share: float = 1.0) -> None:
+        """Remove a worker's records, each with the probability `share`: a burying worker may itself die in between."""
+        if (record := self.etcd.entries.get(self.keys.workers + worker_id)) is not None:
+            for write in burial(record, self.etcd.entries.get(self.keys.convener), self.keys):
+                if share == 1.0 or self.kernel.rng.random() < share:
+                    self.etcd.txn(write.compare, write.ops)
 
     # --- connections
 

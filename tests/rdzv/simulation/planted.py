@@ -29,6 +29,7 @@ from lightning_dlrover.rdzv.live.convener import (
     Write,
 )
 from lightning_dlrover.rdzv.live.member import Member
+from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.rounds import (
     Patience,
     View,
@@ -111,17 +112,30 @@ def _() -> list[Patch]:
 def _() -> list[Patch]:
     """A convener that vanished stays in office for ever, because no worker unseats it either."""
 
-    def stand(self: Convener) -> Write:
-        write = original(self)
+    def candidacy(self: Convener, entries: Any, is_vacant: bool = False) -> Write | None:
+        write: Write | None = original(self, entries)
+        if write is None:
+            return None
         (put,) = write.ops
         assert isinstance(put, Put)
         return dataclasses.replace(write, ops=(dataclasses.replace(put, lease_id=0),))
 
-    original = Convener._stand
-    return [
-        mock.patch.object(Convener, "_stand", stand),
-        mock.patch.object(Convener, "_unseat", return_value=None),
-    ]
+    original = Convener.candidacy
+    return [mock.patch.object(Convener, "candidacy", candidacy)]
+
+
+@bug("the others are not told", "told")
+def _() -> list[Patch]:
+    """The convener writes a notice only together with a round."""
+
+    def make(original: Any) -> Any:
+        def next_write(self: Convener, *args: Any) -> Write | None:
+            write: Write | None = original(self, *args)
+            return None if write is not None and write.purpose == "notice" else write
+
+        return next_write
+
+    return [_replace(Convener, "next_write", make)]
 
 
 @bug("a lost office is not noticed", "fence", near=130)
@@ -343,7 +357,7 @@ def _() -> list[Patch]:
 def _() -> list[Patch]:
     """Members that form a round, or have formed it, do not see that another member gave it up."""
 
-    def is_void(self: Member, view: View, number: int) -> bool:
+    def is_void(self: Member, view: Outlook, number: int) -> bool:
         return view.round is not None and view.round.number > number
 
     return [mock.patch.object(Member, "is_void", is_void)]

@@ -19,6 +19,7 @@ from lightning_dlrover.rdzv.etcd.errors import (
 )
 from lightning_dlrover.rdzv.etcd.operations import (
     Delete,
+    KeyValue,
     Put,
     absent,
     modified,
@@ -46,9 +47,9 @@ from lightning_dlrover.rdzv.live.member import (
     VoidRoundError,
     WorldError,
 )
+from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.rounds import (
     Patience,
-    View,
 )
 
 from .etcd import Client
@@ -63,6 +64,7 @@ LEASE_S = 3.0
 TICK_S = 0.4
 FORM_TIMEOUT_S = 12.0
 COLLECTIVE_S = 5.0
+VACANCY_S = 5.0  # seconds between two checks that the convener is registered
 HANG_S = 2.0  # seconds until a connection to an unreachable peer is given up
 BATCH = 12  # samples per step
 PATIENCE = Patience(start_s=4.0, regroup_s=8.0)
@@ -186,8 +188,11 @@ class Worker:
         self.severed = False
         self.busy_until = 0.0  # end of the time in the user's code, without reaction to the job
         self.meeting: Meeting | None = None
-        self.view = View()
-        self.entries: dict[str, Any] = {}
+        self.view = Outlook()
+        self.shared: dict[str, Any] = {}  # entries that `view` was decoded from
+        self.overview_since = 0  # revision from which on this worker follows all records; 0: it is not in office
+        self._known: dict[str, KeyValue] = {}  # records of other workers that were read once
+        self._vacancy_checked_at = 0.0
         self.lease_id = 0
         self.clock_rate = 1.0 + (job.kernel.rng.random() - 0.5) * 0.02
         self.clock_start = job.kernel.rng.random() * 1e6
@@ -421,7 +426,9 @@ class Worker:
         self._wakes.append(wake)
         await wake
 
-    async def until(self, found: Callable[[View], T | None], probe: Sequence[str], timeout_s: float | None = None) -> T | None:
+    async def until(
+        self, found: Callable[[Outlook], T | None], probe: Sequence[str], timeout_s: float | None = None
+    ) -> T | None:
         end = self.kernel.now + timeout_s if timeout_s is not None else float("inf")
         while True:
             if self.evicted:
@@ -443,10 +450,12 @@ class Worker:
             job = JobRecord("starting", True, self.job.min_workers, self.job.max_workers, "1")
             await client.txn([absent(keys.job)], [Put(keys.job, encode(job))])
         client.seen = max(client.seen, await client.request(lambda: etcd.revision))
-        self.entries, self.view = client.copy()
-        state: WorkerState = "starting"
-        if self.view.survivors or self.view.in_state("standby", "ready"):
-            state = "standby"
+        self.shared, self.view = client.shared()
+        is_past_start = self.view.is_past_start
+        if keys.convener not in self.shared:
+            view = await client.request(lambda: etcd.views[-1])
+            is_past_start = bool(view.survivors or view.in_state("standby", "ready"))
+        state: WorkerState = "standby" if is_past_start else "starting"
         self._record = WorkerRecord(self.id, f"agent-{self.node}", "host", 1, 0, self.id, 1, state)
         put = Put(self.own_key, encode(self._record), self.lease_id)
         self._created = self._modified = (await client.txn([absent(self.own_key)], [put])).revision
@@ -518,9 +527,9 @@ class Worker:
 
     async def _refresh(self) -> None:
         self._dirty = False
-        self.entries, self.view = self.client.copy()
+        self.shared, self.view = self.client.shared()
         self.decided_at = self.client.seen
-        if self.registered and not self.evicted and (self.own_key not in self.entries or self._lease_lost):
+        if self.registered and not self.evicted and (self.own_key not in self.client.copy()[0] or self._lease_lost):
             self.evicted = await self.client.get(self.own_key) is None
             if self.evicted:
                 self.kernel.log(self.id, "notices that its record is gone")
@@ -546,9 +555,17 @@ class Worker:
             return
         if not self.client.healthy:
             self._convener.interrupt()
-        entries, view = self.entries, self.view
-        self.job.checks.convenes(self, view)
-        write = self._convener.next_write(entries, view, self.clock_start + self.kernel.now * self.clock_rate)
+        if not self._convener.is_in_office(self.shared):
+            self.overview_since = 0
+            write = self._convener.candidacy(self.shared, await self._is_vacant())
+        else:
+            if not self.overview_since:
+                self.overview_since = await self.client.request(lambda: self.job.etcd.revision)
+            if self.client.seen < self.overview_since:
+                return
+            entries, view = self.client.copy()
+            self.job.checks.convenes(self, entries, view)
+            write = self._convener.next_write(entries, view, self.clock_start + self.kernel.now * self.clock_rate)
         if write is None:
             return
         if write.round is not None:
@@ -559,11 +576,22 @@ class Worker:
             while write.may_succeed(self.client.copy()[0]) and self.kernel.now < deadline:
                 await self.pause(0.5)
 
+    async def _is_vacant(self) -> bool:
+        election = self.shared.get(self.job.keys.convener)
+        if election is None or self.kernel.now < self._vacancy_checked_at + VACANCY_S:
+            return False
+        self._vacancy_checked_at = self.kernel.now
+        return await self.client.get(self.job.keys.workers + election.value.decode()) is None
+
     async def bury_the_dead(self, suspects: Sequence[str]) -> None:
-        dead = [w for w in suspects if w in self.view.workers and self.job.refuses(self.id, w)]
+        dead = [w for w in suspects if w not in self.view.lost and self.job.refuses(self.id, w)]
         for worker_id in dead:
             try:
-                for write in burial(self.client.copy()[0], self.job.keys, worker_id):
+                key = self.job.keys.workers + worker_id
+                record = self._known.pop(worker_id, None) or await self.client.get(key)
+                if record is None:
+                    continue
+                for write in burial(record, await self.client.get(self.job.keys.convener), self.job.keys):
                     self.kernel.log(self.id, "buries", worker_id)
                     await self.client.txn(write.compare, write.ops)
             except EtcdUnavailableError:
@@ -581,11 +609,11 @@ class _Means:
         return self._worker.id
 
     @property
-    def view(self) -> View:
+    def view(self) -> Outlook:
         return self._worker.view
 
     async def until(
-        self, found: Callable[[View], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         result = await self._worker.until(found, probe, timeout_s)
         if result is None:

@@ -1,0 +1,115 @@
+"""Run the election of the convener, and its decisions in office, against etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.job.records import Keys, RecordError, RoundRecord
+from lightning_dlrover.rdzv.live.convener import Convener, Entries
+from lightning_dlrover.rdzv.live.overview import Overview
+from lightning_dlrover.rdzv.live.rounds import Patience, View
+
+__all__ = ["Office"]
+
+CAMPAIGN_PER_WORKER_S = 0.0005
+"""Seconds per member over which candidacies are spread after a convener's death: the first one spares the others theirs."""
+
+CHECK_S = 5.0
+"""Approximate seconds between two checks that the election key's holder is registered."""
+
+SIGHT_S = 5.0
+"""Maximum seconds until a write of this worker shows up in its copy of the records."""
+
+
+class Office:
+    """One worker's candidacy for convener, and its term. For use by one thread.
+
+    Args:
+        shared: mirror of `keys.shared`.
+        on_change: called when the records of other workers have changed, while this worker is in office.
+        bad: called with a record that cannot be read.
+        announce: called after this worker has written a round: with the view on which it was decided, the round, and the
+            seconds since that view had changed.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        worker_id: str,
+        lease_id: int,
+        patience: Patience,
+        shared: Mirror,
+        on_change: Callable[[], None],
+        bad: Callable[[str, RecordError], None],
+        announce: Callable[[View, RoundRecord, float], None],
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._convener = Convener(keys, worker_id, lease_id, patience)
+        self._shared = shared
+        self._announce = announce
+        self._overview = Overview(client, keys, on_change, bad)
+        self._stands_at: float | None = None  # time of this worker's candidacy, while there is no convener
+        self._holder_is_checked_at = time.monotonic() + CHECK_S
+
+    def act(self, num_members: int) -> None:
+        """Make this worker's next write on behalf of the job, if there is one.
+
+        Args:
+            num_members: approximate number of candidates.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        if not (self._shared.healthy and self._overview.is_healthy):
+            self._convener.was_cut_off(time.monotonic())
+        shared = self._shared.snapshot()
+        if not self._convener.is_in_office(shared):
+            self.step_down()
+            self._campaign(shared, num_members)
+            return
+        self._stands_at = None
+        # Read both together: the view must come from the revision that guards the next round.
+        entries, view, age_s = self._overview.look()
+        write = self._convener.next_write(entries, view, time.monotonic(), time.time())
+        if write is None or not self._client.txn(write.compare, write.ops).succeeded:
+            return
+        if write.round is not None:
+            self._announce(view, write.round, age_s)
+        # The next decision must see this write, or it would be repeated in vain.
+        with contextlib.suppress(TimeoutError):
+            self._overview.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
+
+    def step_down(self, timeout_s: float = 0.0) -> None:
+        """Stop following the records of other workers."""
+        self._overview.close(timeout_s)
+
+    def came_back(self, lease_id: int) -> None:
+        """Note that this worker has registered again, under another lease."""
+        self._convener.came_back(lease_id, time.monotonic())
+
+    def _campaign(self, shared: Entries, num_members: int) -> None:
+        if self._keys.convener in shared:
+            self._stands_at = None
+        elif self._stands_at is None:
+            self._stands_at = time.monotonic() + random.uniform(0.0, num_members * CAMPAIGN_PER_WORKER_S)
+        if self._stands_at is not None and time.monotonic() < self._stands_at:
+            return
+        write = self._convener.candidacy(shared, self._is_vacant(shared))
+        if write is not None and self._client.txn(write.compare, write.ops).succeeded:
+            with contextlib.suppress(TimeoutError):
+                self._shared.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
+
+    def _is_vacant(self, shared: Entries) -> bool:
+        """Whether the election key's holder has no record. Checked rarely: whoever removes its record also unseats it."""
+        election = shared.get(self._keys.convener)
+        if election is None or time.monotonic() < self._holder_is_checked_at:
+            return False
+        self._holder_is_checked_at = time.monotonic() + CHECK_S * random.uniform(0.8, 1.2)
+        return self._client.get(self._keys.workers + election.value.decode(errors="replace")) is None
