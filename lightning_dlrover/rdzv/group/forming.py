@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -227,7 +228,7 @@ class Forming:
         rank, size = workers.index(self._membership.worker_id), len(workers)
         timeout = timedelta(seconds=self._config.collective_timeout_s)
 
-        def group_on(store: Store) -> dist.ProcessGroupGloo:
+        def group_on(store: Store) -> Any:
             late = torch_names.late_gloo(store, rank, size, timeout) if connects_late else None
             return dist.ProcessGroupGloo(store, rank, size, timeout) if late is None else late
 

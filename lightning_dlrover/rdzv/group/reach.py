@@ -67,22 +67,18 @@ class Patrol:
             num_answers = min(num_answers, 2 ** min(int(now - self._began), 10))
             self._next_look = now + num_answers * self._interval_s
         probers = set(view.round.members) if view.round is not None else set()
-        self._bury(dead_beside(me, self._workers, probers, self._knock, num_answers))
-
-    def _knock(self, workers: list[str]) -> Mapping[str, Answer]:
-        known, here = self._membership.view.workers, socket.gethostname()
-        records = [known[w] for w in workers if w in known]
-        # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
-        return answers([r for r in records if r.host == here or r.worker_id in self._membership.reached], DEAD_S)
-
-    def _bury(self, dead: list[str]) -> None:
-        if not dead:
-            return
         try:
-            self._membership.bury(dead)
+            if dead := dead_beside(me, self._workers, probers, self._knock, num_answers):
+                self._membership.bury(dead)
         except EtcdUnavailableError as error:
             # A dead worker stays dead: the next probe or its lease expiry removes the record.
-            log.debug("could not bury %s: %s", dead, error)
+            log.debug("could not bury the dead: %s", error)
+
+    def _knock(self, workers: list[str]) -> Mapping[str, Answer]:
+        lost, here = set(self._membership.view.lost), socket.gethostname()
+        records = self._membership.records(w for w in workers if w not in lost).values()
+        # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
+        return answers([r for r in records if r.host == here or r.worker_id in self._membership.reached], DEAD_S)
 
 
 class Reach:
@@ -138,10 +134,11 @@ class Neighbour:
             return
         self._next_probe = time.monotonic() + PROBE_INTERVAL_S
         neighbour = formation.round.members[(formation.rank + 1) % formation.size]
-        record = self._membership.view.workers.get(neighbour)
-        answer = answers([record], DEAD_S)[neighbour] if record is not None else "accepts"
-        if answer == "refuses":
-            with contextlib.suppress(EtcdUnavailableError):  # see `Patrol`
+        answer: Answer = "accepts"
+        with contextlib.suppress(EtcdUnavailableError):  # see `Patrol`
+            if neighbour not in self._membership.view.lost:
+                answer = answers(self._membership.records([neighbour]).values(), DEAD_S).get(neighbour, answer)
+            if answer == "refuses":
                 self._membership.bury([neighbour])
         if answer != "silent":
             self._silent_since = None
