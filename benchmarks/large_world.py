@@ -48,8 +48,8 @@ PAUSE_S = 0.5
 SETTLED_STEPS = 3
 MAX_FILES = 1024
 AT_ONCE = 10  # workers that are started together, as the nodes of a cluster do not all come in the same millisecond
-START_TIMEOUT_S = 300.0
-CHANGE_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 60.0
+CHANGE_TIMEOUT_S = 40.0
 NURSERY = Path(__file__).with_name("large_world_workers.py")
 
 

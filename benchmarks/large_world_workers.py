@@ -73,6 +73,7 @@ def _fork(folder: Path, index: int, work: Callable[[Callable[..., None]], None])
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != nursery:
             os._exit(1)
+        os.nice(int(os.environ.get("NICE", "10")))  # etcd would not share a worker's processor
         resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
         output = os.open(folder / f"{index}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -44,7 +44,10 @@ PROBE_INTERVAL_S = 0.1
 """Seconds between two looks for dead workers while a round is formed."""
 
 LOOK_S = 0.003
-"""Seconds between two looks for the hellos of up to `FEW` workers; longer for more."""
+"""Minimum seconds between two looks for the hellos of all members."""
+
+LOOK_S_PER_WORKER = 0.0005
+"""The same for each member: the store of rank 0 serves a limited number of looks per second."""
 
 CHECK_S = 0.02
 """Seconds between two checks whether a round of up to `FEW` workers is void while gloo connects; longer for more."""
@@ -162,7 +165,8 @@ class Forming:
             # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
             # because the process may die just then.
             with contextlib.suppress(OSError, dist.DistError):
-                store = _store_at(target, 1.0)
+                # Rank 0 serves all workers, which connect in one moment.
+                store = _store_at(target, 1.0, CONNECT_TIMEOUT_S * max(1.0, len(target.members) / FEW))
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
                 return store
             if len(target.members) > FEW:
@@ -176,7 +180,7 @@ class Forming:
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
                     f"{target.store_address}:{target.store_port}",
                 )
-            self._pause(0.02)
+            self._pause(0.02 * max(1.0, len(target.members) / FEW))
 
     def _can_all_meet(self, target: RoundRecord, hellos: Mapping[str, bytes]) -> bool:
         try:
@@ -205,7 +209,7 @@ class Forming:
                     f"round {target.number}: waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
                 )
             # The store's own wait cannot be interrupted, and prints every timeout to stderr.
-            time.sleep(LOOK_S * max(1.0, len(target.members) / FEW))
+            time.sleep(max(LOOK_S, LOOK_S_PER_WORKER * len(target.members)))
 
     def _connect_gloo(
         self,
@@ -270,13 +274,13 @@ def _connect_briefly(target: RoundRecord) -> Store | None:
     return None
 
 
-def _store_at(target: RoundRecord, answer_s: float) -> TCPStore:
-    """Connect to a round's store; its port must respond within `answer_s`."""
+def _store_at(target: RoundRecord, answer_s: float, connect_s: float = CONNECT_TIMEOUT_S) -> TCPStore:
+    """Connect to a round's store within `connect_s`; its port must respond within `answer_s`."""
     socket.create_connection((target.store_address, target.store_port), timeout=answer_s).close()
     return TCPStore(
         target.store_address,
         target.store_port,
         is_master=False,
         wait_for_workers=False,
-        timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+        timeout=timedelta(seconds=connect_s),
     )

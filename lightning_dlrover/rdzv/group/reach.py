@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.member import Member, UnreachableError
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.probe import Answer, answers, dead_beside, silent_workers
@@ -21,11 +21,17 @@ log = logging.getLogger(__name__)
 PROBE_INTERVAL_S = 0.3
 """Seconds between two probes of the next rank's process."""
 
+CALM_INTERVAL_S = 1.0
+"""The same among more than `FEW` workers, where the collectives of a step seldom wait for the next rank alone."""
+
 OUT_OF_REACH_S = 5.0
 """Seconds without a response from another worker, not even a refusal, after which this worker counts as cut off from it."""
 
 FEW = 16
 """Maximum number of workers that are all probed by each other, and connected before a round begins."""
+
+DOUBLED_S = 3.0
+"""Seconds of a wait after which a worker wants twice as many answers of others."""
 
 DEAD_S = 0.3
 """Seconds to wait for a response of a worker that may be dead."""
@@ -35,18 +41,19 @@ class Patrol:
     """Look for dead workers during one wait, at a cost for each worker that does not grow with their number.
 
     Up to `FEW` workers are all probed every time. Of more, a worker probes those after it in the ring until one answers. The
-    number of answers that it wants doubles every second, because another worker may not probe yet, or may not know whether a
-    firewall refuses. It probes the less often, so that the number of connections per second stays the same.
+    number of answers that it wants doubles every few seconds, because another worker may not probe yet, or may not know whether
+    a firewall refuses. It probes the less often, so that the number of connections per second stays the same.
 
     Args:
         workers: the suspects, in an order that all who look for them share.
-        interval_s: seconds between two looks.
+        interval_s: seconds between two looks at up to `FEW` workers; among more it is `PROBE_INTERVAL_S` or longer.
     """
 
     def __init__(self, membership: Membership, workers: Sequence[str], interval_s: float) -> None:
         self._membership = membership
         self._workers = workers
-        self._interval_s = interval_s
+        self._interval_s = interval_s if len(workers) <= FEW else PROBE_INTERVAL_S
+        self._records: dict[str, WorkerRecord] = {}  # decoded once
         self._began = time.monotonic()
         self._next_look = 0.0
 
@@ -64,7 +71,7 @@ class Patrol:
         num_answers = len(self._workers)
         self._next_look = now + self._interval_s
         if num_answers > FEW:
-            num_answers = min(num_answers, 2 ** min(int(now - self._began), 10))
+            num_answers = min(num_answers, 2 ** min(int((now - self._began) / DOUBLED_S), 10))
             self._next_look = now + num_answers * self._interval_s
         probers = set(view.round.members) if view.round is not None else set()
         try:
@@ -76,7 +83,8 @@ class Patrol:
 
     def _knock(self, workers: list[str]) -> Mapping[str, Answer]:
         lost, here = set(self._membership.view.lost), socket.gethostname()
-        records = self._membership.records(w for w in workers if w not in lost).values()
+        self._records |= self._membership.records(w for w in workers if w not in lost and w not in self._records)
+        records = [self._records[w] for w in workers if w in self._records and w not in lost]
         # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
         return answers([r for r in records if r.host == here or r.worker_id in self._membership.reached], DEAD_S)
 
@@ -132,7 +140,7 @@ class Neighbour:
         formation = self._member.formation
         if formation is None or self._member.forming or formation.size == 1 or time.monotonic() < self._next_probe:
             return
-        self._next_probe = time.monotonic() + PROBE_INTERVAL_S
+        self._next_probe = time.monotonic() + (PROBE_INTERVAL_S if formation.size <= FEW else CALM_INTERVAL_S)
         neighbour = formation.round.members[(formation.rank + 1) % formation.size]
         answer: Answer = "accepts"
         with contextlib.suppress(EtcdUnavailableError):  # see `Patrol`

@@ -86,9 +86,9 @@ def late_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     Creating it needs one request to the store, and each pair of workers that comes to exchange a message two more. A backend
     that connects all pairs at once needs as many sockets in each worker as there are workers.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     try:
-        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # type: ignore[call-arg]
+        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
     except TypeError:
         return None
     options._timeout = timeout
