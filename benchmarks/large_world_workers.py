@@ -33,6 +33,9 @@ __all__ = ["MAX_FILES", "NO_END"]
 MAX_FILES = 1024
 """Open files that a worker may have, as with `ulimit -n 1024`."""
 
+ETCD_TIMEOUT_S = 30.0
+"""Limit on etcd's response: all workers and etcd share a few processors."""
+
 NO_END = 1_000_000
 """Steps of a job that ends with the benchmark."""
 
@@ -41,7 +44,7 @@ PR_SET_PDEATHSIG = 1
 
 def live_worker(write: Callable[..., None], endpoint: str, run_id: str, index: int, pause_s: float, most: int) -> None:
     """Train in a live job: one small reduction and a pause for each step."""
-    config = WorldConfig(EtcdConfig(endpoint), run_id, DEFAULT_PREFIX, f"a{index}", 0, 1, most, "1", start_timeout_s=300.0)
+    config = WorldConfig(EtcdConfig(endpoint, timeout_s=ETCD_TIMEOUT_S), run_id, DEFAULT_PREFIX, f"a{index}", 0, 1, most, "1", start_timeout_s=300.0)
     model = torch.nn.Linear(4, 4)
     with World(config) as world:
         for step in world.steps(NO_END, model=model):
@@ -73,7 +76,7 @@ def _fork(folder: Path, index: int, work: Callable[[Callable[..., None]], None])
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != nursery:
             os._exit(1)
-        os.nice(int(os.environ.get("NICE", "10")))  # etcd would not share a worker's processor
+        os.nice(10)  # etcd would not share a worker's processor
         resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
         output = os.open(folder / f"{index}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
