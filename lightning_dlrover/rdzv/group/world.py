@@ -370,8 +370,7 @@ class World:
 
         Args:
             check_every: steps until this worker wants to vote again; the maximum over all members applies.
-            wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`. At most
-                30, and 8 more for each member.
+            wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`.
             place: number of the next step; must be equal on all members.
         """
         assert self._vote is None
