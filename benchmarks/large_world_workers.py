@@ -10,6 +10,7 @@ and the memory that these take. Run with the folder for the workers' records as 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -36,6 +37,9 @@ MAX_FILES = 1024
 ETCD_TIMEOUT_S = 30.0
 """Limit on etcd's response: all workers and etcd share a few processors."""
 
+LEASE_TTL_S = 30.0
+"""Long, so that no lease expires on a busy machine. A killed worker is detected by other means."""
+
 NO_END = 1_000_000
 """Steps of a job that ends with the benchmark."""
 
@@ -44,7 +48,10 @@ PR_SET_PDEATHSIG = 1
 
 def live_worker(write: Callable[..., None], endpoint: str, run_id: str, index: int, pause_s: float, most: int) -> None:
     """Train in a live job: one small reduction and a pause for each step."""
-    config = WorldConfig(EtcdConfig(endpoint, timeout_s=ETCD_TIMEOUT_S), run_id, DEFAULT_PREFIX, f"a{index}", 0, 1, most, "1", start_timeout_s=300.0)
+    etcd = EtcdConfig(endpoint, timeout_s=ETCD_TIMEOUT_S)
+    config = WorldConfig(
+        etcd, run_id, DEFAULT_PREFIX, f"a{index}", 0, 1, most, "1", lease_ttl_s=LEASE_TTL_S, start_timeout_s=300.0
+    )
     model = torch.nn.Linear(4, 4)
     with World(config) as world:
         for step in world.steps(NO_END, model=model):
@@ -108,11 +115,18 @@ def main() -> None:
     for line in sys.stdin:
         match line.split():
             case ["live", index, endpoint, run_id, pause_s, most]:
-                arguments = (endpoint, run_id, int(index), float(pause_s), int(most))
-                print(_fork(folder, int(index), lambda write, a=arguments: live_worker(write, *a)), flush=True)
+                work = functools.partial(
+                    live_worker,
+                    endpoint=endpoint,
+                    run_id=run_id,
+                    index=int(index),
+                    pause_s=float(pause_s),
+                    most=int(most),
+                )
+                print(_fork(folder, int(index), work), flush=True)
             case ["stock", rank, size, port, start_at]:
-                ranks = (int(rank), int(size), int(port), float(start_at))
-                print(_fork(folder, int(rank), lambda write, a=ranks: stock_rank(write, *a)), flush=True)
+                work = functools.partial(stock_rank, rank=int(rank), size=int(size), port=int(port), start_at=float(start_at))
+                print(_fork(folder, int(rank), work), flush=True)
             case other:
                 raise ValueError(f"unknown command: {other}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 import time
@@ -58,7 +59,7 @@ def test_living_workers_find_all_dead_ones_together(size: int, share: float) -> 
         dead = {w for w in workers[1:] if dice.random() < share}
         found: set[str] = set()
         for living in set(workers) - dead:
-            found.update(dead_beside(living, workers, workers, lambda asked, d=dead: answers_of(asked, d)))
+            found.update(dead_beside(living, workers, workers, functools.partial(answers_of, dead=dead)))
         assert found == dead
 
 
