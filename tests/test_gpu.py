@@ -189,7 +189,8 @@ def test_vote_does_not_wait_for_the_stream(device: str) -> None:
         meeting = Meeting(group, rank, 2, 16, lambda: 0, lambda: None, lambda: "", lambda: True, lambda: None)
         try:
             purpose = Purpose("the vote between two steps", "step 1", shown(sys._getframe()))
-            return meeting.counted(meeting.vote(purpose, [5 + rank, -rank]), 2)
+            ballot = [5 + rank, -rank]
+            return meeting.counted(meeting.vote(purpose, ballot), ballot)
         finally:
             meeting.close()
 

@@ -11,14 +11,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, as_gloo, inet_sockets, num_begun
 from lightning_dlrover.rdzv.group.groups import RoundGroups
+from lightning_dlrover.rdzv.group.hellos import missing_hellos, publish_hello, read_hellos
 from lightning_dlrover.rdzv.group.meeting import Meeting
-from lightning_dlrover.rdzv.group.reach import Reach
+from lightning_dlrover.rdzv.group.reach import FEW, Patrol, Reach
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import CannotMeetError, EvictedError, Formation, Member, RoundEndedError, VoidRoundError
@@ -32,7 +35,22 @@ CONNECT_TIMEOUT_S = 0.5
 """Seconds for one attempt to reach the store of a round."""
 
 VOTE_ROOM = 32, 8
-"""Maximum numbers in a vote: a constant part, and a part for each worker of the round."""
+"""Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
+
+SHORT_VOTE = 4
+"""Numbers in the first message of a vote among more than `FEW` workers. Gloo sends each number around the ring by itself."""
+
+PROBE_INTERVAL_S = 0.1
+"""Seconds between two looks for dead workers while a round is formed."""
+
+LOOK_S = 0.003
+"""Minimum seconds between two looks for the hellos of all members."""
+
+LOOK_S_PER_WORKER = 0.0005
+"""The same for each member: the store of rank 0 serves a limited number of looks per second."""
+
+CHECK_S = 0.02
+"""Seconds between two checks whether a round of up to `FEW` workers is void while gloo connects; longer for more."""
 
 
 class Forming:
@@ -76,17 +94,16 @@ class Forming:
             check = functools.partial(self._raise_if_void, target)
             store = self._connect(target, deadline, check)
             rendezvous = PrefixStore(f"round/{target.number}", store)
-            rendezvous.set(f"hello/{me}", hello.decode())
+            publish_hello(rendezvous, target.members, me, hello)
             hellos = self._await_hellos(target, rendezvous, deadline)
             # Checked before any member connects: the others would wait for a member that has left again.
             if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
-            gloo = self._connect_gloo(target, PrefixStore("gloo", rendezvous), deadline, target.members, check)
-            self._groups.add(gloo)
-            control = None
-            if len(target.members) > 1:
-                control = self._connect_gloo(target, PrefixStore("meeting", rendezvous), deadline, target.members, check)
-                self._groups.add(control)
+            names = ["gloo", "meeting"] if len(target.members) > 1 else ["gloo"]
+            stores = [PrefixStore(name, rendezvous) for name in names]
+            gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, len(target.members) > FEW)
+            for group in (gloo, *control):
+                self._groups.add(group)
             with as_gloo(gloo):
                 dist.init_process_group(
                     self._backend,
@@ -100,22 +117,23 @@ class Forming:
             self._sockets.sever(target.number, quietly=True)
             raise
         finally:
-            self._sockets.end_forming()
+            self._sockets.end_forming(connects_late=len(target.members) > FEW)
         # The round may have ended before its sockets were recorded.
         self._sockets.follow(self._membership.view, self._membership.evicted)
         formation = Formation(target, hellos, rank)
-        if control is None:
+        if not control:
             return formation, None
         meeting = Meeting(
-            control,
+            control[0],
             rank,
             formation.size,
-            VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
+            SHORT_VOTE if formation.size > FEW else VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
             begun=functools.partial(num_begun, gloo, "nccl" in self._backend),
             connect=functools.partial(_connect_briefly, target),
             activity=activity,
             is_in_step=is_in_step,
             sever=functools.partial(self._sockets.sever, target.number),
+            connects_late=formation.size > FEW,
         )
         return formation, meeting
 
@@ -134,22 +152,27 @@ class Forming:
                 raise RoundEndedError(f"round {target.number}: {', '.join(gone)} ended while {name} was being connected")
 
         store = PrefixStore(f"round/{target.number}/{name}", self._connect(target, deadline, raise_if_over))
-        group = self._connect_gloo(target, store, deadline, workers, raise_if_over)
+        [group] = self._connect_gloo(target, [store], deadline, workers, raise_if_over, connects_late=False)
         self._groups.add(group)
         self._sockets.add_beside(known)
         raise_if_over()  # the round may have ended before the sockets were recorded
         return group
 
     def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
+        patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S)
         while True:
             check()
             # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
             # because the process may die just then.
             with contextlib.suppress(OSError, dist.DistError):
-                store = _store_at(target, 1.0)
+                # Rank 0 serves all workers, which connect in one moment.
+                store = _store_at(target, 1.0, CONNECT_TIMEOUT_S * max(1.0, len(target.members) / FEW))
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
                 return store
-            self._membership.bury_the_dead(target.members[:1])
+            if len(target.members) > FEW:
+                patrol.look()  # not all workers at once bury rank 0
+            else:
+                self._membership.bury_the_dead(target.members[:1])
             self._reach.raise_if_silent(target)
             if time.monotonic() > deadline:
                 raise self._reach.too_late(
@@ -157,7 +180,7 @@ class Forming:
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
                     f"{target.store_address}:{target.store_port}",
                 )
-            self._pause(0.02)
+            self._pause(0.02 * max(1.0, len(target.members) / FEW))
 
     def _can_all_meet(self, target: RoundRecord, hellos: Mapping[str, bytes]) -> bool:
         try:
@@ -168,51 +191,65 @@ class Forming:
             return False
 
     def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
-        missing = list(target.members)
-        next_probe = time.monotonic() + 0.1
+        patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S).pause()
         while True:
-            missing = [w for w in missing if not store.check([f"hello/{w}"])]
-            if not missing:
-                return {w: store.get(f"hello/{w}") for w in target.members}
+            try:
+                if (hellos := read_hellos(store, target.members)) is not None:
+                    return hellos
+            except ValueError as error:
+                log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
+                raise CannotMeetError from error
             self._raise_if_void(target)
-            if time.monotonic() > next_probe:
-                next_probe = time.monotonic() + 0.1
-                self._membership.bury_the_dead(missing)
+            patrol.look()
             self._reach.raise_if_silent(target)
             if time.monotonic() > deadline:
+                missing = missing_hellos(store, target.members)
                 raise self._reach.too_late(
                     target,
                     f"round {target.number}: waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
                 )
             # The store's own wait cannot be interrupted, and prints every timeout to stderr.
-            self._pause(0.003)
+            time.sleep(max(LOOK_S, LOOK_S_PER_WORKER * len(target.members)))
 
     def _connect_gloo(
-        self, target: RoundRecord, store: Store, deadline: float, workers: Sequence[str], check: Callable[[], None]
-    ) -> dist.ProcessGroupGloo:
-        """Connect gloo among the members of a round, or other workers.
+        self,
+        target: RoundRecord,
+        stores: Sequence[Store],
+        deadline: float,
+        workers: Sequence[str],
+        check: Callable[[], None],
+        connects_late: bool,
+    ) -> list[dist.ProcessGroupGloo]:
+        """Connect gloo among the members of a round, or other workers: one group for each store.
+
+        Groups that connect late have connected each worker with as many others as a barrier needs.
 
         Gloo waits for a dead member as long as for a slow one, several times the timeout of a collective. While it waits for
         the other side to connect there is no socket to shut down. So it waits in a thread of its own, which is abandoned if the
         round becomes void.
         """
-        connected: Future[dist.ProcessGroupGloo] = Future()
+        connected: Future[list[dist.ProcessGroupGloo]] = Future()
+        rank, size = workers.index(self._membership.worker_id), len(workers)
+        timeout = timedelta(seconds=self._config.collective_timeout_s)
+
+        def group_on(store: Store) -> Any:
+            late = torch_names.late_gloo(store, rank, size, timeout) if connects_late else None
+            return dist.ProcessGroupGloo(store, rank, size, timeout) if late is None else late
 
         def connect() -> None:
-            timeout = timedelta(seconds=self._config.collective_timeout_s)
             try:
-                rank = workers.index(self._membership.worker_id)
-                connected.set_result(dist.ProcessGroupGloo(store, rank, len(workers), timeout))
+                groups = [group_on(store) for store in stores]
+                if connects_late:
+                    groups[0].barrier().wait()
+                connected.set_result(groups)
             except BaseException as error:
                 connected.set_exception(error)
 
         threading.Thread(target=connect, name="dlrover-connect", daemon=True).start()
-        next_probe = time.monotonic() + 0.1
-        while not wait([connected], timeout=0.02).done:
+        patrol = Patrol(self._membership, workers, PROBE_INTERVAL_S).pause()
+        while not wait([connected], timeout=CHECK_S * max(1.0, size / FEW)).done:
             check()
-            if time.monotonic() > next_probe:
-                next_probe = time.monotonic() + 0.1
-                self._membership.bury_the_dead(workers)
+            patrol.look()
             self._reach.raise_if_silent(target)
             if time.monotonic() > deadline:
                 raise self._reach.too_late(target, f"round {target.number}: the workers could not connect to each other")
@@ -237,13 +274,13 @@ def _connect_briefly(target: RoundRecord) -> Store | None:
     return None
 
 
-def _store_at(target: RoundRecord, answer_s: float) -> TCPStore:
-    """Connect to a round's store; its port must respond within `answer_s`."""
+def _store_at(target: RoundRecord, answer_s: float, connect_s: float = CONNECT_TIMEOUT_S) -> TCPStore:
+    """Connect to a round's store within `connect_s`; its port must respond within `answer_s`."""
     socket.create_connection((target.store_address, target.store_port), timeout=answer_s).close()
     return TCPStore(
         target.store_address,
         target.store_port,
         is_master=False,
         wait_for_workers=False,
-        timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+        timeout=timedelta(seconds=connect_s),
     )

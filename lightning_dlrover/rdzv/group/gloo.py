@@ -8,6 +8,7 @@ import gc
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -121,14 +122,17 @@ class RoundSockets:
         server: this worker's store; its connections are spared.
         etcd: etcd's endpoints; connections to them are spared.
         has_nccl: whether groups must also be aborted.
+        timeout_s: timeout of the groups, by which sockets that gloo opens during a round are recognised.
     """
 
-    def __init__(self, member: Member, server: StoreServer, etcd: str, has_nccl: bool) -> None:
+    def __init__(self, member: Member, server: StoreServer, etcd: str, has_nccl: bool, timeout_s: float) -> None:
         self.are_severed = False
         self._member = member
         self._server = server
         self._etcd_ports = {port for _, port in parse_endpoints(etcd)}
         self._has_nccl = has_nccl
+        self._timeout_s = timeout_s
+        self._connects_late = False  # gloo opens sockets during the round, too
         self._lock = threading.Lock()
         self._sockets: list[tuple[int, int]] = []  # (fd, inode) of the group's connections
         self._known_inodes: set[int] = set()  # inodes of sockets that are older than the group
@@ -138,7 +142,7 @@ class RoundSockets:
     def owned(self) -> list[tuple[int, int]]:
         """(fd, inode) of the sockets that forked children must not keep: their copies would hide our death from the peers."""
         with self._lock:
-            return [self._server.listener, *self._sockets]
+            return [self._server.listener, *self._sockets, *self._opened_late()]
 
     @property
     def are_severed_for_good(self) -> bool:
@@ -151,12 +155,18 @@ class RoundSockets:
             self._member.number = number
             self._known_inodes = set(inet_sockets().values())
             self._sockets = []
+            self._connects_late = False
             self.are_severed = False
             self._member.forming = True
 
-    def end_forming(self) -> None:
-        """Note that the round is formed, or was given up."""
+    def end_forming(self, connects_late: bool = False) -> None:
+        """Note that the round is formed, or was given up.
+
+        Args:
+            connects_late: whether gloo connects some workers only when they exchange their first message.
+        """
         with self._lock:
+            self._connects_late = connects_late
             # Both change together: a thread that severs the group in between would find no sockets, and not try again.
             self._sockets = _sockets_beside(self._known_inodes)
             self._member.forming = False
@@ -191,12 +201,18 @@ class RoundSockets:
             if self._member.forming:
                 doomed = _sockets_beside(self._known_inodes)
             else:
-                doomed, self._sockets = self._sockets, []
+                doomed, self._sockets = [*self._sockets, *self._opened_late()], []
             for fd, inode in doomed:
                 shut_down(fd, inode, self._etcd_ports, self._server.port)
             if not quietly and self._has_nccl and dist.is_initialized():
                 with contextlib.suppress(RuntimeError):
                     torch_names.abort_process_group()
+
+    def _opened_late(self) -> list[tuple[int, int]]:
+        if not self._connects_late:
+            return []
+        known = self._known_inodes.union(inode for _, inode in self._sockets)
+        return [(fd, inode) for fd, inode in _sockets_beside(known) if _receive_timeout_s(fd) == int(self._timeout_s)]
 
     def destroy_group(self) -> None:
         """Leave the default group, if there is one."""
@@ -209,6 +225,16 @@ class RoundSockets:
         # are closed, but they notice the shutdown.
         self.sever(self._member.number, quietly=True)
         dist.destroy_process_group()
+
+
+def _receive_timeout_s(fd: int) -> int:
+    """Return the whole seconds of a socket's receive timeout, 0 if it has none. Gloo sets it, Python's own sockets do not."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            seconds: int = struct.unpack("ll", sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))[0]
+            return seconds
+    except OSError:
+        return 0  # closed meanwhile
 
 
 def _sockets_beside(known_inodes: set[int]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_dlrover.rdzv.group import waits
 from lightning_dlrover.rdzv.group.meeting import Meeting
 
 __all__ = ["MESSAGES", "OPERATIONS", "compare_with"]
@@ -78,6 +79,8 @@ def _as_message(original: Callable[..., Any]) -> Callable[..., Any]:
         find = _find_meeting()
         meeting = find() if find is not None else None
         with meeting.one_message(self, tensors) if meeting is not None else contextlib.nullcontext():
+            if meeting is not None and meeting.connects_late and self is dist.group.WORLD:
+                return waits.begin(lambda: original(self, tensors, *args, **kwargs))
             return original(self, tensors, *args, **kwargs)
 
     return begin

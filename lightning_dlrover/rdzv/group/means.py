@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.reach import Patrol
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
 from lightning_dlrover.rdzv.live.member import (
     CannotMeetError,
@@ -29,6 +30,9 @@ T = TypeVar("T")
 
 NEWS_S = 3.0
 """Seconds of waiting after which a worker logs the reason."""
+
+PROBE_INTERVAL_S = 0.05
+"""Seconds between two probes of workers during a wait."""
 
 FULL_PAUSE_S = 0.2
 """Seconds between two attempts to write a record while etcd's database is full."""
@@ -69,17 +73,15 @@ class BlockingMeans:
         self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         membership = self._membership
-        last_probe = time.monotonic()
-        news_at = last_probe + NEWS_S
+        news_at = time.monotonic() + NEWS_S
+        patrol = Patrol(membership, probe, PROBE_INTERVAL_S).pause()
 
         def tick() -> None:
-            nonlocal last_probe, news_at
+            nonlocal news_at
             if time.monotonic() > news_at:
                 news_at = float("inf")
                 self._report_wait(what)
-            if probe and time.monotonic() - last_probe > 0.05:
-                last_probe = time.monotonic()
-                membership.bury_the_dead(probe)
+            patrol.look()
 
         try:
             limit_s = timeout_s or self._config.wait_timeout_s
@@ -102,7 +104,7 @@ class BlockingMeans:
                 time.sleep(FULL_PAUSE_S)  # a full etcd refuses writes at once
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        self._membership.bury_the_dead(workers)
+        Patrol(self._membership, workers, PROBE_INTERVAL_S).look()
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
         return self._out_of_reach(workers)

@@ -66,6 +66,9 @@ POLL_S = 0.005
 NUM_COMPARED = 16
 """Number of workers in one read of counts; the next read continues with the next workers."""
 
+LOOKS_PER_S = 256
+"""Maximum number of looks of all workers per second. The store of rank 0 serves them all, with up to five requests each."""
+
 NUM_HEADER = 4
 """Numbers in a vote's header: key and number of begun collectives, each once more with the opposite sign."""
 
@@ -154,12 +157,13 @@ class Meeting:
 
     Args:
         group: a group of this round's members, for no other use.
-        capacity: maximum numbers in a vote; equal on all workers.
+        capacity: numbers in the first message of a vote; equal on all workers.
         begun: returns the number of collectives and messages that this worker has begun in the round's group.
         connect: opens a connection to the round's store, without a long wait; None if it cannot be reached.
         activity: describes this worker's current activity.
         is_in_step: returns whether this worker is inside a training step.
         sever: ends this worker's pending collective; called after all workers have agreed on `mismatch`.
+        connects_late: whether the round's group connects two workers only at their first message.
     """
 
     def __init__(
@@ -173,8 +177,10 @@ class Meeting:
         activity: Callable[[], str],
         is_in_step: Callable[[], bool],
         sever: Callable[[], None],
+        connects_late: bool = False,
     ) -> None:
         self.mismatch: MismatchError | None = None
+        self.connects_late = connects_late
         self._group: Any = group  # None once the round is over
         self._rank, self._size = rank, size
         self._length = NUM_HEADER + capacity
@@ -259,17 +265,24 @@ class Meeting:
 
     def vote(self, purpose: Purpose, ballot: Sequence[int]) -> tuple[int, dist.Work, torch.Tensor]:
         """Start the vote for the minimum of all workers' numbers; pass the result to `counted`."""
-        return self._reduce(purpose, ballot)
+        return self._reduce(purpose, ballot[: self._length - NUM_HEADER])
 
-    def counted(self, vote: tuple[int, dist.Work, torch.Tensor], size: int) -> list[int]:
-        """Wait for a vote of `size` numbers and return its result.
+    def counted(self, vote: tuple[int, dist.Work, torch.Tensor], ballot: Sequence[int]) -> list[int]:
+        """Wait for the vote with this ballot and return its result.
+
+        All workers have as many numbers. Those that had no room in the first message are reduced only now.
 
         Raises:
             MismatchError: other workers did not vote, or began other collectives before it.
         """
         self._await(vote)
-        result: list[int] = vote[2][NUM_HEADER : NUM_HEADER + size].tolist()
-        return result
+        room = self._length - NUM_HEADER
+        result: list[int] = vote[2][NUM_HEADER : NUM_HEADER + len(ballot)].tolist()
+        if len(ballot) <= room:
+            return result
+        rest = torch.tensor(ballot[room:], dtype=torch.int64)
+        waits.wait_for(self._group_now().allreduce([rest], self._options))
+        return result + rest.tolist()
 
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
         """Compare a collective that is begun through `torch.distributed`, if all workers take part in it."""
@@ -370,11 +383,7 @@ class Meeting:
     def _reduce(self, purpose: Purpose, ballot: Sequence[int]) -> tuple[int, dist.Work, torch.Tensor]:
         if (mismatch := self.await_mismatch()) is not None:
             raise mismatch
-        group = self._group
-        if group is None:
-            raise WorldError("the round has ended")
-        if NUM_HEADER + len(ballot) > self._length:
-            raise ValueError(f"a vote of {len(ballot)} numbers; this round has room for {self._length - NUM_HEADER}")
+        group = self._group_now()
         key, begun = purpose.key, self._begun()
         padding = [0] * (self._length - NUM_HEADER - len(ballot))
         numbers = torch.tensor([key, -key, begun, -begun, *ballot, *padding], dtype=torch.int64)
@@ -385,6 +394,11 @@ class Meeting:
             del self._recent[old]
         self._num_compared = number
         return number, group.allreduce([numbers], self._options), numbers
+
+    def _group_now(self) -> Any:
+        if self._group is None:
+            raise WorldError("the round has ended")
+        return self._group
 
     def _await(self, newest: tuple[int, dist.Work, torch.Tensor]) -> None:
         unread, self._unread = self._unread, []
@@ -447,11 +461,13 @@ class Meeting:
     def _watch(self) -> None:
         seen, since = Counts(0, 0), time.monotonic()
         num_looks = 0
+        next_look = 0.0
         while not self._closed.wait(TICK_S) and self.mismatch is None:
             now = Counts(self._num_compared, self._begun())
             if now != seen:
                 seen, since = now, time.monotonic()
-            elif time.monotonic() - since > QUIET_S:
+            elif time.monotonic() - since > QUIET_S and time.monotonic() >= next_look:
+                next_look = time.monotonic() + self._size / LOOKS_PER_S
                 try:
                     self._look(now, num_looks * NUM_COMPARED)
                     num_looks += 1
@@ -495,7 +511,11 @@ class Meeting:
         if timeout_s:
             texts = self._read_all(store, "at", ranks, timeout_s)
         else:
-            texts = {rank: store.get(f"at/{rank}").decode() for rank in ranks if store.check([f"at/{rank}"])}
+            keys = {rank: f"at/{rank}" for rank in ranks}
+            if not store.check(list(keys.values())):  # a single request, as a rule
+                keys = {rank: key for rank, key in keys.items() if store.check([key])}
+            found_texts = store.multi_get(list(keys.values())) if keys else []
+            texts = {rank: text.decode() for rank, text in zip(keys, found_texts, strict=True)}
         found = {}
         for rank, text in texts.items():
             compared, begun, activity, waits_for = json.loads(text)

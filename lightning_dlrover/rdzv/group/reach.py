@@ -2,21 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.member import Member, UnreachableError
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.probe import silent_workers
+from lightning_dlrover.rdzv.live.probe import Answer, answers, dead_beside, silent_workers
 
-__all__ = ["Neighbour", "Reach"]
+__all__ = ["FEW", "Neighbour", "Patrol", "Reach"]
+
+log = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 0.3
 """Seconds between two probes of the next rank's process."""
 
+CALM_INTERVAL_S = 1.0
+"""The same among more than `FEW` workers, where the collectives of a step seldom wait for the next rank alone."""
+
 OUT_OF_REACH_S = 5.0
 """Seconds without a response from another worker, not even a refusal, after which this worker counts as cut off from it."""
+
+FEW = 16
+"""Maximum number of workers that are all probed by each other, and connected before a round begins."""
+
+DOUBLED_S = 3.0
+"""Seconds of a wait after which a worker wants twice as many answers of others."""
+
+DEAD_S = 0.3
+"""Seconds to wait for a response of a worker that may be dead."""
+
+
+class Patrol:
+    """Look for dead workers during one wait, at a cost for each worker that does not grow with their number.
+
+    Up to `FEW` workers are all probed every time. Of more, a worker probes those after it in the ring until one answers. The
+    number of answers that it wants doubles every few seconds, because another worker may not probe yet, or may not know whether
+    a firewall refuses. It probes the less often, so that the number of connections per second stays the same.
+
+    Args:
+        workers: the suspects, in an order that all who look for them share.
+        interval_s: seconds between two looks at up to `FEW` workers; among more it is `PROBE_INTERVAL_S` or longer.
+    """
+
+    def __init__(self, membership: Membership, workers: Sequence[str], interval_s: float) -> None:
+        self._membership = membership
+        self._workers = workers
+        self._interval_s = interval_s if len(workers) <= FEW else PROBE_INTERVAL_S
+        self._records: dict[str, WorkerRecord] = {}  # decoded once
+        self._began = time.monotonic()
+        self._next_look = 0.0
+
+    def pause(self) -> Patrol:
+        """Let the first look wait for one interval, and return the patrol."""
+        self._next_look = time.monotonic() + self._interval_s
+        return self
+
+    def look(self) -> None:
+        """Probe and bury, unless the last look was a moment ago."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        view, me = self._membership.view, self._membership.worker_id
+        num_answers = len(self._workers)
+        self._next_look = now + self._interval_s
+        if num_answers > FEW:
+            num_answers = min(num_answers, 2 ** min(int((now - self._began) / DOUBLED_S), 10))
+            self._next_look = now + num_answers * self._interval_s
+        probers = set(view.round.members) if view.round is not None else set()
+        try:
+            if dead := dead_beside(me, self._workers, probers, self._knock, num_answers):
+                self._membership.bury(dead)
+        except EtcdUnavailableError as error:
+            # A dead worker stays dead: the next probe or its lease expiry removes the record.
+            log.debug("could not bury the dead: %s", error)
+
+    def _knock(self, workers: list[str]) -> Mapping[str, Answer]:
+        lost, here = set(self._membership.view.lost), socket.gethostname()
+        self._records |= self._membership.records(w for w in workers if w not in lost and w not in self._records)
+        records = [self._records[w] for w in workers if w in self._records and w not in lost]
+        # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
+        return answers([r for r in records if r.host == here or r.worker_id in self._membership.reached], DEAD_S)
 
 
 class Reach:
@@ -58,10 +128,9 @@ class Neighbour:
         sever: shuts down the connections of a round.
     """
 
-    def __init__(self, membership: Membership, member: Member, reach: Reach, sever: Callable[[int], None]) -> None:
+    def __init__(self, membership: Membership, member: Member, sever: Callable[[int], None]) -> None:
         self._membership = membership
         self._member = member
-        self._reach = reach
         self._sever = sever
         self._next_probe = 0.0
         self._silent_since: float | None = None  # start of a silence that leaves no other trace, as of a cut cable
@@ -71,10 +140,15 @@ class Neighbour:
         formation = self._member.formation
         if formation is None or self._member.forming or formation.size == 1 or time.monotonic() < self._next_probe:
             return
-        self._next_probe = time.monotonic() + PROBE_INTERVAL_S
-        neighbour = [formation.round.members[(formation.rank + 1) % formation.size]]
-        self._membership.bury_the_dead(neighbour)
-        if not self._reach.silent(neighbour, PROBE_INTERVAL_S):
+        self._next_probe = time.monotonic() + (PROBE_INTERVAL_S if formation.size <= FEW else CALM_INTERVAL_S)
+        neighbour = formation.round.members[(formation.rank + 1) % formation.size]
+        answer: Answer = "accepts"
+        with contextlib.suppress(EtcdUnavailableError):  # see `Patrol`
+            if neighbour not in self._membership.view.lost:
+                answer = answers(self._membership.records([neighbour]).values(), DEAD_S).get(neighbour, answer)
+            if answer == "refuses":
+                self._membership.bury([neighbour])
+        if answer != "silent":
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = time.monotonic()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "has_gradient_hook",
     "is_in_backward",
     "is_point_to_point",
+    "late_gloo",
     "num_begun",
     "replace_buffer_broadcast",
     "work_class",
@@ -46,7 +48,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch._C._distributed_c10d:Work": ("wait", "_get_op_type"),
     "torch.distributed.distributed_c10d": ("ProcessGroupGloo", "_abort_process_group"),
     "torch.distributed:ProcessGroup": ("_get_backend",),
-    "torch.distributed:ProcessGroupGloo": ("_get_sequence_number_for_group",),
+    "torch.distributed:ProcessGroupGloo": ("_get_sequence_number_for_group", "_Options"),
+    "torch.distributed:ProcessGroupGloo._Options": ("_devices", "_threads", "_timeout"),
     "torch._C": ("_current_graph_task_id", "_remove_worker_pids"),
     "torch.autograd:Variable._execution_engine": ("queue_callback",),
     "torch.nn.parallel:DistributedDataParallel": ("_comm_hooks", "_distributed_broadcast_coalesced", "_sync_buffers"),
@@ -76,6 +79,22 @@ def work_class() -> Any:
 def is_point_to_point(work: Any) -> bool:
     """Whether a work is one message between two workers."""
     return work._get_op_type() in POINT_TO_POINT
+
+
+def late_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Create a gloo backend that connects two workers at their first message; None if this release of torch has none.
+
+    Creating it needs one request to the store, and each pair of workers that comes to exchange a message two more. A backend
+    that connects all pairs at once needs as many sockets in each worker as there are workers.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    try:
+        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    except TypeError:
+        return None
+    options._timeout = timeout
+    options._threads = 2
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def num_begun(group: Any) -> int:

@@ -37,4 +37,4 @@ class Vote:
         """
         if self._meeting is None or self._begun is None:
             return self._ballot
-        return self._meeting.counted(self._begun, len(self._ballot))
+        return self._meeting.counted(self._begun, self._ballot)

@@ -26,7 +26,17 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.live.member import RoundEndedError
 
-__all__ = ["broadcast_buffers", "end_waits_with", "guard_replica", "guards_all", "let_go", "time_with", "wait_for", "wait_in"]
+__all__ = [
+    "begin",
+    "broadcast_buffers",
+    "end_waits_with",
+    "guard_replica",
+    "guards_all",
+    "let_go",
+    "time_with",
+    "wait_for",
+    "wait_in",
+]
 
 SLICE_S = 0.2
 
@@ -102,6 +112,15 @@ def wait_in(work: Any, wait: Callable[..., Any]) -> Any:
     except RuntimeError:
         _round_now()  # raises the reason if the round was ended on purpose
         raise
+
+
+def begin(start: Callable[[], Any]) -> Any:
+    """Begin a message between two workers that may have to connect first, and abandon it with its round.
+
+    Gloo connects two workers in the thread that begins the message. One of both only waits for the other to connect.
+    """
+    number, _ = _round_now()
+    return start() if number == 0 else _wait_beside(number, start)
 
 
 def _wait_in_slices(number: int, work: Any, wait: Callable[..., Any]) -> Any:

@@ -117,8 +117,8 @@ class World:
         self._member = Member(
             BlockingMeans(config, self.membership, reach.silent, self._form, self._destroy, self._reports.wait)
         )
-        self._sockets = RoundSockets(self._member, server, config.etcd.endpoints, self._has_nccl)
-        self._neighbour = Neighbour(self.membership, self._member, reach, self._sockets.sever)
+        self._sockets = RoundSockets(self._member, server, config.etcd.endpoints, self._has_nccl, config.collective_timeout_s)
+        self._neighbour = Neighbour(self.membership, self._member, self._sockets.sever)
         self._forming = Forming(config, backend, can_meet, self.membership, self._member, self._sockets, self._groups, reach)
         self._watched.append(self._sockets)
         self._failures = Failures(lambda: self.broken, self._current_meeting)
@@ -383,8 +383,7 @@ class World:
 
         Args:
             check_every: steps until this worker wants to vote again; the maximum over all members applies.
-            wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`. At most
-                30, and 8 more for each member.
+            wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`.
             place: number of the next step; must be equal on all members.
         """
         assert self._vote is None

@@ -171,6 +171,7 @@ class Client:
         self._process = process
         self._on_change = on_change
         self._delivering = False
+        self._is_late = False  # True while a message of the watch takes long
         self._last_revision = 0
         etcd.clients.append(self)
 
@@ -181,7 +182,7 @@ class Client:
     @property
     def is_fresh(self) -> bool:
         """Return whether writes reach this worker within a fraction of a second."""
-        return self.in_contact and self.watch_delay_s < 0.1
+        return self.in_contact and self.watch_delay_s < 0.1 and not self._is_late
 
     @property
     def healthy(self) -> bool:
@@ -218,8 +219,10 @@ class Client:
         target = self.etcd.revision
         delay_s = self.watch_delay_s * self.kernel.rng.random() * 2
 
+        self._is_late = delay_s > 0.1
+
         def deliver() -> None:
-            self._delivering = False
+            self._delivering = self._is_late = False
             if self.in_contact:
                 self.seen = max(self.seen, target)
                 if delay_s > 0.1:

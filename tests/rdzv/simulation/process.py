@@ -48,6 +48,7 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
 )
 from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.probe import Answer, dead_beside
 from lightning_dlrover.rdzv.live.rounds import (
     Patience,
 )
@@ -350,8 +351,8 @@ class Worker:
                 await self._wait_in(target, [store.id], deadline)
             meeting.hellos[self.id] = hello
             self._tell(meeting)
-            while missing := [w for w in target.members if w not in meeting.hellos or not self._reaches_store(store)]:
-                await self._wait_in(target, missing, deadline)
+            while any(w not in meeting.hellos or not self._reaches_store(store) for w in target.members):
+                await self._wait_in(target, target.members, deadline)
             hellos = {w: meeting.hellos[w] for w in target.members}
             if not can_meet(hellos):
                 raise CannotMeetError
@@ -583,9 +584,19 @@ class Worker:
         self._vacancy_checked_at = self.kernel.now
         return await self.client.get(self.job.keys.workers + election.value.decode()) is None
 
+    def _knock(self, workers: list[str]) -> dict[str, Answer]:
+        def answer(worker_id: str) -> Answer:
+            if self.job.refuses(self.id, worker_id):
+                return "refuses"
+            is_there = worker_id in self.job.workers and self._reaches_store(self.job.workers[worker_id])
+            return "accepts" if is_there else "silent"
+
+        return {w: answer(w) for w in workers if w not in self.view.lost}
+
     async def bury_the_dead(self, suspects: Sequence[str]) -> None:
-        dead = [w for w in suspects if w not in self.view.lost and self.job.refuses(self.id, w)]
-        for worker_id in dead:
+        members = self.view.round.members if self.view.round is not None else []
+        # As in a large world: each worker probes those after it until one answers.
+        for worker_id in dead_beside(self.id, suspects, members, self._knock):
             try:
                 key = self.job.keys.workers + worker_id
                 record = self._known.pop(worker_id, None) or await self.client.get(key)
