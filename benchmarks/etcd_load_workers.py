@@ -31,14 +31,15 @@ from light_processes import LightProcesses, OtherUser, metrics_of, requests_to
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.live import membership as membership_module
 from lightning_dlrover.rdzv.live.admission import MembershipConfig
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.rounds import View
-from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.live.view import Decoder
 
 WORKERS_PER_PROCESS = 25
 TIMEOUT_S = 600.0
@@ -153,8 +154,10 @@ class Job:
         self._etcd = etcd
         self._client = EtcdClient(EtcdConfig(etcd.endpoint, timeout_s=60))
         self._keys = Keys(run_id)
+        self._mirror = Mirror(self._client, self._keys.live)  # as a controller has it
+        self._decoder = Decoder(self._keys, lambda key, error: None)
         self._num_workers = num_workers
-        self._arguments = (etcd.endpoint, run_id, num_workers - 1, num_workers + 1)
+        self._arguments = (etcd.endpoint, run_id, num_workers, num_workers + 1)
         num_hosts = max(2, -(-num_workers // WORKERS_PER_PROCESS))
         self._shares = [num_workers // num_hosts + (host < num_workers % num_hosts) for host in range(num_hosts)]
         self._hosts = LightProcesses(_Host, num_hosts + 1, PRELOADED, TIMEOUT_S)
@@ -175,17 +178,16 @@ class Job:
 
     def settle(self) -> tuple[RoundRecord, float]:
         """Wait until all members of the newest round have entered it; return it and the time."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            view = self._view()
+
+        def look(entries: dict[str, KeyValue]) -> RoundRecord | None:
+            view = self._decoder.view(entries)
             members = view.round.members if view.round is not None else []
-            if view.round is not None and len(members) >= self._num_workers:
-                records = [view.workers.get(member) for member in members]
-                if all(r is not None and (r.state, r.round_number) == ("active", view.round.number) for r in records):
-                    return view.round, time.monotonic()
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"{len(members)} of {self._num_workers} workers were in a round within {TIMEOUT_S:g} s")
-            time.sleep(0.1)
+            records = [view.workers.get(member) for member in members]
+            number = view.round.number if view.round is not None else 0
+            has_settled = all(r is not None and (r.state, r.round_number) == ("active", number) for r in records)
+            return view.round if len(members) >= self._num_workers and has_settled else None
+
+        return self._mirror.wait_for(look, TIMEOUT_S), time.monotonic()
 
     def grow(self) -> tuple[float, float]:
         """Admit the worker that stands by; return the seconds until all know, and until all have entered."""
@@ -225,9 +227,6 @@ class Job:
         """Requests and events of watches so far."""
         events = sum(v for name, _, v in metrics_of(self._etcd) if name == "etcd_debugging_mvcc_events_total")
         return sum(requests_to(self._etcd).values()), events
-
-    def _view(self) -> View:
-        return read_view({entry.key: entry for entry in self._client.get_prefix(self._keys.live)[1]}, self._keys)
 
     def _all_know(self, number: int) -> float:
         seen: list[float] = self._hosts.ask_all("saw", [(number,)] * len(self._hosts))
