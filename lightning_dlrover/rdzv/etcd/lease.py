@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ class Lease:
         self.id = lease_id
         self.ttl_s = ttl_s
         self.lost = threading.Event()
+        self._refreshed_at = time.monotonic()
         self._leases = leases
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -51,6 +53,11 @@ class Lease:
                 )
                 self._thread.start()
         return self
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since etcd has granted or refreshed the lease."""
+        return time.monotonic() - self._refreshed_at
 
     def has_ended(self) -> bool:
         """Check with etcd whether the lease is gone, and refresh it if not."""
@@ -90,6 +97,7 @@ class Lease:
                     self.ttl_s,
                 )
                 return
+            self._refreshed_at = time.monotonic()
             pause_s = self.ttl_s / times_per_ttl
 
 

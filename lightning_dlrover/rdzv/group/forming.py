@@ -148,6 +148,8 @@ class Forming:
             if self._member.must_cut_off(view, target.number, False, self._membership.evicted):
                 raise RoundEndedError(f"round {target.number} ended while {name} was being connected")
             members = set(target.members)
+            if view.round is not None and view.round.number > target.number:
+                members.intersection_update(view.round.members)  # the others must still be leavers, or they are gone
             if gone := [w for w in workers if w in view.lost or (w not in members and w not in view.leavers)]:
                 raise RoundEndedError(f"round {target.number}: {', '.join(gone)} ended while {name} was being connected")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import FitFinished, StateClosed
-from lightning_dlrover.rdzv.job.records import JobRecord, RecordError, WorkerRecord
+from lightning_dlrover.rdzv.job.records import JobRecord, RecordError
 from lightning_dlrover.rdzv.live.member import Formation, MembershipError
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.probe import dead_workers
@@ -73,10 +73,11 @@ class JobStanding:
 
     def consequence_of_refusal(self) -> str:
         """Describe how a job that refuses this worker continues, and the remedy if no worker trains it any more."""
-        members: list[WorkerRecord] = []
-        with contextlib.suppress(EtcdError):  # while etcd is away nothing is known of them
+        try:
             view = self._membership.all_records()
-            members = [view.workers[worker] for worker in view.survivors]
+        except EtcdError:
+            return "Whether the job goes on without it is unknown, as etcd does not answer: see `dlrover status` later"
+        members = [view.workers[worker] for worker in view.survivors]
         if len(dead_workers(members)) < len(members):  # records outlast their workers by a few seconds
             return "The job goes on without it"
         weights = ""

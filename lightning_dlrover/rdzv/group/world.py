@@ -299,9 +299,12 @@ class World:
         """
         if self._left_state is None or self.formation is None:
             return
-        lost = set(self.membership.view.lost)
-        records = self.membership.records(w for w in self.formation.round.members if w not in lost)
-        first = next((w for w, record in records.items() if record.agent_id == self.config.agent_id), self.worker_id)
+        records = self.membership.records(self.formation.round.members)
+        mates = [w for w, record in records.items() if record.agent_id == self.config.agent_id]
+        with contextlib.suppress(EtcdError):
+            present = self.membership.present(mates)
+            mates = [w for w in mates if w in present]
+        first = next(iter(mates), self.worker_id)
         if first == self.worker_id:
             num_bytes = self._left_state.write(step, packed)
             text = f"kept the state of step {step} in this host's memory ({num_bytes / 2**20:.1f} MiB)"

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, absent, created, modified
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, absent, created, exists, modified
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
 from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.rounds import Patience, View, awaited, next_round
@@ -70,7 +70,9 @@ class Convener:
         key = self._keys.convener
         election = entries.get(key)
         if election is None:
-            return Write("elect", (absent(key),), (Put(key, self._worker_id.encode(), self._lease_id),))
+            # A worker that is just leaving must not leave the office to its lease.
+            may_stand = (absent(key), exists(self._keys.workers + self._worker_id))
+            return Write("elect", may_stand, (Put(key, self._worker_id.encode(), self._lease_id),))
         if is_vacant:
             # The key may belong to a worker that is gone while its lease lasts, or to no worker at all.
             return Write("unseat", (modified(key) == election.mod_revision,), (Delete(key),))
@@ -92,8 +94,10 @@ class Convener:
         situation = (view.round.number if view.round else 0, tuple(awaited(view)))
         if self._situation is None or situation != self._situation[0]:
             self._situation = (situation, now_s)
-        may_decide = not (view.lost and self._cut_off_s is not None and now_s - self._cut_off_s < self._patience.return_s)
-        # The outage that separated us from etcd may still separate those that seem to be lost.
+        # The outage that separated us from etcd may still separate those that seem to be lost. And a round that cannot be read
+        # is no reason to begin with another first one.
+        is_back = self._cut_off_s is None or now_s - self._cut_off_s >= self._patience.return_s
+        may_decide = (is_back or not view.lost) and (view.round is not None or self._keys.round not in entries)
         proposal = next_round(view, now_s - self._situation[1], self._patience) if may_decide else None
         if proposal is not None:
             proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)

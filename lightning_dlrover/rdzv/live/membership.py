@@ -13,6 +13,7 @@ change costs the others the same in a job of any size.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -25,6 +26,7 @@ from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError, EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.events import Event, RecordIgnored, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, read, readable, readable_folder
@@ -73,7 +75,7 @@ CHECK_S = 5.0
 TICK_S = 0.1
 """Maximum seconds between two turns of the background thread, as patience runs out without a change."""
 
-GONE_CHECK_S = 0.1
+GONE_CHECK_S = 0.3
 """Seconds between two checks whether a worker has ended that no notice will name."""
 
 NUM_SAMPLED = 8
@@ -113,17 +115,17 @@ class Membership:
         self._closing = False
         self._own = OwnRecord(client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, self._on_new_lease)
         self._decoder = Decoder(self.keys, self._report_garbage)
-        self._records = WorkerRecords(client, self.keys)
+        self._records = WorkerRecords(client, self.keys, lambda: not self._mirror.healthy)
         self._mirror = Mirror(client, self.keys.shared, self._on_mirror, CHECK_S)
         self._office = Office(
             client,
             self.keys,
             self.worker_id,
-            self._own.lease.id,
+            self._own.lease,
             config.patience,
             self._mirror,
             self._on_mirror,
-            self._report_garbage,
+            self._decoder,
             self._announce,
         )
         self._own_mirror: Mirror | None = None  # from the registration on
@@ -195,7 +197,8 @@ class Membership:
         except EtcdError as error:
             # The lease expires by itself. An error at the worker's exit would turn a finished job into a failed one.
             log.warning("run %s: could not sign off: %s", self._config.run_id, error)
-        self._office.step_down(timeout_s)
+        if not self._thread.is_alive():
+            self._office.step_down(timeout_s)
         self._mirror.close()
         if self._own_mirror is not None:
             self._own_mirror.close()
@@ -238,10 +241,9 @@ class Membership:
         return read_view({entry.key: entry for entry in self._client.get_prefix(self.keys.live)[1]}, self.keys)
 
     def records(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
-        """Return what is constant in the records of workers that are, or were a moment ago, registered, by worker id.
+        """Return what is constant in the records of workers that were registered when they were read, by worker id.
 
-        Raises:
-            EtcdError: one of them was not read before, and etcd does not answer.
+        While etcd does not answer, these are the workers that were read before.
         """
         return self._records.of(worker_ids)
 
@@ -484,7 +486,7 @@ class Membership:
 
     def _is_past_the_start(self) -> bool:
         """Whether another worker is past the start."""
-        if self._mirror.get(self.keys.convener) is not None:
+        if self._view.is_told:
             return self._view.is_past_start
         view = self.all_records()  # the notice is as old as the last convener
         return bool(view.survivors or view.in_state("standby", "ready"))
@@ -502,16 +504,18 @@ class Membership:
             self._dirty = True
             self._changed.notify_all()
 
-    def _on_new_lease(self, lease_id: int) -> None:
-        self._office.came_back(lease_id)
+    def _on_new_lease(self, lease: Lease) -> None:
+        self._office.came_back(lease)
 
     def _refresh(self) -> None:
         self._dirty = False
         view = self._decoder.outlook(self._mirror.snapshot())
+        if self._own.has_asked_to_leave:
+            view = dataclasses.replace(view, leaver=self.worker_id)
         self._view = view
         if self._own_mirror is not None:
             with contextlib.suppress(EtcdFullError):  # it registers again once there is room, and follows the others meanwhile
-                self._own.check(self._sees_itself)
+                self._own.check(self._own_mirror.get(self._own.key))
         with self._changed:
             self._changed.notify_all()
         if self._on_view is not None:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
+from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.job.records import Keys, RecordError, RoundRecord
+from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.live.convener import Convener, Entries
 from lightning_dlrover.rdzv.live.overview import Overview
 from lightning_dlrover.rdzv.live.rounds import Patience, View
+from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["Office"]
 
@@ -22,6 +24,9 @@ CAMPAIGN_PER_WORKER_S = 0.0005
 
 CHECK_S = 10.0
 """Approximate seconds between two checks that the election key's holder is registered."""
+
+MAX_SILENCE = 0.8
+"""Share of a lease's time without a refresh after which etcd counts as away. Refreshes are due after half of it."""
 
 SIGHT_S = 5.0
 """Maximum seconds until a write of this worker shows up in its copy of the records."""
@@ -33,7 +38,7 @@ class Office:
     Args:
         shared: mirror of `keys.shared`.
         on_change: called when the records of other workers have changed, while this worker is in office.
-        bad: called with a record that cannot be read.
+        decoder: decodes the shared records, in the same thread.
         announce: called after this worker has written a round: with the view on which it was decided, the round, and the
             seconds since that view had changed.
     """
@@ -43,19 +48,20 @@ class Office:
         client: EtcdClient,
         keys: Keys,
         worker_id: str,
-        lease_id: int,
+        lease: Lease,
         patience: Patience,
         shared: Mirror,
         on_change: Callable[[], None],
-        bad: Callable[[str, RecordError], None],
+        decoder: Decoder,
         announce: Callable[[View, RoundRecord, float], None],
     ) -> None:
         self._client = client
         self._keys = keys
-        self._convener = Convener(keys, worker_id, lease_id, patience)
+        self._convener = Convener(keys, worker_id, lease.id, patience)
         self._shared = shared
+        self._lease = lease
         self._announce = announce
-        self._overview = Overview(client, keys, on_change, bad)
+        self._overview = Overview(client, keys, on_change, decoder)
         self._stands_at: float | None = None  # time of this worker's candidacy, while there is no convener
         self._holder_is_checked_at = time.monotonic() + CHECK_S
 
@@ -68,8 +74,9 @@ class Office:
         Raises:
             EtcdError: etcd does not answer.
         """
-        if not (self._shared.healthy and self._overview.is_healthy):
-            self._convener.was_cut_off(time.monotonic())
+        is_late = self._lease.silent_s > MAX_SILENCE * self._lease.ttl_s
+        if is_late or not (self._shared.healthy and self._overview.is_healthy):
+            self._convener.was_cut_off(time.monotonic())  # also as a candidate: in office it must know of the outage
         shared = self._shared.snapshot()
         if not self._convener.is_in_office(shared):
             self.step_down()
@@ -99,9 +106,10 @@ class Office:
         """Stop following the records of other workers."""
         self._overview.close(timeout_s)
 
-    def came_back(self, lease_id: int) -> None:
+    def came_back(self, lease: Lease) -> None:
         """Note that this worker has registered again, under another lease."""
-        self._convener.came_back(lease_id, time.monotonic())
+        self._lease = lease
+        self._convener.came_back(lease.id, time.monotonic())
 
     def _campaign(self, shared: Entries, num_members: int) -> None:
         if self._keys.convener in shared:
@@ -112,8 +120,9 @@ class Office:
             return
         write = self._convener.candidacy(shared, self._is_vacant(shared))
         if write is not None and self._client.txn(write.compare, write.ops).succeeded:
+            before = shared.get(self._keys.convener)
             with contextlib.suppress(TimeoutError):
-                self._shared.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
+                self._shared.wait_for(lambda now: True if now.get(self._keys.convener) != before else None, SIGHT_S)
 
     def _is_vacant(self, shared: Entries) -> bool:
         """Whether the election key's holder has no record. Checked rarely: whoever removes its record also unseats it."""

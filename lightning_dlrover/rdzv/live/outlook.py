@@ -28,11 +28,18 @@ class Outlook:
     round: RoundRecord | None = None
     plan: PlanRecord | None = None
     notice: Notice | None = None
+    term: int = 0  # create revision of the election key; 0: there is no convener
+    leaver: str = ""  # id of the worker that looks, once it has asked to leave itself
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the convener in office has written the notice. The notice of an earlier one may be long out of date."""
+        return self.notice is not None and self.notice.term == self.term
 
     @property
     def is_past_start(self) -> bool:
         """Whether a worker is past the start: it trains, or builds its model to join or start later."""
-        return self.notice is not None and self.notice.is_past_start
+        return self.notice is not None and self.is_told and self.notice.is_past_start
 
     @property
     def given_up(self) -> Sequence[str]:
@@ -57,7 +64,8 @@ class Outlook:
     @cached_property
     def drains(self) -> Set[str]:
         """Workers that were asked to leave."""
-        return frozenset(self.notice.drains) if self.notice is not None else frozenset()
+        told = self.notice.drains if self.notice is not None else ()
+        return frozenset((*told, self.leaver) if self.leaver else told)
 
     @cached_property
     def replacements(self) -> Set[str]:
@@ -67,7 +75,7 @@ class Outlook:
     @property
     def lacks_workers(self) -> bool:
         """Whether the present workers cannot form a further round, however long they wait."""
-        return self.notice is not None and self.notice.lacks_workers
+        return self.notice is not None and self.is_told and self.notice.lacks_workers
 
     @property
     def _of_round(self) -> Notice | None:

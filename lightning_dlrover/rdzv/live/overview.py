@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
+from lightning_dlrover.rdzv.etcd.errors import EtcdFullError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import Get, KeyValue
 from lightning_dlrover.rdzv.job.journal import readable
-from lightning_dlrover.rdzv.job.records import Keys, RecordError, WorkerRecord
+from lightning_dlrover.rdzv.job.records import Keys, WorkerRecord
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["Overview", "WorkerRecords"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -28,17 +31,18 @@ ABSENT_S = 1.0
 
 
 class Overview:
-    """A mirror of all records, open while this worker convenes the job. For use by one thread."""
+    """A mirror of all records, open while this worker convenes the job. For use by one thread.
 
-    def __init__(
-        self, client: EtcdClient, keys: Keys, on_change: Callable[[], None], bad: Callable[[str, RecordError], None]
-    ) -> None:
+    Args:
+        decoder: also decodes the shared records while the mirror is closed, and so knows their last readable versions.
+    """
+
+    def __init__(self, client: EtcdClient, keys: Keys, on_change: Callable[[], None], decoder: Decoder) -> None:
         self._client = client
         self._keys = keys
         self._on_change = on_change
-        self._bad = bad
         self._mirror: Mirror | None = None
-        self._decoder = Decoder(keys, bad)
+        self._decoder = decoder
         self._view = View()
         self._view_since = 0.0
 
@@ -52,7 +56,7 @@ class Overview:
         """
         if self._mirror is None:
             self._mirror = Mirror(self._client, self._keys.live, self._on_change)
-            self._decoder, self._view = Decoder(self._keys, self._bad), View()
+            self._view = View()
         entries = self._mirror.snapshot()
         view = self._decoder.view(entries)
         if view != self._view:
@@ -77,26 +81,36 @@ class Overview:
 
 
 class WorkerRecords:
-    """Records of single workers. What does not change during a worker's life is read once: its address, host and agent."""
+    """Records of single workers. What does not change during a worker's life is read once: its address, host and agent.
 
-    def __init__(self, client: EtcdClient, keys: Keys) -> None:
+    Args:
+        is_away: returns whether etcd is known not to answer, so that nothing waits for it.
+    """
+
+    def __init__(self, client: EtcdClient, keys: Keys, is_away: Callable[[], bool]) -> None:
         self._client = client
         self._keys = keys
+        self._is_away = is_away
         self._known: dict[str, KeyValue] = {}
         self._absent: dict[str, float] = {}  # workers without a record, and when this was found
 
     def entries(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
-        """Return entries of the workers that are, or were a moment ago, registered. Their state may be out of date.
+        """Return entries of workers that were registered when they were read. Their state may be out of date.
 
-        Raises:
-            EtcdError: one of them was not read before, and etcd does not answer.
+        While etcd does not answer, these are the workers that were read before.
         """
         wanted, now = list(worker_ids), time.monotonic()
         unknown = [w for w in wanted if w not in self._known and now - self._absent.get(w, -ABSENT_S) >= ABSENT_S]
-        if unknown:
-            found = self.present(unknown)
-            self._absent.update({worker: now for worker in unknown if worker not in found})
-        return {worker: self._known[worker] for worker in wanted if worker in self._known}
+        if unknown and not self._is_away():
+            try:
+                found = self.present(unknown)
+            except EtcdUnavailableError as error:
+                log.debug("could not read the records of workers: %s", error)
+            else:
+                self._absent.update({worker: now for worker in unknown if worker not in found})
+        # Several threads read and forget records.
+        entries = ((worker, self._known.get(worker)) for worker in wanted)
+        return {worker: entry for worker, entry in entries if entry is not None}
 
     def present(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
         """Read which workers are registered now, and return their entries."""

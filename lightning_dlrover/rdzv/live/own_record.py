@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError, LeaseLostError
 from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import Delete, Put, Txn, absent, created, modified
+from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, Put, Txn, absent, created, modified
+from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import (
     MAX_UNREACHABLE,
     DrainRecord,
@@ -35,11 +36,17 @@ class OwnRecord:
     """A worker's own record: written only by the worker, bound to its lease, and guarded against late writes.
 
     Args:
-        came_back: called with the id of the new lease after the worker has registered again.
+        came_back: called with the new lease after the worker has registered again.
     """
 
     def __init__(
-        self, client: EtcdClient, keys: Keys, run_id: str, worker_id: str, lease_ttl_s: float, came_back: Callable[[int], None]
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        run_id: str,
+        worker_id: str,
+        lease_ttl_s: float,
+        came_back: Callable[[Lease], None],
     ) -> None:
         self.key = keys.workers + worker_id
         self.evicted = False
@@ -53,7 +60,8 @@ class OwnRecord:
         self._record: WorkerRecord | None = None
         self._created = self._modified = 0  # revisions of our record: its creation and our last write
         self._write_lock = threading.Lock()
-        self._drain_reason = ""  # set once this worker has asked to leave
+        self.has_asked_to_leave = False
+        self._drain_reason = ""
 
     @property
     def is_in_force(self) -> bool:
@@ -110,17 +118,33 @@ class OwnRecord:
         except LeaseLostError:
             return Txn(False, 0, [])
 
-    def check(self, is_seen: bool) -> None:
-        """Register again, or note the eviction, if etcd lacks this worker's record.
+    def check(self, seen: KeyValue | None) -> None:
+        """Register again, or note the eviction, if etcd lacks this worker's record; write it again if it holds garbage.
 
         Args:
-            is_seen: whether a mirror shows the record.
+            seen: the record as a mirror shows it.
         """
-        if not is_seen or self.lease.lost.is_set():
+        if seen is not None and seen.mod_revision > self._modified and readable(WorkerRecord, seen) is None:
+            with self._write_lock:
+                if self._record is not None and not self.evicted and seen.mod_revision > self._modified:
+                    self._restore(seen)
+        if seen is None or self.lease.lost.is_set():
             # The mirror may lag behind our own registration, but never behind the loss of our lease.
             with self._write_lock:
                 if self._record is not None and not self.evicted and self._client.get(self.key) is None:
                     self.evicted = not self._come_back()
+
+    def _restore(self, garbage: KeyValue) -> None:
+        """Replace another client's garbage, as the next convener would take this worker for dead.
+
+        The caller holds `_write_lock`.
+        """
+        assert self._record is not None
+        unchanged = modified(self.key) == garbage.mod_revision
+        with contextlib.suppress(LeaseLostError):
+            done = self._client.txn([unchanged], [Put(self.key, encode(self._record), self.lease.id)])
+            if done.succeeded:
+                self._modified = done.revision
 
     def _come_back(self) -> bool:
         """Register again after the lease has expired, provided that the others did not go on without this worker meanwhile.
@@ -154,7 +178,7 @@ class OwnRecord:
         self.lease.close()
         self.lease = lease.keep_alive()
         self._created = self._modified = made.revision
-        self._came_back(lease.id)
+        self._came_back(lease)
         return True
 
     def leave(self) -> None:
@@ -179,6 +203,7 @@ class OwnRecord:
         self._drain_reason = reason
         request = self._drain_request(self.lease)
         self._client.put(request.key, request.value, self.lease)
+        self.has_asked_to_leave = True
 
     def _drain_request(self, lease: Lease) -> Put:
         record = DrainRecord(self._worker_id, self._drain_reason)

@@ -388,6 +388,70 @@ def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Wor
         worker.end()  # ends while its etcd is up
 
 
+def test_notice_of_a_convener_that_is_gone_keeps_nobody_from_starting(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    first.wait_for(lambda view: True if view.is_past_start else None)
+    for worker in (first, second):
+        worker.stop()
+        worker.port.close()
+        worker.membership._own.lease.revoke()
+    new, other = start(min_workers=2), start(min_workers=2)
+    assert new.membership.register() == "starting"
+    assert not new.membership.view.is_past_start
+    assert other.membership.register() == "starting"
+    assert set(new.wait_for_round(2).members) == {new.worker_id, other.worker_id}
+
+
+# --- garbage ------------------------------------------------------------------------------------------------------------------
+
+
+def pass_office_on(client: EtcdClient, holder: Worker) -> None:
+    """Unseat the convener until another worker is elected."""
+
+    def look() -> bool:
+        election = client.get(holder.membership.keys.convener)
+        if election is not None and election.value.decode() == holder.worker_id:
+            client.delete(election.key)
+        return election is not None and election.value.decode() != holder.worker_id
+
+    eventually(look, "another convener")
+
+
+def convener_of(workers: list[Worker]) -> tuple[Worker, list[Worker]]:
+    round_ = workers[0].membership.view.round
+    assert round_ is not None
+    convener = next(worker for worker in workers if worker.worker_id == round_.convener)
+    return convener, [worker for worker in workers if worker is not convener]
+
+
+def test_worker_writes_its_record_again_over_garbage(start: Callable[..., Worker], client: EtcdClient) -> None:
+    workers = job_of(start, 3)
+    convener, (victim, other) = convener_of(workers)
+    key = victim.membership.keys.workers + victim.worker_id
+    entry = client.get(key)
+    assert entry is not None
+    client.txn([], [Put(key, b"garbage", entry.lease_id)])
+    eventually(lambda: (again := client.get(key)) is not None and again.value == entry.value, "the record")
+    pass_office_on(client, convener)
+    late = start(min_workers=3)
+    late.membership.register()
+    late.membership.update("ready")
+    assert victim.worker_id in other.wait_for_round(2).members
+    assert not victim.membership.evicted
+
+
+def test_next_convener_knows_the_last_readable_round(start: Callable[..., Worker], client: EtcdClient) -> None:
+    workers = job_of(start, 3)
+    workers[0].membership.update_job(lambda job: dataclasses.replace(job, min_workers=1))
+    convener, (one, other) = convener_of(workers)
+    keys = convener.membership.keys
+    client.put(keys.round, b"garbage")
+    eventually(lambda: any(event.kind == "error" for event in one.membership.past_events()), "the report of garbage")
+    convener.end()
+    round_ = one.wait_for_round(2)
+    assert set(round_.members) == {one.worker_id, other.worker_id}
+
+
 # --- admission of joiners ----------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +484,18 @@ def test_job_with_unreadable_records_is_not_joined(
     client.put(keys.shared + place, b"garbage")
     with pytest.raises(MembershipError, match=f"cannot be joined: key '{keys.shared}{place}' holds 7 bytes"):
         start().membership.register()
+
+
+def test_joiner_outwaits_an_outage_of_etcd(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+    (first,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=30)
+    late = start(endpoint=private_etcd.endpoint, lease_ttl_s=30)
+    assert late.membership.register() == "standby"
+    private_etcd.kill()
+    assert late.membership.records([first.worker_id]) == {}  # not read before, and no error
+    private_etcd.start()
+    assert eventually(lambda: late.membership.records([first.worker_id]), "the record")
+    for worker in (first, late):
+        worker.end()  # ends while its etcd is up
 
 
 # --- records ------------------------------------------------------------------------------------------------------------------

@@ -453,7 +453,7 @@ class Worker:
         client.seen = max(client.seen, await client.request(lambda: etcd.revision))
         self.shared, self.view = client.shared()
         is_past_start = self.view.is_past_start
-        if keys.convener not in self.shared:
+        if not self.view.is_told:
             view = await client.request(lambda: etcd.views[-1])
             is_past_start = bool(view.survivors or view.in_state("standby", "ready"))
         state: WorkerState = "standby" if is_past_start else "starting"
