@@ -337,7 +337,7 @@ def measure(quick: bool = False, num_workers: int = 0, with_stock: bool = True) 
             print(loss, flush=True)
             world.settle()
             world.check_losses(1)
-    return {"world_200_grow_s": grow.seconds, "world_200_loss_s": loss.seconds}
+    return {f"world_{size}_grow_s": grow.seconds, f"world_{size}_loss_s": loss.seconds}
 
 
 def main() -> int:
