@@ -67,7 +67,7 @@ ENTRY_BYTES = 16 + 17
 """Bytes of an entry's place in a page of etcd's database, and of the revision that is its key there."""
 
 WORKER_RATES, JOB_RATES = (PROFILES,), (WINDOWS, FIRST_WINDOWS, DECISIONS)
-WITH_ALLOWANCE = ("profiles/", "events/", "live/plan")
+WITH_ALLOWANCE = ("profiles/", "events/", "live/shared/plan")
 """Bounds by construction, and the keys that they hold for."""
 
 OWN_FOLDERS = ("live/workers/", "live/agents/", "profiles/", "stacks/", "live/drains/")
@@ -111,7 +111,7 @@ class Revision:
     @property
     def is_disturbance(self) -> bool:
         """Whether a worker or an agent was lost, or the workers formed another round."""
-        return self.key == "live/round" or (self.removes and self.key.startswith(("live/workers/", "live/agents/")))
+        return self.key == "live/shared/round" or (self.removes and self.key.startswith(("live/workers/", "live/agents/")))
 
     @property
     def folder(self) -> str:

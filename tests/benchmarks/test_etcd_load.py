@@ -70,14 +70,14 @@ def test_time_around_a_lost_worker_does_not_count() -> None:
 def test_job_that_was_disturbed_most_of_the_time_gives_no_figure() -> None:
     slices = [moment(100.0 * number, number) for number in range(9)]
     with pytest.raises(BenchmarkError, match="in or before 6 of 8 slices"):
-        Load(slices[0], slices, [Revision(number, "live/round", 100) for number in (2, 4, 6)])
+        Load(slices[0], slices, [Revision(number, "live/shared/round", 100) for number in (2, 4, 6)])
 
 
 def test_key_counts_for_its_worker_and_in_the_row_of_its_folder() -> None:
-    own, history, plan = (Revision(1, key, 1) for key in ("profiles/w0", "events/1-w0", "live/plan"))
+    own, history, plan = (Revision(1, key, 1) for key in ("profiles/w0", "events/1-w0", "live/shared/plan"))
     assert (own.owner, own.folder) == ("w0", "profiles/")
     assert (history.owner, history.folder) == ("", "events/")
-    assert (plan.owner, plan.folder) == ("", "live/plan")
+    assert (plan.owner, plan.folder) == ("", "live/shared/plan")
 
 
 def test_superseded_and_removed_values_are_counted_from_the_first_one(client: EtcdClient, keys: Keys) -> None:
@@ -86,7 +86,7 @@ def test_superseded_and_removed_values_are_counted_from_the_first_one(client: Et
     client.delete(keys.plan)
     client.put("/another/job", b"z")
     first, second, removed = revisions_of(client, keys.root)
-    assert {each.key for each in (first, second, removed)} == {"live/plan"}
+    assert {each.key for each in (first, second, removed)} == {"live/shared/plan"}
     assert 1000 + len(keys.plan) < first.num_bytes < 1000 + len(keys.plan) + 80
     assert second.num_bytes - first.num_bytes == pytest.approx(1000, abs=5)
     assert len(keys.plan) < removed.num_bytes < len(keys.plan) + 80

@@ -27,7 +27,7 @@ INSTALLED_APART = {"torchrec"}
 IMPORTED_BY_NAME = {"lightning", "pytorch-lightning"}
 """Distributions of which the package takes the one that the user's script imports."""
 
-NEEDED_BY_OTHERS = {"protobuf", "tensordict", "pyre-extensions", "tqdm"}
+NEEDED_BY_OTHERS = {"tensordict", "pyre-extensions", "tqdm"}
 """Distributions that etcd-sdk-python does not declare, or that torchrec would bring if it were installed with them."""
 
 
@@ -60,7 +60,9 @@ def imported() -> set[str]:
     packages = {name for file in PACKAGE.rglob("*.py") for name in imports(ast.parse(file.read_text()))}
     homes = importlib.metadata.packages_distributions()
     own = {*sys.stdlib_module_names, "lightning_dlrover"}
-    return {canonicalize_name(homes.get(name, [name])[0]) for name in packages - own}
+    found = ([canonicalize_name(home) for home in homes.get(name, [name])] for name in packages - own)
+    # Several distributions may share a namespace, such as `google`.
+    return {next((home for home in of_name if home in declared()), of_name[0]) for of_name in found}
 
 
 def test_every_import_is_declared() -> None:

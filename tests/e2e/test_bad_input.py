@@ -106,7 +106,7 @@ def something_else(greeting: bytes) -> Iterator[int]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("name", ["job", "round", "agent_round", "agents/x"])
+@pytest.mark.parametrize("name", ["shared/job", "shared/round", "agent_round", "agents/x"])
 def test_garbage_under_the_name_of_a_job_refuses_it_and_is_left_alone(
     dlrover: Dlrover, script: Path, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, name: str
 ) -> None:

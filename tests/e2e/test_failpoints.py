@@ -28,6 +28,7 @@ CONVENER = [
     ("LeaseKeepAlive", 1),
     ("LeaseRevoke", 1),
     ("delete drains/other", 1),
+    ("delete drains/own", 1),
     ("delete plan", 1),
     ("delete workers/own", 1),
     ("put convener", 1),
@@ -57,6 +58,7 @@ OTHERS = {
     "second": [  # trains from the start, and is asked to leave
         ("LeaseGrant", 1),
         ("LeaseRevoke", 1),
+        ("delete drains/own", 1),
         ("delete workers/own", 1),
         ("put drains/own", 1),
         ("put workers/own:active", 1),
@@ -75,6 +77,7 @@ OTHERS = {
         ("LeaseGrant", 1),
         ("LeaseRevoke", 1),
         ("delete drains/other", 1),
+        ("delete drains/own", 1),
         ("delete plan", 1),
         ("delete workers/own", 1),
         ("put workers/own:active", 1),
