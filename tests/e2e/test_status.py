@@ -14,7 +14,9 @@ from waiting import TooLateError, eventually
 from warm_process import WarmProcess, run_torchrun
 
 from lightning_dlrover.cli.main import main
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.records import Keys
 
 MakeJob = Callable[..., Job]
 
@@ -39,13 +41,18 @@ def said(capsys: object, endpoint: str, run_id: str, pattern: str) -> re.Match[s
         raise AssertionError(f"{error}; the last answer was\n{last}") from None
 
 
-def test_stopped_worker_is_named_by_the_neighbour_that_waits(make_job: MakeJob, etcd: EmbeddedEtcd, capsys: object) -> None:
+def test_stopped_worker_is_named_by_the_neighbour_that_waits(
+    make_job: MakeJob, etcd: EmbeddedEtcd, client: EtcdClient, capsys: object
+) -> None:
     job = make_job(PlainSettings(num_steps=3000), script=run_plain_loop)
     workers = [job.start() for _ in range(3)]
     job.wait_for_world(3)
-    # Rank 0 convenes and detects the loss of rank 1: each worker watches the next rank.
+    # The convener detects the loss of the next rank, as each worker watches that one.
+    election = client.get(Keys(job.run_id).convener)
+    assert election is not None
+    first = job.members.index(election.value.decode())
     pids = [int(worker_id.split("-")[-2]) for worker_id in job.members]
-    _, killed, stopped = sorted(workers, key=lambda worker: pids.index(worker.pid))
+    _, killed, stopped = sorted(workers, key=lambda worker: (pids.index(worker.pid) - first) % 3)
     os.kill(stopped.pid, signal.SIGSTOP)
     killed.kill()
     match = said(capsys, etcd.endpoint, job.run_id, r"enters round (\d+), as do (\S+), for (\d+) s")

@@ -118,7 +118,7 @@ def test_a_job_that_etcd_does_not_know_is_not_made_up(client: EtcdClient, keys: 
         read_job(client, keys)
 
 
-@pytest.mark.parametrize("name", ["job", "plan", "round", "agent_round", "workers/a", "drains/a"])
+@pytest.mark.parametrize("name", ["shared/job", "shared/plan", "shared/round", "agent_round", "workers/a", "drains/a"])
 def test_every_record_that_cannot_be_read_is_a_problem(client: EtcdClient, keys: Keys, name: str) -> None:
     client.put(keys.live + name, b"{")
     problems = read_job(client, keys).problems

@@ -106,12 +106,12 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
     """A later `fit` in the same round counts its batches from 0: the earlier one's snapshots must not compare as newer."""
     record = SimpleNamespace(members=["w0"], number=1, kind="start")
     formation: Any = SimpleNamespace(round=record, size=1, rank=0)
-    view = SimpleNamespace(job=SimpleNamespace(created_at=1.0), round=record, in_state=lambda *_: [])
+    view = SimpleNamespace(job=SimpleNamespace(created_at=1.0), round=record)
     world: Any = SimpleNamespace(
         worker_id="w0",
         num_fits=0,
         config=SimpleNamespace(max_workers=1, prefix="p", run_id="r"),
-        membership=SimpleNamespace(view=view),
+        membership=SimpleNamespace(view=view, on_this_host=dict),
         formation=formation,
         wishes=[],
         event=lambda *_: None,

@@ -125,7 +125,7 @@ def test_memory_of_waiting_workers_stays_and_of_departed_ones_goes(snapshots: Sn
         SnapshotStore("job", holder, 1 << 28, root=tmp_path).reserve(holder, 1000)
     snapshots.store.reserve("w0", 1000)
     snapshots._world.membership = SimpleNamespace(  # type: ignore[assignment]
-        view=SimpleNamespace(in_state=lambda *states: ["spare"] if "ready" in states else [])
+        on_this_host=lambda: {"w0": SimpleNamespace(state="active"), "spare": SimpleNamespace(state="ready")}
     )
     snapshots._world.event = lambda *_: None  # type: ignore[method-assign]
     snapshots._formation = SimpleNamespace(  # type: ignore[assignment]

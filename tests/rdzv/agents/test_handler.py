@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,7 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerRecord,
     decode,
     encode,
+    worker_name_of,
 )
 from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job, remove_snapshots, short, users_folder
 
@@ -208,9 +210,9 @@ def test_garbage_in_records_of_a_running_job_does_not_end_its_agents(
 ) -> None:
     agent = start_agent(LIVE, nnodes="1:2")
     _started(agent, "STARTED 0/1")
-    for place in ("workers/stranger", "round", "plan", "agents/stranger", "agent_round", "job"):
+    for place in ("workers/stranger", "shared/round", "shared/plan", "agents/stranger", "agent_round", "shared/job"):
         client.put(keys.live + place, b"{]")
-        if place in ("agents/stranger", "agent_round", "job"):
+        if place in ("agents/stranger", "agent_round", "shared/job"):
             told = re.compile(f"ignored a record: .*{keys.live}{place}")
             eventually(lambda told=told: told.search(agent.output), f"the agent has seen {place}", 10)  # type: ignore[misc]
     client.put(keys.root + "end/0", b"")
@@ -414,11 +416,12 @@ def test_only_the_agents_own_dead_workers_are_deleted(make_handler: MakeHandler,
     handler = make_handler()
     handler.next_rendezvous()
     own = decode(AgentRecord, client.get_prefix(keys.agents)[1][0].value, "").agent_id
-    for worker, agent in (("mine", own), ("foreign", "another-agent")):
+    here = worker_name_of(socket.gethostname())
+    for worker, agent in ((f"{here}mine", own), (f"{here}foreign", "another-agent")):
         record = WorkerRecord(worker, agent, "host", 1, 0, "127.0.0.1", 1, "ready")
         client.put(keys.workers + worker, encode(record))
     handler.next_rendezvous()
-    assert [kv.key for kv in client.get_prefix(keys.workers)[1]] == [keys.workers + "foreign"]
+    assert [kv.key for kv in client.get_prefix(keys.workers)[1]] == [f"{keys.workers}{here}foreign"]
 
 
 def test_agent_of_several_workers_has_a_folder_in_memory_until_it_ends(
