@@ -80,6 +80,7 @@ def test_last_checkpoint_of_a_stop_is_written_by_the_next_worker_when_its_writer
     job = make_job(settings, script=run_resumable)
     workers = [job.start() for _ in range(3)]
     job.wait_for_world(3)
+    job.wait_until(lambda: all(worker.records("done") for worker in workers) or None, "a step of each worker")
     writer = next(worker for worker in workers if worker.records("done")[-1]["rank"] == 0)
     writer.arm("last_checkpoint")
     job.drain()
