@@ -296,11 +296,11 @@ class Membership:
                 left = deadline - time.monotonic()
                 if left > 0:
                     self._changed.wait(min(left, 0.05))
-            if left <= 0:
+            if is_excused is not None and is_excused():  # asked first: a tick may have taken longer than the timeout
+                deadline = time.monotonic() + timeout_s
+            elif left <= 0:
                 text = f"run {self._config.run_id!r}, worker {self.worker_id}: waited {timeout_s:.0f} s for {what}"
                 raise TimeoutError(text + self._missing())
-            if is_excused is not None and is_excused():
-                deadline = time.monotonic() + timeout_s
             if tick is not None:
                 tick()
 
@@ -446,7 +446,8 @@ class Membership:
 
         That may take long in a full cluster, but the state in the survivors' memory is worth the wait.
         """
-        return self.has_controller() and self._view.lacks_workers
+        # Until the next convener has written its first notice, nothing is known of the other workers.
+        return self.has_controller() and (self._view.lacks_workers or not self._view.is_told)
 
     @property
     def nodes(self) -> NodesRecord | None:
