@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import Member, UnreachableError
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.probe import Answer, answers, dead_beside, silent_workers
@@ -53,7 +52,6 @@ class Patrol:
         self._membership = membership
         self._workers = workers
         self._interval_s = interval_s if len(workers) <= FEW else PROBE_INTERVAL_S
-        self._records: dict[str, WorkerRecord] = {}  # decoded once
         self._began = time.monotonic()
         self._next_look = 0.0
 
@@ -82,11 +80,7 @@ class Patrol:
             log.debug("could not bury the dead: %s", error)
 
     def _knock(self, workers: list[str]) -> Mapping[str, Answer]:
-        lost, here = set(self._membership.view.lost), socket.gethostname()
-        self._records |= self._membership.records(w for w in workers if w not in lost and w not in self._records)
-        records = [self._records[w] for w in workers if w in self._records and w not in lost]
-        # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
-        return answers([r for r in records if r.host == here or r.worker_id in self._membership.reached], DEAD_S)
+        return answers(self._membership.whose_refusal_counts(workers), DEAD_S)
 
 
 class Reach:

@@ -160,7 +160,7 @@ class Membership:
         )
         self._own.create(record)
         self._own_mirror = Mirror(self._client, self._own.key, self._on_mirror, 2 * CHECK_S)
-        if not self._sees_itself:
+        if self._own_mirror.get(self._own.key) is None:
             raise EvictedError(self._own.evicted_text)  # the lease may have expired, as while the process is stopped
         self._thread.start()
         return state
@@ -348,14 +348,19 @@ class Membership:
                 self._client.txn(write.compare, write.ops)
             self._records.forget(worker_id)
 
+    def whose_refusal_counts(self, worker_ids: Iterable[str]) -> list[WorkerRecord]:
+        """Return the records of those other workers that are certainly dead if their port refuses a connection.
+
+        A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
+        """
+        lost, host = set(self._view.lost), socket.gethostname()
+        records = self.records(w for w in worker_ids if w != self.worker_id and w not in lost).values()
+        return [r for r in records if r.host == host or r.worker_id in self.reached]
+
     def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
         """Probe workers and bury those that are certainly dead."""
-        lost = set(self._view.lost)
         try:
-            records = self.records(w for w in worker_ids if w != self.worker_id and w not in lost).values()
-            # A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
-            near = [r for r in records if r.host == socket.gethostname() or r.worker_id in self.reached]
-            if dead := dead_workers(near):
+            if dead := dead_workers(self.whose_refusal_counts(worker_ids)):
                 self.bury(dead)
         except EtcdUnavailableError as error:
             # A dead worker stays dead: the next probe or its lease expiry removes the record.
@@ -491,10 +496,6 @@ class Membership:
             return self._view.is_past_start
         view = self.all_records()  # the notice is as old as the last convener
         return bool(view.survivors or view.in_state("standby", "ready"))
-
-    @property
-    def _sees_itself(self) -> bool:
-        return self._own_mirror is not None and self._own_mirror.get(self._own.key) is not None
 
     def _report_garbage(self, key: str, error: RecordError) -> None:
         log.error("run %s: ignored a record: %s", self._config.run_id, error)

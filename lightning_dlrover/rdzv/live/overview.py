@@ -92,6 +92,7 @@ class WorkerRecords:
         self._keys = keys
         self._is_away = is_away
         self._known: dict[str, KeyValue] = {}
+        self._decoded: dict[str, tuple[KeyValue, WorkerRecord | None]] = {}  # each entry once, as probes need them often
         self._absent: dict[str, float] = {}  # workers without a record, and when this was found
 
     def entries(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
@@ -133,9 +134,16 @@ class WorkerRecords:
 
     def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
         """Return the records of `entries` that can be read."""
-        records = {worker: readable(WorkerRecord, entry) for worker, entry in self.entries(worker_ids).items()}
+        records = {worker: self._decode(worker, entry) for worker, entry in self.entries(worker_ids).items()}
         return {worker: record for worker, record in records.items() if record is not None}
+
+    def _decode(self, worker_id: str, entry: KeyValue) -> WorkerRecord | None:
+        decoded = self._decoded.get(worker_id)
+        if decoded is None or decoded[0] is not entry:
+            decoded = self._decoded[worker_id] = (entry, readable(WorkerRecord, entry))
+        return decoded[1]
 
     def forget(self, worker_id: str) -> None:
         """Read a worker's record afresh when it is needed again."""
         self._known.pop(worker_id, None)
+        self._decoded.pop(worker_id, None)
