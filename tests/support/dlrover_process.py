@@ -160,7 +160,13 @@ class Run:
         try:
             return eventually(look, what, timeout_s, POLL_S)
         except TooLateError as error:
-            raise AssertionError(f"{error}\n{self.output[-6000:]}") from None
+            raise AssertionError(f"{error}\n{self.output[-6000:]}\nLast status: {self._last_status()}") from None
+
+    def _last_status(self) -> str:
+        try:
+            return json.dumps(self.status(), indent=1)[:12_000]
+        except AssertionError as error:
+            return f"none ({error})"
 
     def wait_for_output(self, pattern: str, timeout_s: float = 45.0) -> re.Match[str]:
         return self.wait_for(lambda: re.search(pattern, self.output), f"{pattern!r} in the output", timeout_s)
