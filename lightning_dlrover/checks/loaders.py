@@ -17,6 +17,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_dlrover.data.stream import Stream
+
 __all__ = ["Batching", "UnsupportedLoaderError", "batching_of", "check_data_loader", "check_step_signature"]
 
 GLOBAL_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -72,6 +74,12 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
             "when workers join or leave: give the DataLoader a batch_size and, if needed, a sampler"
         )
     sampler: Any = batches.sampler
+    if isinstance(loader.dataset, Stream) and type(sampler) not in (SequentialSampler, DistributedSampler):
+        raise UnsupportedLoaderError(
+            f"a DataLoader of a stream has the sampler {type(sampler).__name__}, which asks for single rows in an order of its "
+            "own, so almost every row is read from another place: leave out shuffle= and sampler=, and give "
+            "stream(..., shuffle_rows=200_000)"
+        )
     _check_sampler(sampler)
     return Batching(sampler, batches.batch_size, batches.drop_last)
 

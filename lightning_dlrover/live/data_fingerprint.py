@@ -62,6 +62,7 @@ class Sketch:
 class LoaderFingerprint:
     num_samples: int
     sketches: list[Sketch | None]  # the same places on every worker; None: not known, or not comparable
+    shards: str = ""  # digest of what a stream reads
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class DataFingerprint:
                         Sketch(str(each["kind"]), [[float(x) for x in array] for array in each["arrays"]]) if each else None
                         for each in loader["sketches"]
                     ],
+                    str(loader.get("shards", "")),
                 )
                 for loader in fields["train"]
             ]
@@ -106,6 +108,8 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
         name = "the training data" if len(own.train) == 1 else f"training loader {number}"
         if mine.num_samples != theirs.num_samples:
             return f"{name}: {mine.num_samples} samples here, {theirs.num_samples} there"
+        if mine.shards != theirs.shards:
+            return f"{name}: {mine.num_samples} rows in each, but files of other names or lengths"
         pairs = [
             (i, a, b)
             for i, (a, b) in enumerate(zip(mine.sketches, theirs.sketches, strict=False))
@@ -170,7 +174,10 @@ def fingerprint_data(
 ) -> DataFingerprint:
     """Fingerprint the data of a worker; fetches some samples if they are to be compared."""
     return DataFingerprint(
-        [LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else []) for loader in train],
+        [
+            LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], loader.order.shards)
+            for loader in train
+        ],
         None if val is None else [loader.order.num_samples for loader in val],
     )
 

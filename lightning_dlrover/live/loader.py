@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import batching_of
+from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data.stream import Stream
 from lightning_dlrover.live.loader_workers import LoaderWorkers
-from lightning_dlrover.live.order import SampleOrder
+from lightning_dlrover.live.order import SampleOrder, StreamOrder
 from lightning_dlrover.live.split import Split
 
 __all__ = ["ElasticLoader", "LoaderState"]
@@ -34,6 +36,7 @@ class LoaderState:
     global_batch_size: int
     order: torch.Tensor | None  # set only with a sampler of the user's; else it follows from seed and epoch
     seed: int = 0  # seed of the order
+    layout: Layout | None = None  # of a stream's rows
 
 
 class _BatchSamplerView:
@@ -64,6 +67,7 @@ class ElasticLoader:
         place: the current global rank and world size.
         sockets: (fd, inode) pairs that loader workers must close.
         materialise: sends the order that the user's sampler drew on rank 0 to all workers.
+        max_workers: maximum number of workers in the job.
 
     Raises:
         UnsupportedLoaderError: see `checks.loaders.batching_of`.
@@ -78,6 +82,7 @@ class ElasticLoader:
         place: Callable[[], tuple[int, int]] = lambda: (0, 1),
         sockets: Callable[[], Sequence[tuple[int, int]]] = tuple,
         materialise: Callable[[list[int]], list[int]] = lambda order: order,
+        max_workers: int = 1,
     ) -> None:
         batching = batching_of(loader)
         self._batch_sampler = _BatchSamplerView(self, loader.batch_sampler)
@@ -87,7 +92,11 @@ class ElasticLoader:
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
-        self.order = SampleOrder(batching.sampler, loader.dataset, materialise)
+        self.order: SampleOrder | StreamOrder
+        if isinstance(loader.dataset, Stream):
+            self.order = StreamOrder(loader.dataset, loader.dataset.layout_for(global_batch_size, max_workers))
+        else:
+            self.order = SampleOrder(batching.sampler, loader.dataset, materialise)
         self.workers = LoaderWorkers(loader, self, sockets)
         self._loader = loader
         self._batching = batching
@@ -206,13 +215,13 @@ class ElasticLoader:
         self._dealt, self.cursor = batches, 0
         self.workers.discard()
 
-    def shares(self, first_batch: int) -> Iterator[list[int]]:
+    def shares(self, first_batch: int) -> Iterator[Sequence[int]]:
         """Yield this worker's sample indices of each batch from `first_batch` on."""
         if self._dealt is None:
             yield from self.split.shares(first_batch, lambda lap: self.order.of(self.epoch, lap))
         else:
             order = self.order.of(self.epoch)
-            yield from (order[torch.from_numpy(positions)].tolist() for positions in self._dealt[first_batch:])
+            yield from (order.at(positions) for positions in self._dealt[first_batch:])
 
     def keep_step(self, num_batches: int, cycles: bool) -> None:
         """Count through an epoch of `num_batches`, set by the longest or the shortest of several loaders.
@@ -250,12 +259,15 @@ class ElasticLoader:
         return batch
 
     def state(self) -> LoaderState:
-        return LoaderState(self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed)
+        return LoaderState(
+            self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed, self.order.layout
+        )
 
     def load_state(self, state: LoaderState) -> None:
         self.epoch, self.cursor = state.epoch, state.cursor
         self.global_batch_size = state.global_batch_size
         self.order.take_seed(state.seed)
+        self.order.take_layout(state.layout)
         if state.order is not None:
             self.order.take(state.order, state.epoch)
         self.workers.discard()

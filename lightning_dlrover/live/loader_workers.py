@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_dlrover.data.stream import Stream
 from lightning_dlrover.packages import default_package, fabric_submodule
 
 __all__ = ["BatchSource", "LoaderWorkers", "open_handle"]
@@ -63,11 +64,11 @@ class BatchSource(Protocol):
     @property
     def global_rank(self) -> int: ...
 
-    def shares(self, first_batch: int) -> Iterator[list[int]]:
+    def shares(self, first_batch: int) -> Iterator[Sequence[int]]:
         """Yield the sample indices of each batch of the epoch from `first_batch` on."""
 
 
-class _Feed(Sampler[list[int]]):
+class _Feed(Sampler[Sequence[int]]):
     """The processes that prepare this worker's share of the batches from `first` on, and the batch sampler that feeds them.
 
     Args:
@@ -93,11 +94,11 @@ class _Feed(Sampler[list[int]]):
         object.__setattr__(loader, "persistent_workers", num_workers > 0)
         self.loader = loader
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Sequence[int]]:
         self.asked_for = self.first
         return self._shares()
 
-    def _shares(self) -> Iterator[list[int]]:
+    def _shares(self) -> Iterator[Sequence[int]]:
         shares = self._source.shares(self.first)
         while self.asked_for != self.stop and (indices := next(shares, None)) is not None:
             self.asked_for += 1
@@ -411,6 +412,8 @@ class LoaderWorkers:
 
     def _cannot_be_shared(self) -> bool:
         """Return whether forked processes would disturb each other. `refusal` then gives the reason."""
+        if isinstance(self._loader.dataset, Stream):
+            return False  # each process opens its own files
         if handle := open_handle(self._loader.dataset):
             self.refusal = f"the dataset holds {handle}, which processes cannot share; open it in worker_init_fn"
         return bool(self.refusal)

@@ -1,21 +1,26 @@
 """Order the samples of an epoch, equally on every worker.
 
 The order depends on seed and epoch only, unless the user has a sampler. Rank 0 then draws it for all workers.
+A stream's order is never drawn: `data/lane_plan.py` finds the rows of any position.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data.stream import Positions, Stream, ranges_of
 
-__all__ = ["SampleOrder", "epoch_order"]
+__all__ = ["EpochOrder", "SampleOrder", "StreamOrder", "epoch_order"]
 
 STRIDE_OF_LAPS = 1_000_003
 """Step added to an order's seed whenever a loader begins again within an epoch."""
@@ -26,6 +31,92 @@ def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch
     if not shuffle:
         return torch.arange(num_samples)
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+class EpochOrder(Protocol):
+    """The order of one epoch's samples."""
+
+    def between(self, start: int, stop: int) -> Sequence[int]:
+        """Return the samples at these positions, in a form that the dataset takes."""
+
+    def at(self, positions: npt.NDArray[np.int64]) -> Sequence[int]:
+        """Return the samples at these positions, in a form that the dataset takes."""
+
+
+class _Drawn:
+    def __init__(self, order: torch.Tensor) -> None:
+        self._order = order
+
+    def between(self, start: int, stop: int) -> Sequence[int]:
+        samples: list[int] = self._order[start:stop].tolist()
+        return samples
+
+    def at(self, positions: npt.NDArray[np.int64]) -> Sequence[int]:
+        samples: list[int] = self._order[torch.from_numpy(positions)].tolist()
+        return samples
+
+
+class _Planned:
+    def __init__(self, seed: int, layout: Layout) -> None:
+        self._seed, self._layout = seed, layout
+
+    def between(self, start: int, stop: int) -> Sequence[int]:
+        return Positions(self._seed, self._layout, ((start, stop),))
+
+    def at(self, positions: npt.NDArray[np.int64]) -> Sequence[int]:
+        return Positions(self._seed, self._layout, tuple(ranges_of(positions.tolist())))
+
+
+class StreamOrder:
+    """Orders of a stream's epochs. They follow from the seed and from the job's layout.
+
+    Args:
+        layout: how rows are laid over global batches.
+    """
+
+    def __init__(self, stream: Stream, layout: Layout) -> None:
+        self.seed = stream.seed
+        self.layout: Layout | None = layout
+        self._stream = stream
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._stream)
+
+    @property
+    def shards(self) -> str:
+        """Digest of what the stream reads."""
+        return self._stream.fingerprint
+
+    def take_seed(self, seed: int) -> None:
+        self.seed = seed
+
+    def take_layout(self, layout: Layout | None) -> None:
+        """Adopt the job's layout."""
+        if layout is not None:
+            self.layout = layout
+
+    def forget(self) -> None:
+        """Do nothing: an order is not kept."""
+
+    def drawn(self, epoch: int) -> torch.Tensor | None:
+        """Return None: the seed gives the order."""
+        return None
+
+    def take(self, order: torch.Tensor, epoch: int) -> None:
+        raise UnsupportedLoaderError(
+            f"the job's state has an order of {len(order)} samples for this loader, which reads a stream here: the workers' "
+            "scripts differ. Start all workers with the same script"
+        )
+
+    def of(self, epoch: int, lap: int = 0) -> EpochOrder:
+        assert self.layout is not None
+        return _Planned(self.seed + lap * STRIDE_OF_LAPS + epoch, self.layout)
+
+    def fitting_loader_workers(self, wanted: int) -> int:
+        """Return the largest number of loader workers up to `wanted` of which no two read the same lane."""
+        assert self.layout is not None
+        return next(number for number in range(wanted, -1, -1) if not number or self.layout.cycle % number == 0)
 
 
 class SampleOrder:
@@ -51,12 +142,27 @@ class SampleOrder:
                 self.seed = sampler.generator.initial_seed() % 2**62
         elif type(sampler) is not SequentialSampler:
             self._user_sampler = sampler
+        self.layout: Layout | None = None
         self._order = torch.empty(0, dtype=torch.int64)
         self._drawn_for: tuple[int, int] | None = None  # epoch and lap of the order that is kept
 
     @property
     def num_samples(self) -> int:
         return len(self._dataset if self._user_sampler is None else self._user_sampler)
+
+    @property
+    def shards(self) -> str:
+        return ""
+
+    def take_layout(self, layout: Layout | None) -> None:
+        if layout is not None:
+            raise UnsupportedLoaderError(
+                f"the job's state has the layout of a stream for this loader, which reads a {type(self._dataset).__name__} "
+                "here: the workers' scripts differ. Start all workers with the same script"
+            )
+
+    def fitting_loader_workers(self, wanted: int) -> int:
+        return wanted
 
     def take_seed(self, seed: int) -> None:
         """Adopt another worker's order. Otherwise scripts that seed each worker by its rank would have one order each."""
@@ -76,7 +182,7 @@ class SampleOrder:
         """Adopt the order that a user's sampler drew on another worker."""
         self._order, self._drawn_for = order, (epoch, 0)
 
-    def of(self, epoch: int, lap: int = 0) -> torch.Tensor:
+    def of(self, epoch: int, lap: int = 0) -> EpochOrder:
         """Return the order of an epoch's samples, or that of one lap if a loader begins again within the epoch."""
         if self._user_sampler is not None:
             lap = 0  # rank 0 draws it, which is possible only at an epoch's start
@@ -88,7 +194,7 @@ class SampleOrder:
                     self._user_sampler.set_epoch(epoch)
                 self._order = self._checked(self._materialise(list(self._user_sampler)), epoch)
             self._drawn_for = epoch, lap
-        return self._order
+        return _Drawn(self._order)
 
     def _checked(self, order: list[Any], epoch: int) -> torch.Tensor:
         name = type(self._user_sampler).__name__

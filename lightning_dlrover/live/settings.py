@@ -80,7 +80,8 @@ class SettingsInForce:
     def _loader_workers(self, plan: PlanRecord, loader: ElasticLoader) -> int | None:
         if plan.loader_workers is None or plan.source == "user":
             return plan.loader_workers
-        return min(plan.loader_workers, max(self._cores, loader.workers.users_number))
+        wanted = min(plan.loader_workers, max(self._cores, loader.workers.users_number))
+        return loader.order.fitting_loader_workers(wanted)
 
 
 def _in_force(loaders: Sequence[ElasticLoader]) -> _Settings:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
+from lightning_dlrover.live.order import EpochOrder
 
 __all__ = ["Split", "share"]
 
@@ -94,7 +94,7 @@ class Split:
         """
         return self.num_own_samples(batch) * self.world_size / self._length(batch)
 
-    def shares(self, first_batch: int, order: Callable[[int], torch.Tensor]) -> Iterator[list[int]]:
+    def shares(self, first_batch: int, order: Callable[[int], EpochOrder]) -> Iterator[Sequence[int]]:
         """Yield this worker's sample indices of each batch from `first_batch` on.
 
         Args:
@@ -106,9 +106,9 @@ class Split:
             first = batch * self._samples_per_batch
             start, stop = share(self._length(batch), self.global_rank, self.world_size)
             if start < stop:
-                yield indices[first + start : first + stop].tolist()
+                yield indices.between(first + start, first + stop)
             elif self.training:
-                yield indices[first : first + 1].tolist()  # a placeholder with loss weight 0
+                yield indices.between(first, first + 1)  # a placeholder with loss weight 0
             else:
                 return
 

@@ -73,4 +73,5 @@ class UsersLoaders:
             place=place,
             sockets=lambda: live.world.owned_sockets,
             materialise=of_rank_zero,
+            max_workers=job.config.max_workers,
         )

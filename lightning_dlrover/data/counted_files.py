@@ -1,0 +1,101 @@
+"""Count the rows of many files in parallel, and remember the counts for the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from lightning_dlrover.data.locations import Location
+from lightning_dlrover.data.source import Shard
+
+__all__ = ["Counter", "cache_file", "counted"]
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 32
+"""Files whose rows are counted at once. Stores answer many requests at a time."""
+
+PROGRESS_AFTER_S = 2.0
+"""Seconds of counting after which a progress bar appears."""
+
+LOCK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Counts the rows of a file."""
+
+    kind: str  # of rows; the same file may have other rows as another kind
+    count: Callable[[Location], int]
+
+
+def counted(locations: Sequence[Location], counter: Counter) -> list[Shard]:
+    """Return the files as shards.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    from tqdm.auto import tqdm
+
+    with _opened_cache() as cache:
+        known = cache.get(counter.kind, locations)
+        new = [location for location in locations if location.key not in known]
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            counts = threads.map(counter.count, new)
+            progress = tqdm(counts, "counting rows", len(new), unit="files", delay=PROGRESS_AFTER_S, disable=None, leave=False)
+            found = {location.key: rows for location, rows in zip(new, progress, strict=True)}
+        cache.put(counter.kind, new, found)
+    return [Shard(each.key, {**known, **found}[each.key], each.version) for each in locations]
+
+
+def cache_file(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the path of the file that remembers counts, in XDG_CACHE_HOME or ~/.cache."""
+    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(home, "dlrover", "rows.sqlite")
+
+
+class _Cache:
+    def __init__(self, connection: sqlite3.Connection | None) -> None:
+        self._connection = connection
+
+    def get(self, kind: str, locations: Sequence[Location]) -> dict[str, int]:
+        if self._connection is None:
+            return {}
+        query = "SELECT rows FROM counts WHERE kind = ? AND key = ? AND version = ?"
+        found = {}
+        for each in locations:
+            if row := self._connection.execute(query, (kind, each.key, each.version)).fetchone():
+                found[each.key] = int(row[0])
+        return found
+
+    def put(self, kind: str, locations: Sequence[Location], counts: Mapping[str, int]) -> None:
+        if self._connection is not None and locations:
+            rows = [(kind, each.key, each.version, counts[each.key]) for each in locations]
+            with contextlib.suppress(sqlite3.Error), self._connection:  # another process has counted them, too
+                self._connection.executemany("INSERT OR REPLACE INTO counts VALUES (?, ?, ?, ?)", rows)
+
+
+@contextlib.contextmanager
+def _opened_cache() -> Iterator[_Cache]:
+    path = cache_file()
+    connection = None
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S)
+        with connection:
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS counts (kind TEXT, key TEXT, version TEXT, rows INTEGER, PRIMARY KEY (kind, key))"
+            )
+    except (OSError, sqlite3.Error) as error:
+        log.debug("counts of rows are not remembered: %s: %s", path, error)
+        connection = None
+    try:
+        yield _Cache(connection)
+    finally:
+        if connection is not None:
+            connection.close()

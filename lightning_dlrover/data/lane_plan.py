@@ -1,0 +1,202 @@
+"""Decide which rows are in each global batch of an epoch, at a cost that no number of rows raises. Pure.
+
+The rows of all shards, in the epoch's order of shards, are cut into *lanes*: intervals that are read side by side.
+A global batch takes rows from a few lanes, its *slots*. The next batch takes them from the next few, and after a *cycle* of
+batches it is the turn of the first lanes again. So a batch depends neither on workers nor on loader workers. Yet each has lanes
+of its own: a worker's share lies in the same slots of every batch, and one of n loader workers prepares every n-th batch. If n
+divides the cycle, no two of them read the same lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["CYCLE", "MIN_SLOTS", "LanePlan", "Layout", "Piece", "Place"]
+
+CYCLE = 12
+"""Batches until a lane's next turn. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
+
+MIN_SLOTS = 4
+"""Minimum number of lanes that a batch takes rows from."""
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows are laid over batches. A job keeps its layout: with another one the same position is another row."""
+
+    batch_size: int  # rows of a global batch
+    slots: int = MIN_SLOTS  # lanes in one batch
+    cycle: int = CYCLE
+    block_rows: int = 4096  # rows of a lane that are read, and shuffled, together
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "slots", "cycle", "block_rows"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} of a layout of rows is {value!r}, not a positive integer")
+
+    @property
+    def num_lanes(self) -> int:
+        return self.slots * self.cycle
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of a lane: ``first`` to ``stop`` in the lane's shuffled order."""
+
+    lane: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row's place in an epoch."""
+
+    batch: int  # number of the global batch
+    offset: int  # position in that batch
+
+
+class LanePlan:
+    """The order of one epoch's rows.
+
+    Args:
+        shard_rows: rows of each shard, shape ``(num_shards,)``.
+        seed: seed of the order of shards, and of rows within blocks; None: rows stay in the order of the shards.
+    """
+
+    def __init__(self, shard_rows: Sequence[int] | Integers, seed: int | None, layout: Layout) -> None:
+        rows = np.asarray(shard_rows, dtype=np.int64)
+        self.layout = layout
+        self.seed = seed
+        self.num_rows = int(rows.sum())
+        self.shards: Integers = np.arange(len(rows)) if seed is None else _generator(seed).permutation(len(rows))
+        self._shard_starts = np.concatenate(([0], np.cumsum(rows[self.shards])))
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_rows // self.layout.batch_size)
+
+    @cached_property
+    def _slot_starts(self) -> Integers:
+        """Position in a batch at which each slot begins; the last entry is the batch size."""
+        size, slots = self.layout.batch_size, self.layout.slots
+        base, extra = divmod(size, slots)
+        slot = np.arange(slots + 1)
+        return slot * base + np.minimum(slot, extra)
+
+    @cached_property
+    def _lane_starts(self) -> Integers:
+        """First row of each lane, counted over all shards; the last entry is the number of rows."""
+        layout = self.layout
+        full, rest = divmod(self.num_rows, layout.batch_size)
+        widths = np.diff(self._slot_starts)
+        in_rest = np.clip(rest - self._slot_starts[:-1], 0, widths)
+        turn = np.arange(layout.cycle)[:, None]
+        lengths = (full - turn + layout.cycle - 1) // layout.cycle * widths
+        lengths = np.maximum(lengths, 0) + (turn == full % layout.cycle) * in_rest
+        return np.concatenate(([0], np.cumsum(lengths.ravel())))
+
+    def lane_length(self, lane: int) -> int:
+        return int(self._lane_starts[lane + 1] - self._lane_starts[lane])
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces of lanes that form the epoch's positions from `start` to `stop`, in their order.
+
+        Raises:
+            IndexError: the epoch has no such positions.
+        """
+        if not 0 <= start <= stop <= self.num_rows:
+            raise IndexError(f"rows {start} to {stop} of an epoch with {self.num_rows} rows")
+        layout, bounds = self.layout, self._slot_starts
+        while start < stop:
+            batch, offset = divmod(start, layout.batch_size)
+            end = min(stop - batch * layout.batch_size, layout.batch_size)
+            turn, phase = divmod(batch, layout.cycle)
+            slot = int(np.searchsorted(bounds, offset, side="right")) - 1
+            while offset < end:
+                begin, after = int(bounds[slot]), int(bounds[slot + 1])
+                upto = min(after, end)
+                if offset < upto:
+                    before = turn * (after - begin) - begin
+                    yield Piece(phase * layout.slots + slot, before + offset, before + upto)
+                    offset = upto
+                slot += 1
+            start = batch * layout.batch_size + end
+
+    # --- blocks: what a lane's rows are read and shuffled by -----------------------------------------------------------------
+
+    def _head_start(self, lane: int) -> int:
+        """Rows by which a lane's first block is shorter. Lanes would otherwise all begin a block in the same few batches."""
+        phase, slot = divmod(lane, self.layout.slots)
+        return (slot * self.layout.cycle + phase) * self.layout.block_rows // self.layout.num_lanes
+
+    def block_of(self, lane: int, row: int) -> int:
+        return (row + self._head_start(lane)) // self.layout.block_rows
+
+    def block(self, lane: int, number: int) -> tuple[int, int]:
+        """Return the rows of the lane in a block: the first one, and the one after the last."""
+        first = number * self.layout.block_rows - self._head_start(lane)
+        return max(0, first), min(first + self.layout.block_rows, self.lane_length(lane))
+
+    def order(self, lane: int, number: int) -> Integers | None:
+        """Return the shuffled order of a block's rows, shape ``(rows in the block,)``; None: as they are."""
+        if self.seed is None:
+            return None
+        first, stop = self.block(lane, number)
+        return _generator(self.seed, lane, number).permutation(stop - first)
+
+    # --- rows of shards ------------------------------------------------------------------------------------------------------
+
+    def intervals(self, lane: int, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield where unshuffled rows of a lane are: number of the shard, its first row, and the row after the last."""
+        row, end = int(self._lane_starts[lane]) + first, int(self._lane_starts[lane]) + stop
+        place = int(np.searchsorted(self._shard_starts, row, side="right")) - 1
+        while row < end:
+            begin, after = int(self._shard_starts[place]), int(self._shard_starts[place + 1])
+            upto = min(after, end)
+            if row < upto:
+                yield int(self.shards[place]), row - begin, upto - begin
+                row = upto
+            place += 1
+
+    def row_at(self, position: int) -> tuple[int, int]:
+        """Return the shard and the row at one of the epoch's positions."""
+        (piece,) = self.pieces(position, position + 1)
+        number = self.block_of(piece.lane, piece.first)
+        first, _ = self.block(piece.lane, number)
+        order = self.order(piece.lane, number)
+        row = piece.first if order is None else first + int(order[piece.first - first])
+        ((shard, start, _),) = self.intervals(piece.lane, row, row + 1)
+        return shard, start
+
+    def place_of(self, shard: int, row: int) -> Place:
+        """Return where in the epoch a row of a shard is, the inverse of `row_at`."""
+        (at,) = np.flatnonzero(self.shards == shard)
+        if not 0 <= row < self._shard_starts[at + 1] - self._shard_starts[at]:
+            raise IndexError(f"row {row} of a shard with {self._shard_starts[at + 1] - self._shard_starts[at]} rows")
+        absolute = int(self._shard_starts[at]) + row
+        lane = int(np.searchsorted(self._lane_starts, absolute, side="right")) - 1
+        in_lane = absolute - int(self._lane_starts[lane])
+        number = self.block_of(lane, in_lane)
+        order = self.order(lane, number)
+        if order is not None:
+            first, _ = self.block(lane, number)
+            in_lane = first + int(np.flatnonzero(order == in_lane - first)[0])
+        phase, slot = divmod(lane, self.layout.slots)
+        begin, after = (int(x) for x in self._slot_starts[slot : slot + 2])
+        turn, offset = divmod(in_lane, after - begin)
+        return Place(turn * self.layout.cycle + phase, begin + offset)
+
+
+def _generator(seed: int, *numbers: int) -> np.random.RandomState:
+    # RandomState: its numbers are the same in every release of numpy, and a job may outlive one.
+    words = [(seed >> shift) & 0xFFFFFFFF for shift in (0, 32)]
+    return np.random.RandomState([*words, *numbers])

@@ -1,0 +1,105 @@
+"""Parquet files as a source: local, or at a URL that fsspec knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_dlrover.data.counted_files import Counter, counted
+from lightning_dlrover.data.locations import Location, located
+from lightning_dlrover.data.source import DataError, Shard, Skipped
+
+__all__ = ["Parquet", "parquet"]
+
+ROWS_AT_ONCE = 8192
+"""Rows that are decoded at once. A lane holds them decoded, not its whole row group."""
+
+
+class Parquet:
+    """Parquet files. `parquet` makes one."""
+
+    def __init__(self, paths: str | Sequence[str], columns: Sequence[str] | None, on_error: str) -> None:
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
+        self._paths = paths
+        self._columns = list(columns) if columns is not None else None
+        self._on_error = on_error
+        self._locations: dict[str, Location] = {}
+
+    def __repr__(self) -> str:
+        return f"parquet({self._paths!r})"
+
+    def shards(self) -> Sequence[Shard]:
+        self._locations = {each.key: each for each in located(self._paths, suffix=".parquet")}
+        return counted(list(self._locations.values()), Counter("parquet", _num_rows))
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        """Yield record batches from a row on.
+
+        Raises:
+            DataError: the file is another than the one that was counted, lacks a column, or a row group cannot be read.
+        """
+        import pyarrow.parquet as pq
+
+        with self._locations[shard.key].open(shard.version) as file:
+            try:
+                parquet_file = pq.ParquetFile(file)
+            except (OSError, ValueError) as error:
+                raise DataError(f"{shard.key} cannot be read as Parquet: {error}") from error
+            self._check_columns(shard, parquet_file.schema_arrow)
+            metadata = parquet_file.metadata
+            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            ends = np.cumsum(sizes)
+            group = int(np.searchsorted(ends, row, side="right"))
+            skip = row - int(ends[group] - sizes[group]) if group < len(sizes) else 0
+            for number in range(group, len(sizes)):
+                yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
+                skip = 0
+
+    def _row_group(self, file: Any, shard: Shard, number: int, skip: int, num_rows: int) -> Iterator[Any]:
+        done = 0
+        try:
+            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[number], columns=self._columns, use_threads=False):
+                done += batch.num_rows
+                if done > skip:
+                    yield batch if done - batch.num_rows >= skip else batch.slice(batch.num_rows - (done - skip))
+        except (OSError, ValueError) as error:
+            left = num_rows - max(done, skip)
+            where = f"row group {number} of {shard.key} (rows from {max(done, skip)} of its {num_rows})"
+            if self._on_error == "raise":
+                raise DataError(
+                    f"{where} cannot be read: {error}. Write the file again, or leave such rows out with "
+                    "parquet(..., on_error='skip'), which logs how many"
+                ) from error
+            yield Skipped(left, f"{where}: {error}")
+
+    def _check_columns(self, shard: Shard, schema: Any) -> None:
+        missing = [name for name in self._columns or () if name.partition(".")[0] not in schema.names]
+        if missing:
+            raise DataError(f"{shard.key} has no column {', '.join(missing)}, only {', '.join(schema.names)}")
+
+
+def parquet(paths: str | Sequence[str], columns: Sequence[str] | None = None, on_error: str = "raise") -> Parquet:
+    """Return Parquet files as a source of a stream. Rows are dictionaries by column; batches are made from columns.
+
+    Args:
+        paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
+        columns: names of the columns to read; None: all.
+        on_error: what to do with a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and log that.
+
+    Raises:
+        ValueError: `on_error` is neither.
+    """
+    return Parquet(paths, columns, on_error)
+
+
+def _num_rows(location: Location) -> int:
+    import pyarrow.parquet as pq
+
+    with location.open() as file:
+        try:
+            return int(pq.ParquetFile(file).metadata.num_rows)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{location.key} is no Parquet file: {error}") from error

@@ -1,0 +1,207 @@
+"""Read the rows of lanes in one process: each lane by blocks, from the place where it was left.
+
+A process holds one block of each lane that it reads, and what its source needs to go on behind that block. At most `max_open`
+lanes are held; the one that was not used for the longest time is closed for another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_dlrover.data.lane_plan import LanePlan, Piece
+from lightning_dlrover.data.rows import Block, Rows
+from lightning_dlrover.data.source import DataError, Shard, Skipped, Source
+
+__all__ = ["MAX_OPEN_LANES", "LaneReader"]
+
+log = logging.getLogger(__name__)
+
+MAX_OPEN_LANES = 256
+"""Maximum number of lanes that a process holds open."""
+
+
+class _Cursor:
+    """One shard, read from a row on."""
+
+    def __init__(self, source: Source, shard: Shard, row: int) -> None:
+        self.shard = shard
+        self.row = row
+        self._items = source.read(shard, row)
+        self._left: Any = None  # rest of a record batch, or of skipped rows
+
+    def take(self, num_rows: int) -> Iterator[Any]:
+        """Yield items with exactly `num_rows` rows in all."""
+        while num_rows:
+            item = self._left if self._left is not None else self._next()
+            self._left = None
+            length = _length(item)
+            if length > num_rows:
+                self._left = _after(item, num_rows)
+                item, length = _before(item, num_rows), num_rows
+            num_rows -= length
+            self.row += length
+            if length:
+                yield item
+
+    def _next(self) -> Any:
+        try:
+            return next(self._items)
+        except StopIteration:
+            raise DataError(
+                f"{self.shard.key} ended after {self.row} rows, but had {self.shard.rows} when the job counted them: it was "
+                "changed meanwhile, or its source's read() leaves rows out. A transform cannot leave rows out either: they are "
+                "counted before they are read, so give them weight 0 instead"
+            ) from None
+
+    def close(self) -> None:
+        if hasattr(self._items, "close"):
+            self._items.close()
+
+
+class _Lane:
+    def __init__(self) -> None:
+        self.number = -1  # of the block
+        self.block: Block | list[Any] = []
+        self.starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `block`; None: nothing was skipped
+        self.cursor: _Cursor | None = None
+
+    def close(self) -> None:
+        if self.cursor is not None:
+            self.cursor.close()
+            self.cursor = None
+
+
+class LaneReader:
+    """The lanes of one epoch that a process reads.
+
+    Attributes:
+        num_skipped: rows that were to be read but could not be.
+    """
+
+    def __init__(self, source: Source, shards: Sequence[Shard], plan: LanePlan, max_open: int = MAX_OPEN_LANES) -> None:
+        self.plan = plan
+        self.num_skipped = 0
+        self._source = source
+        self._shards = shards
+        self._max_open = max_open
+        self._lanes: OrderedDict[int, _Lane] = OrderedDict()
+
+    def read(self, pieces: Sequence[Piece]) -> Rows | list[Any]:
+        """Return the rows of these pieces: columns if the source yields record batches, else a list of what it yields.
+
+        Raises:
+            DataError: a shard is not what it was when it was counted.
+        """
+        parts: list[tuple[Block, int, int]] = []
+        rows: list[Any] = []
+        for piece in pieces:
+            first = piece.first
+            while first < piece.stop:
+                number = self.plan.block_of(piece.lane, first)
+                begin, end = self.plan.block(piece.lane, number)
+                lane = self._at(piece.lane, number)
+                stop = min(piece.stop, end)
+                a, b = first - begin, stop - begin
+                if lane.starts is not None:
+                    a, b = int(lane.starts[a]), int(lane.starts[b])
+                if isinstance(lane.block, Block):
+                    parts.append((lane.block, a, b))
+                else:
+                    rows.extend(lane.block[a:b])
+                first = stop
+        return rows if rows else Rows(parts)
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+
+    def _at(self, number: int, block: int) -> _Lane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            if len(self._lanes) >= self._max_open:
+                self._lanes.popitem(last=False)[1].close()
+            lane = self._lanes[number] = _Lane()
+        self._lanes.move_to_end(number)
+        if lane.number != block:
+            lane.number = -1  # what follows may fail
+            self._load(lane, number, block)
+            lane.number = block
+        return lane
+
+    def _load(self, lane: _Lane, number: int, block: int) -> None:
+        items: list[Any] = []
+        for shard_number, first, stop in self.plan.intervals(number, *self.plan.block(number, block)):
+            shard = self._shards[shard_number]
+            if lane.cursor is None or lane.cursor.shard is not shard or lane.cursor.row != first:
+                lane.close()
+                lane.cursor = _Cursor(self._source, shard, first)
+            try:
+                items.extend((shard, item) for item in lane.cursor.take(stop - first))
+            except BaseException:
+                lane.cursor = None  # its generator is over
+                raise
+        order = self.plan.order(number, block)
+        lane.starts = None
+        if any(isinstance(item, Skipped) for _, item in items):
+            lane.starts, order = self._without_skipped(items, order)
+            items = [(shard, item) for shard, item in items if not isinstance(item, Skipped)]
+        lane.block = _joined(items, order)
+
+    def _without_skipped(
+        self, items: Sequence[tuple[Shard, Any]], order: npt.NDArray[np.int64] | None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+        """Return where each row of a block is among those that could be read, and the order of these."""
+        is_there = np.concatenate([np.full(_length(item), not isinstance(item, Skipped)) for _, item in items])
+        for shard, item in items:
+            if isinstance(item, Skipped):
+                self.num_skipped += item.rows
+                log.warning("%s: %d rows are skipped: %s", shard.key, item.rows, item.reason)
+        if order is None:
+            return np.concatenate(([0], np.cumsum(is_there))), None
+        number = np.cumsum(is_there) - 1  # of a row among those that could be read
+        kept = is_there[order]
+        return np.concatenate(([0], np.cumsum(kept))), number[order[kept]]
+
+
+def _joined(items: Sequence[tuple[Shard, Any]], order: npt.NDArray[np.int64] | None) -> Block | list[Any]:
+    if not any(_is_columnar(item) for _, item in items):
+        rows = [item for _, item in items]
+        return rows if order is None else [rows[i] for i in order]
+    import pyarrow as pa
+
+    first = items[0][1]
+    for shard, item in items:
+        if not _is_columnar(item):
+            raise DataError(f"{shard.key}: its source yields a {type(item).__name__} among record batches")
+        if item.schema.names != first.schema.names or item.schema.types != first.schema.types:
+            raise DataError(f"{shard.key} has the columns {_columns(item)}, and {items[0][0].key} has {_columns(first)}")
+    return Block(pa.Table.from_batches([item for _, item in items], schema=first.schema), order)
+
+
+def _columns(batch: Any) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in batch.schema)
+
+
+def _is_columnar(item: Any) -> bool:
+    return hasattr(item, "num_rows") and hasattr(item, "schema")
+
+
+def _length(item: Any) -> int:
+    if isinstance(item, Skipped):
+        return item.rows
+    return int(item.num_rows) if _is_columnar(item) else 1
+
+
+def _before(item: Any, num_rows: int) -> Any:
+    return Skipped(num_rows, item.reason) if isinstance(item, Skipped) else item.slice(0, num_rows)
+
+
+def _after(item: Any, num_rows: int) -> Any:
+    return Skipped(item.rows - num_rows, item.reason) if isinstance(item, Skipped) else item.slice(num_rows)

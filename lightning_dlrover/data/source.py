@@ -1,0 +1,51 @@
+"""What a stream reads: shards with a known number of rows, each readable from any row on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["DataError", "Shard", "Skipped", "Source"]
+
+
+class DataError(RuntimeError):
+    """Data cannot be read, or are not what they were when the job began."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a source that is read from its first row to its last, such as a file."""
+
+    key: str  # names it in errors and records; unique in its source
+    rows: int
+    version: str = ""  # changes with its content, for example size and time of modification
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 0:
+            raise DataError(
+                f"shard {self.key!r} has {self.rows!r} rows: a stream needs the number of rows of each shard, 0 or more, "
+                "before it reads one. Count them once and keep the numbers beside the data"
+            )
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Rows that `read` leaves out because they cannot be read; it yields this in their place."""
+
+    rows: int
+    reason: str
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where rows come from. A user's own source has these two methods and can be pickled."""
+
+    def shards(self) -> Sequence[Shard]:
+        """Return all shards, the same in every process of the job."""
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        """Yield the shard's rows from number `row` on, the same ones each time.
+
+        An item is one row of any kind, a `pyarrow.RecordBatch` of rows, or `Skipped`.
+        """

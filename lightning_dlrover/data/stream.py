@@ -1,0 +1,251 @@
+"""A dataset that reads shards by their rows, for a DataLoader: the same batches for any number of workers and loader workers.
+
+Its samples are the positions of an epoch, whose order `lane_plan.py` decides. A live job asks for `Positions`, which carry all
+that their rows depend on; a DataLoader by itself asks for numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, overload
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_dlrover.data.lane_plan import MIN_SLOTS, LanePlan, Layout, Piece
+from lightning_dlrover.data.reader import LaneReader
+from lightning_dlrover.data.rows import prepare_default_collate
+from lightning_dlrover.data.source import DataError, Shard, Source
+
+__all__ = ["Positions", "Stream", "ranges_of", "stream"]
+
+OWN_BATCH_SIZE = 2048
+"""Rows of a batch in the layout of a stream that no job has given one. Any batch size works; its divisors are read fastest."""
+
+MIN_SHUFFLED_BLOCK = 512
+"""Minimum number of rows that are shuffled together in a lane."""
+
+NUM_READERS = 2
+"""Orders that a process reads at once: loader workers prepare the next epoch's batches before the last one's are used."""
+
+
+@dataclass(frozen=True)
+class Positions(Sequence[int]):
+    """Positions in one order of a stream's rows."""
+
+    seed: int  # of this epoch's order
+    layout: Layout
+    ranges: tuple[tuple[int, int], ...]  # half-open
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    def __iter__(self) -> Iterator[int]:
+        for start, stop in self.ranges:
+            yield from range(start, stop)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return list(self)[index]
+
+
+class Stream(Dataset[Any]):
+    """The rows of a source. `stream` makes one.
+
+    Args:
+        transform: makes a sample of a row. Without it, and with a DataLoader's default `collate_fn`, a batch is a dictionary of
+            tensors that is made from columns.
+        shuffle_rows: rows that are shuffled together, counted over all workers; 0: no shuffling.
+        keep_order: whether rows come in the order of the shards.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Callable[[Any], Any] | None = None,
+        shuffle_rows: int = 0,
+        keep_order: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        for method in ("shards", "read"):
+            if not callable(getattr(source, method, None)):
+                raise TypeError(
+                    f"a stream reads from a source with the methods shards() and read(shard, row), and {source!r:.80} has no "
+                    f"{method}(): use lightning_dlrover.data.parquet(...) or files(...), or write the two methods"
+                )
+        if isinstance(shuffle_rows, bool) or not isinstance(shuffle_rows, int) or shuffle_rows < 0:
+            raise ValueError(
+                f"shuffle_rows={shuffle_rows!r} is no number of rows: give 0 for no shuffling, or for example 200_000"
+            )
+        if keep_order and shuffle_rows:
+            raise ValueError(f"shuffle_rows={shuffle_rows} shuffles, and keep_order=True asks for the order of the shards")
+        self.source = source
+        self.transform = transform
+        self.shuffle_rows = shuffle_rows
+        self.keep_order = keep_order
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        # Shared with loader workers that outlive an epoch.
+        self._start = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, and its first row
+        self._layout = self.layout_for(OWN_BATCH_SIZE)
+        self._shards: Sequence[Shard] | None = None
+        self._forget_readers()
+        prepare_default_collate()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_readers", "_pid")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_readers()
+        prepare_default_collate()
+
+    def _forget_readers(self) -> None:
+        self._readers: OrderedDict[tuple[int | None, Layout], LaneReader] = OrderedDict()
+        self._pid = os.getpid()
+
+    # --- what is read -------------------------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """All shards, as they were when they were first asked for.
+
+        Raises:
+            DataError: there are none, or two of the same name.
+        """
+        if self._shards is None:
+            shards = list(self.source.shards())
+            key, times = Counter(shard.key for shard in shards).most_common(1)[0] if shards else ("", 0)
+            if times > 1:
+                raise DataError(
+                    f"{self.source!r:.120} has {key!r} {times} times: its rows would be trained as often in an epoch"
+                )
+            if not any(shard.rows for shard in shards):
+                raise DataError(f"{self.source!r:.120} has no rows (in {len(shards)} shards): check the path or the pattern")
+            self._shards = shards
+        return self._shards
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of names and lengths of the shards. The folder they are in may differ from host to host."""
+        text = "\n".join(f"{PurePath(shard.key).name} {shard.rows}" for shard in self.shards)
+        return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
+
+    def layout_for(self, batch_size: int, max_workers: int = 1) -> Layout:
+        """Return the layout of a job.
+
+        Args:
+            batch_size: rows of a global batch.
+            max_workers: maximum number of workers, each of which should have lanes of its own.
+        """
+        if self.keep_order:
+            return Layout(batch_size, slots=1, cycle=1)
+        layout = Layout(batch_size, slots=min(batch_size, max(MIN_SLOTS, max_workers)))
+        if not self.shuffle_rows:
+            return layout
+        return replace(layout, block_rows=max(MIN_SHUFFLED_BLOCK, -(-self.shuffle_rows // layout.num_lanes)))
+
+    def plan(self, seed: int, layout: Layout) -> LanePlan:
+        """Return the order of one epoch."""
+        return LanePlan([shard.rows for shard in self.shards], seed if self.shuffle_rows else None, layout)
+
+    # --- the interface to a DataLoader by itself -----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return sum(shard.rows for shard in self.shards)
+
+    def set_epoch(self, epoch: int, first_row: int = 0) -> None:
+        """Begin an epoch, or go on inside of it. A live job and `DLRoverCallback` do this by themselves.
+
+        Args:
+            first_row: position of the first row that the DataLoader's next iterator gives.
+        """
+        self._start[0], self._start[1] = epoch, first_row
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sequence[Any]:
+        """Return samples by their position in the epoch.
+
+        Raises:
+            DataError: a shard is not what it was, or cannot be read.
+        """
+        if isinstance(numbers, Positions):
+            return self._samples(numbers.seed, numbers.layout, numbers.ranges)
+        epoch, first_row = (int(x) for x in self._start)
+        return self._samples(self.seed + epoch, self._layout, list(ranges_of(first_row + int(number) for number in numbers)))
+
+    def _samples(self, seed: int, layout: Layout, ranges: Iterable[tuple[int, int]]) -> Sequence[Any]:
+        reader = self._reader(seed, layout)
+        pieces: list[Piece] = [piece for start, stop in ranges for piece in reader.plan.pieces(start, stop)]
+        rows = reader.read(pieces)
+        if self.transform is None:
+            return rows
+        samples = [self.transform(row) for row in rows]
+        if any(sample is None for sample in samples):
+            raise DataError(
+                f"the transform {_name(self.transform)} returned None for a row. Rows are counted before they are read, so "
+                "that all workers agree on each batch: a transform makes one sample of each row. Filter while the data are "
+                "written, or give the row weight 0 in the loss"
+            )
+        return samples
+
+    def _reader(self, seed: int, layout: Layout) -> LaneReader:
+        if self._pid != os.getpid():
+            self._forget_readers()  # a forked process opens files of its own
+        key = (seed if self.shuffle_rows else None), layout
+        reader = self._readers.get(key)
+        if reader is None:
+            while len(self._readers) >= NUM_READERS:
+                self._readers.popitem(last=False)[1].close()
+            reader = self._readers[key] = LaneReader(self.source, self.shards, self.plan(seed, layout))
+        self._readers.move_to_end(key)
+        return reader
+
+
+def stream(
+    source: Source,
+    transform: Callable[[Any], Any] | None = None,
+    shuffle_rows: int = 0,
+    keep_order: bool = False,
+    seed: int | None = None,
+) -> Stream:
+    """Return a dataset for a DataLoader that reads a source in parallel, in an order that depends on nothing but the seed.
+
+    Args:
+        source: for example `parquet(...)` or `files(...)`, or an object with `shards()` and `read(shard, row)`.
+        transform: makes a sample of a row: a dictionary by column, or what the source yields. None: samples are the rows.
+        shuffle_rows: rows that are shuffled together, over all workers; they are in memory meanwhile. 0: no shuffling.
+        keep_order: whether rows come in the order of the shards, as predictions want it. Each process then reads everything.
+        seed: of the first epoch's order; None: that of `seed_everything`, or 0.
+
+    Raises:
+        TypeError: `source` lacks a method.
+        ValueError: an argument is out of range.
+    """
+    return Stream(source, transform, shuffle_rows, keep_order, seed)
+
+
+def ranges_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield half-open ranges of consecutive numbers, in their order."""
+    start = stop = None
+    for number in numbers:
+        if number != stop:
+            if start is not None and stop is not None:
+                yield start, stop
+            start = number
+        stop = number + 1
+    if start is not None and stop is not None:
+        yield start, stop
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
