@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dlrover.data.stream import Stream
+from lightning_dlrover.data.dataset import Stream
 
 __all__ = ["Batching", "UnsupportedLoaderError", "batching_of", "check_data_loader", "check_step_signature"]
 

@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_dlrover.data.locations import Location
-from lightning_dlrover.data.source import Shard
 
-__all__ = ["Counter", "cache_file", "counted"]
+__all__ = ["Count", "cache_file", "counted"]
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +26,21 @@ LOCK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Counter:
-    """Counts the rows of a file."""
+class Count:
+    """What is remembered of a file."""
 
-    kind: str  # of rows; the same file may have other rows as another kind
-    count: Callable[[Location], int]
+    rows: int
+    marks: bytes = b""  # places in the file from which it can be read, in the form of its kind
 
 
-def counted(locations: Sequence[Location], counter: Counter) -> list[Shard]:
-    """Return the files as shards.
+def counted(locations: Sequence[Location], kind: str, count: Callable[[Location], Count]) -> dict[str, Count]:
+    """Count the rows of each file, unless its count is remembered.
+
+    Args:
+        kind: of rows. The same file may have other rows as another kind.
+
+    Returns:
+        Counts by the files' keys.
 
     Raises:
         DataError: a file cannot be read.
@@ -43,14 +48,14 @@ def counted(locations: Sequence[Location], counter: Counter) -> list[Shard]:
     from tqdm.auto import tqdm
 
     with _opened_cache() as cache:
-        known = cache.get(counter.kind, locations)
+        known = cache.get(kind, locations)
         new = [location for location in locations if location.key not in known]
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            counts = threads.map(counter.count, new)
+            counts = threads.map(count, new)
             progress = tqdm(counts, "counting rows", len(new), unit="files", delay=PROGRESS_AFTER_S, disable=None, leave=False)
-            found = {location.key: rows for location, rows in zip(new, progress, strict=True)}
-        cache.put(counter.kind, new, found)
-    return [Shard(each.key, {**known, **found}[each.key], each.version) for each in locations]
+            found = {location.key: each for location, each in zip(new, progress, strict=True)}
+        cache.put(kind, new, found)
+    return {**known, **found}
 
 
 def cache_file(environ: Mapping[str, str] = os.environ) -> str:
@@ -63,21 +68,21 @@ class _Cache:
     def __init__(self, connection: sqlite3.Connection | None) -> None:
         self._connection = connection
 
-    def get(self, kind: str, locations: Sequence[Location]) -> dict[str, int]:
-        if self._connection is None:
-            return {}
-        query = "SELECT rows FROM counts WHERE kind = ? AND key = ? AND version = ?"
-        found = {}
-        for each in locations:
-            if row := self._connection.execute(query, (kind, each.key, each.version)).fetchone():
-                found[each.key] = int(row[0])
+    def get(self, kind: str, locations: Sequence[Location]) -> dict[str, Count]:
+        found: dict[str, Count] = {}
+        query = "SELECT num_rows, marks FROM counts WHERE kind = ? AND key = ? AND version = ?"
+        with contextlib.suppress(sqlite3.Error):
+            for each in locations if self._connection is not None else ():
+                if row := self._connection.execute(query, (kind, each.key, each.version)).fetchone():  # type: ignore[union-attr]
+                    found[each.key] = Count(int(row[0]), bytes(row[1]))
         return found
 
-    def put(self, kind: str, locations: Sequence[Location], counts: Mapping[str, int]) -> None:
-        if self._connection is not None and locations:
-            rows = [(kind, each.key, each.version, counts[each.key]) for each in locations]
-            with contextlib.suppress(sqlite3.Error), self._connection:  # another process has counted them, too
-                self._connection.executemany("INSERT OR REPLACE INTO counts VALUES (?, ?, ?, ?)", rows)
+    def put(self, kind: str, locations: Sequence[Location], counts: Mapping[str, Count]) -> None:
+        if self._connection is None or not locations:
+            return
+        rows = [(kind, each.key, each.version, counts[each.key].rows, counts[each.key].marks) for each in locations]
+        with contextlib.suppress(sqlite3.Error), self._connection:  # another process may be writing the same
+            self._connection.executemany("INSERT OR REPLACE INTO counts VALUES (?, ?, ?, ?, ?)", rows)
 
 
 @contextlib.contextmanager
@@ -89,7 +94,8 @@ def _opened_cache() -> Iterator[_Cache]:
         connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S)
         with connection:
             connection.execute(
-                "CREATE TABLE IF NOT EXISTS counts (kind TEXT, key TEXT, version TEXT, rows INTEGER, PRIMARY KEY (kind, key))"
+                "CREATE TABLE IF NOT EXISTS counts"
+                " (kind TEXT, key TEXT, version TEXT, num_rows INTEGER, marks BLOB, PRIMARY KEY (kind, key))"
             )
     except (OSError, sqlite3.Error) as error:
         log.debug("counts of rows are not remembered: %s: %s", path, error)

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import batching_of
+from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.data.stream import Stream
 from lightning_dlrover.live.loader_workers import LoaderWorkers
 from lightning_dlrover.live.order import SampleOrder, StreamOrder
 from lightning_dlrover.live.split import Split

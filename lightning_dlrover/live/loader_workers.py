@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_dlrover.data.stream import Stream
+from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.packages import default_package, fabric_submodule
 
 __all__ = ["BatchSource", "LoaderWorkers", "open_handle"]

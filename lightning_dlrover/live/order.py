@@ -17,8 +17,8 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.data.dataset import Positions, Stream, ranges_of
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.data.stream import Positions, Stream, ranges_of
 
 __all__ = ["EpochOrder", "SampleOrder", "StreamOrder", "epoch_order"]
 

@@ -50,7 +50,9 @@ def test_every_row_has_exactly_one_position(lengths: list[int], seed: int | None
 
 @settings(max_examples=100)
 @given(shards, seeds, layouts, st.data())
-def test_positions_have_the_same_rows_in_any_pieces(lengths: list[int], seed: int | None, layout: Layout, data: st.DataObject) -> None:
+def test_positions_have_the_same_rows_in_any_pieces(
+    lengths: list[int], seed: int | None, layout: Layout, data: st.DataObject
+) -> None:
     plan = LanePlan(lengths, seed, layout)
     cuts = sorted({0, plan.num_rows, *data.draw(st.lists(st.integers(0, plan.num_rows), max_size=5))})
     assert list(chain.from_iterable(rows(plan, a, b) for a, b in pairwise(cuts))) == rows(plan)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from toy_job import SEED, Place, Script, ToySettings, run_worker, train_toy
+from toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
 from waiting import TooLateError, eventually
 
 from lightning_dlrover.live.order import epoch_order
@@ -362,6 +362,16 @@ def _windows(settings: ToySettings) -> Iterator[_Window]:
             yield _Window(epoch, range(first, min(first + settings.accumulate, settings.batches_per_epoch)))
 
 
+def _order(job: Job, settings: ToySettings, epoch: int) -> list[int]:
+    """Return the ids of an epoch's rows, in the order in which they must be trained."""
+    if not settings.streams:
+        return epoch_order(settings.num_rows, settings.shuffle, SEED, epoch).tolist()
+    data = streamed(job.folder / "train", settings.shuffle)
+    plan = data.plan(SEED + epoch, data.layout_for(settings.batch_size, job.max_workers))
+    firsts = [0, *itertools.accumulate(shard.rows for shard in data.shards)]
+    return [firsts[shard] + row for shard, row in map(plan.row_at, range(plan.num_rows))]
+
+
 def violations(job: Job, settings: ToySettings) -> list[str]:
     """Problems found in a finished job. Empty if every sample was trained on exactly once and all workers agreed.
 
@@ -395,7 +405,7 @@ def violations(job: Job, settings: ToySettings) -> list[str]:
             bad += _bad_split(settings, window.epoch, batch, number, world, shares[window.epoch, batch, number])
     for epoch in range(settings.max_epochs):
         trained: list[int] = []
-        order = epoch_order(settings.num_rows, settings.shuffle, SEED, epoch).tolist()
+        order = _order(job, settings, epoch)
         for window in (w for w in _windows(settings) if w.epoch == epoch and done[w.epoch, w.batches[-1]]):
             number = done[epoch, window.batches[-1]][0]["round"]
             for batch in window.batches:

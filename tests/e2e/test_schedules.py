@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from harness import Job, Worker, violations
-from toy_job import ToySettings
+from toy_job import ToySettings, write_files
 
 SCHEDULES = 208 if os.environ.get("DLROVER_ALL_FAULTS") else 24
 BATCH = 8  # schedules per test
@@ -61,6 +61,7 @@ def random_schedule(seed: int) -> Schedule:
         accumulate=accumulate,
         num_val_rows=rng.randint(8, 40) if with_validation else 0,
         val_every=rng.choice([None, 4, 7]) if with_validation else None,
+        streams=seed % 3 == 1,
     )
     moments = MOMENTS if with_validation else MOMENTS[:-2]
     actions = []
@@ -76,6 +77,9 @@ def random_schedule(seed: int) -> Schedule:
 
 def carry_out(schedule: Schedule, job: Job) -> list[str]:
     """Run a schedule to its end; return the violations."""
+    if schedule.settings.streams:
+        write_files(job.folder / "train", schedule.settings.num_rows)
+        write_files(job.folder / "val", schedule.settings.num_val_rows or 1)
     for _ in range(schedule.start_workers):
         job.start()
     job.wait_for_step(1)

@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import hashlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,11 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.data import Stream, parquet, stream
 from lightning_dlrover.live.training import LiveTraining
 
 torch.set_num_threads(1)
@@ -157,6 +161,26 @@ class Rows(Dataset[tuple[Tensor, Tensor, int]]):
         return self.x[index], self.y[index], index
 
 
+def write_files(folder: Path, num_rows: int) -> None:
+    """Write the same rows to Parquet files of uneven lengths, one of them empty, in row groups of a few rows."""
+    folder.mkdir(parents=True)
+    rows = Rows(num_rows)
+    columns = {"x": rows.x.tolist(), "y": rows.y.tolist(), "id": list(range(num_rows))}
+    table = pa.table(columns)
+    cuts = sorted({0, num_rows // 7, num_rows // 2, num_rows // 2 + num_rows // 5, num_rows})
+    for number, (start, stop) in enumerate([*itertools.pairwise(cuts), (num_rows, num_rows)]):
+        pq.write_table(table.slice(start, stop - start), folder / f"{number}.parquet", row_group_size=11)
+
+
+def streamed(folder: Path, shuffle: bool) -> Stream:
+    """Return the rows of such files, which come in blocks of a few rows if shuffled."""
+    return stream(parquet(str(folder)), transform=_as_sample, shuffle_rows=64 if shuffle else 0, seed=SEED)
+
+
+def _as_sample(row: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
+    return torch.tensor(row["x"]), torch.tensor(row["y"]), row["id"]
+
+
 @dataclass(frozen=True)
 class ToySettings:
     """A training run that records every sample's index and every parameter's hash."""
@@ -172,6 +196,7 @@ class ToySettings:
     val_every: int | None = None  # batches between validations; None: once per epoch
     global_batch_size: int | None = None
     slow_start_s: float = 0.0  # seconds before the worker reaches the training loop
+    streams: bool = False  # read from Parquet files in the job's folder
 
     @property
     def batches_per_epoch(self) -> int:
@@ -318,9 +343,13 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
         val_check_interval=settings.val_every,
         limit_val_batches=None if settings.num_val_rows else 0,
     )
-    loader = DataLoader(
-        Rows(settings.num_rows), settings.batch_size, shuffle=settings.shuffle, num_workers=settings.loader_workers
-    )
-    val_loader = DataLoader(Rows(settings.num_val_rows), settings.batch_size) if settings.num_val_rows else None
+    train: Dataset[Any] = Rows(settings.num_rows)
+    val: Dataset[Any] = Rows(settings.num_val_rows)
+    if settings.streams:
+        train = streamed(Path(recorder.place.folder) / "train", settings.shuffle)
+        val = streamed(Path(recorder.place.folder) / "val", shuffle=False)
+    shuffle = settings.shuffle and not settings.streams
+    loader = DataLoader(train, settings.batch_size, shuffle=shuffle, num_workers=settings.loader_workers)
+    val_loader = DataLoader(val, settings.batch_size) if settings.num_val_rows else None
     trainer.fit(ToyModel(recorder, settings.step_s, settings.slow_start_s), loader, val_loader)
     recorder.write("after_fit", step=trainer.global_step)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dlrover.data.counted_files import Counter, counted
+from lightning_dlrover.data.counted_files import Count, counted
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped
 
@@ -33,7 +33,8 @@ class Parquet:
 
     def shards(self) -> Sequence[Shard]:
         self._locations = {each.key: each for each in located(self._paths, suffix=".parquet")}
-        return counted(list(self._locations.values()), Counter("parquet", _num_rows))
+        counts = counted(list(self._locations.values()), "parquet", _num_rows)
+        return [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
 
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
         """Yield record batches from a row on.
@@ -70,10 +71,10 @@ class Parquet:
             where = f"row group {number} of {shard.key} (rows from {max(done, skip)} of its {num_rows})"
             if self._on_error == "raise":
                 raise DataError(
-                    f"{where} cannot be read: {error}. Write the file again, or leave such rows out with "
+                    f"{where} cannot be read: {str(error).splitlines()[0]}. Write the file again, or leave such rows out with "
                     "parquet(..., on_error='skip'), which logs how many"
                 ) from error
-            yield Skipped(left, f"{where}: {error}")
+            yield Skipped(left, f"{where}: {str(error).splitlines()[0]}")
 
     def _check_columns(self, shard: Shard, schema: Any) -> None:
         missing = [name for name in self._columns or () if name.partition(".")[0] not in schema.names]
@@ -95,11 +96,11 @@ def parquet(paths: str | Sequence[str], columns: Sequence[str] | None = None, on
     return Parquet(paths, columns, on_error)
 
 
-def _num_rows(location: Location) -> int:
+def _num_rows(location: Location) -> Count:
     import pyarrow.parquet as pq
 
     with location.open() as file:
         try:
-            return int(pq.ParquetFile(file).metadata.num_rows)
+            return Count(pq.ParquetFile(file).metadata.num_rows)
         except (OSError, ValueError) as error:
             raise DataError(f"{location.key} is no Parquet file: {error}") from error

@@ -1,0 +1,304 @@
+"""Files of lines, CSV, TSV and tar archives as a source, compressed or not.
+
+Their rows are counted once, and the count is remembered with marks: places from which a file can be read. A compressed file is
+read from its beginning instead, so a place late in a large one costs time.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_dlrover.data.counted_files import Count, counted
+from lightning_dlrover.data.locations import Location, located
+from lightning_dlrover.data.source import DataError, Shard
+
+__all__ = ["Files", "files"]
+
+FORMATS = ("lines", "csv", "tsv", "tar")
+SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".tar": "tar", ".txt": "lines", ".jsonl": "lines", ".log": "lines"}
+OPENERS: Mapping[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of text that are read and parsed at once."""
+
+LINES_PER_MARK, SAMPLES_PER_MARK = 8192, 64
+"""Rows from one mark to the next."""
+
+LINES_TO_INFER_FROM = 1000
+"""Lines of the first file from which types of columns are inferred."""
+
+
+class Files:
+    """Files of one format. `files` makes one."""
+
+    def __init__(
+        self,
+        paths: str | Sequence[str],
+        format: str | None,
+        columns: Sequence[str] | None,
+        types: Mapping[str, str] | None,
+        header: bool,
+    ) -> None:
+        if format is not None and format not in FORMATS:
+            raise ValueError(f"format={format!r}: give one of {', '.join(FORMATS)}, or leave it out to go by the files' names")
+        self._paths = paths
+        self._given_format = format
+        self._given_columns = list(columns) if columns is not None else None
+        self._types = dict(types or {})
+        self._header = header
+        self._locations: dict[str, Location] = {}
+        self._marks: dict[str, npt.NDArray[np.int64]] = {}
+        self._format = format or ""
+        self._schema: Any = None  # of the columns of CSV and TSV
+
+    def __repr__(self) -> str:
+        return f"files({self._paths!r})"
+
+    def shards(self) -> Sequence[Shard]:
+        """Return the files, counted.
+
+        Raises:
+            DataError: a file cannot be read, or its format is not known.
+        """
+        self._locations = {each.key: each for each in located(self._paths)}
+        formats = {self._given_format or _format_of(key) for key in self._locations}
+        if len(formats) > 1:
+            raise DataError(
+                f"{self._paths!r} has files of several formats ({', '.join(sorted(formats))}): make a stream of each"
+            )
+        (self._format,) = formats
+        skips = self._header and self._format in ("csv", "tsv")
+        count = _count_tar if self._format == "tar" else partial(_count_lines, has_header=skips)
+        counts = counted(list(self._locations.values()), f"{self._format} {int(skips)}", count)
+        self._marks = {key: np.frombuffer(each.marks, dtype=np.int64) for key, each in counts.items()}
+        shards = [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
+        if self._format in ("csv", "tsv"):
+            first = next((shard for shard in shards if shard.rows), None)
+            self._schema = self._inferred(self._locations[first.key]) if first is not None else None
+        return shards
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        """Yield rows from a row on: strings, dictionaries of a sample's files, or record batches.
+
+        Raises:
+            DataError: the file is another than the one that was counted, or cannot be parsed.
+        """
+        location = self._locations[shard.key]
+        per_mark = SAMPLES_PER_MARK if self._format == "tar" else LINES_PER_MARK
+        marks = self._marks[shard.key]
+        mark = min(row // per_mark, len(marks) - 1)
+        with _opened(location, shard.version) as file:
+            if _opener(location.key) is None:
+                file.seek(int(marks[mark]))
+                row -= mark * per_mark
+            elif int(marks[0]):
+                file.read(int(marks[0]))  # the header
+            if self._format == "tar":
+                yield from _samples(file, row, shard.key)
+            elif self._format == "lines":
+                for chunk in _chunks(file, row):
+                    yield from chunk.decode(errors="replace").removesuffix("\n").split("\n")
+            else:
+                for chunk in _chunks(file, row):
+                    yield from self._parsed(chunk, shard.key)
+
+    def _parsed(self, chunk: bytes, key: str) -> Iterator[Any]:
+        import pyarrow as pa
+        from pyarrow import csv
+
+        try:
+            table = csv.read_csv(
+                pa.BufferReader(chunk),
+                csv.ReadOptions(use_threads=False, column_names=self._schema.names, block_size=max(len(chunk), 1)),
+                csv.ParseOptions(delimiter=self._delimiter, ignore_empty_lines=False),
+                csv.ConvertOptions(column_types=self._schema, include_columns=self._wanted),
+            )
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise DataError(
+                f"{key} cannot be parsed as {self._format}: {error}. Types come from the first {LINES_TO_INFER_FROM} lines of "
+                "the first file; give others with files(..., types={'column': 'float64'}). A value cannot hold a line break"
+            ) from error
+        yield from table.to_batches()
+
+    def _inferred(self, location: Location) -> Any:
+        """Return names and types of the columns, by the first lines of a file and by what the user gave."""
+        import pyarrow as pa
+        from pyarrow import csv
+
+        with _opened(location) as file:
+            lines = b"".join(line for _, line in zip(range(LINES_TO_INFER_FROM + self._header), file, strict=False))
+        names = None if self._header else self._given_columns
+        try:
+            table = csv.read_csv(
+                pa.BufferReader(lines),
+                csv.ReadOptions(
+                    use_threads=False, column_names=names, autogenerate_column_names=names is None and not self._header
+                ),
+                csv.ParseOptions(delimiter=self._delimiter, ignore_empty_lines=False),
+                csv.ConvertOptions(column_types=self._types),
+            )
+        except (pa.ArrowInvalid, ValueError, TypeError) as error:
+            raise DataError(
+                f"{location.key} cannot be parsed as {self._format}: {error}. If its first line has no names of columns, give "
+                "files(..., header=False, columns=[...])"
+            ) from error
+        unknown = [name for name in (*self._types, *(self._given_columns or ())) if name not in table.column_names]
+        if unknown:
+            raise DataError(f"{location.key} has no column {', '.join(unknown)}, only {', '.join(table.column_names)}")
+        schema = table.schema
+        for number, field in enumerate(schema):
+            if pa.types.is_null(field.type):
+                schema = schema.set(number, field.with_type(pa.string()))
+        return schema
+
+    @property
+    def _wanted(self) -> list[str] | None:
+        return self._given_columns if self._header else None
+
+    @property
+    def _delimiter(self) -> str:
+        return "," if self._format == "csv" else "\t"
+
+
+def files(
+    paths: str | Sequence[str],
+    format: str | None = None,
+    columns: Sequence[str] | None = None,
+    types: Mapping[str, str] | None = None,
+    header: bool = True,
+) -> Files:
+    """Return files as a source of a stream.
+
+    Args:
+        paths: a file, a folder, a pattern such as ``"s3://bucket/day_*.tsv.gz"``, or several of them.
+        format: ``"lines"`` (rows are strings), ``"csv"`` or ``"tsv"`` (rows are dictionaries by column, batches are made from
+            columns), ``"tar"`` (WebDataset: rows are dictionaries of bytes by extension, with ``__key__``). None: by the names.
+        columns: of CSV and TSV, the columns to read; with ``header=False`` the names of all columns.
+        types: Arrow's names of types by column, where those inferred from the first lines do not fit.
+        header: whether the first line of each CSV or TSV file has the names of the columns.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    return Files(paths, format, columns, types, header)
+
+
+def _format_of(key: str) -> str:
+    suffixes = [suffix for suffix in PurePosixPath(key).suffixes if suffix not in OPENERS]
+    found = SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
+    if found is None:
+        raise DataError(f"{key}: its name does not say what it is; give files(..., format=) one of {', '.join(FORMATS)}")
+    return found
+
+
+def _opener(key: str) -> Callable[[Any], Any] | None:
+    return OPENERS.get(PurePosixPath(key).suffix)
+
+
+def _opened(location: Location, version: str | None = None) -> Any:
+    """Open a file as the bytes that were compressed."""
+    file = location.open(version)
+    opener = _opener(location.key)
+    return io.BufferedReader(file if opener is None else opener(file), CHUNK_BYTES)
+
+
+def _chunks(file: Any, skip: int) -> Iterator[bytes]:
+    """Yield whole lines, many at once, after the first `skip` ones."""
+    rest = b""
+    while data := file.read(CHUNK_BYTES):
+        data = rest + data
+        end = data.rfind(b"\n") + 1
+        whole, rest = data[:end], data[end:]
+        if skip and whole:
+            breaks = _line_breaks(whole)
+            if len(breaks) <= skip:
+                skip -= len(breaks)
+                continue
+            whole, skip = whole[int(breaks[skip - 1]) + 1 :], 0
+        if whole:
+            yield whole
+    if rest and not skip:
+        yield rest
+
+
+def _line_breaks(data: bytes) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == ord("\n"))
+
+
+def _count_lines(location: Location, has_header: bool) -> Count:
+    lines, position, last = 0, 0, b"\n"
+    marks: list[int] = [0]
+    begin = 0  # of the first row
+    try:
+        with _opened(location) as file:
+            while data := file.read(CHUNK_BYTES):
+                ends = _line_breaks(data) + position + 1  # where the next line begins
+                if has_header and not begin and len(ends):
+                    begin = marks[0] = int(ends[0])
+                    ends = ends[1:]
+                first = -lines % LINES_PER_MARK or LINES_PER_MARK
+                marks.extend(ends[first - 1 :: LINES_PER_MARK].tolist())
+                lines, position, last = lines + len(ends), position + len(data), data[-1:]
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{location.key} cannot be read: {error}") from error
+    if last != b"\n" and (begin or not has_header):
+        lines += 1
+    return Count(lines, np.array(marks, dtype=np.int64).tobytes())
+
+
+def _samples(file: Any, skip: int, key: str) -> Iterator[dict[str, Any]]:
+    """Yield a tar archive's samples after the first `skip` ones. Neighbours with names that differ in the extension are one."""
+    sample: dict[str, Any] = {}
+    try:
+        for member, content in _members(file):
+            name, _, extension = _parts(member.name)
+            if sample and sample["__key__"] != name:
+                if not skip:
+                    yield sample
+                skip, sample = max(0, skip - 1), {}
+            sample.setdefault("__key__", name)
+            sample[extension] = content() if not skip else b""
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"{key} cannot be read as a tar archive: {error}") from error
+    if sample and not skip:
+        yield sample
+
+
+def _members(file: Any) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+    with tarfile.open(fileobj=file, mode="r|") as archive:
+        for member in archive:
+            if member.isfile():
+                yield member, lambda member=member: archive.extractfile(member).read()  # type: ignore[misc,union-attr]
+
+
+def _parts(path: str) -> tuple[str, str, str]:
+    folder, slash, name = path.rpartition("/")
+    stem, dot, extension = name.partition(".")
+    return folder + slash + stem, dot, extension
+
+
+def _count_tar(location: Location) -> Count:
+    marks: list[int] = []
+    samples, before = 0, ""
+    try:
+        with _opened(location) as file:
+            for member, _ in _members(file):
+                name, _, _ = _parts(member.name)
+                if name != before:
+                    if samples % SAMPLES_PER_MARK == 0:
+                        marks.append(member.offset)
+                    samples, before = samples + 1, name
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"{location.key} cannot be read as a tar archive: {error}") from error
+    return Count(samples, np.array(marks or [0], dtype=np.int64).tobytes())

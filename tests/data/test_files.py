@@ -1,0 +1,248 @@
+"""Rows of files: the same from every row on, whatever the format, the compression and the end of the file."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_dlrover.data import DataError, Source, file_source, files, parquet, stream
+from lightning_dlrover.data.counted_files import cache_file
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make boundaries of chunks and marks frequent."""
+    monkeypatch.setattr(file_source, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(file_source, "LINES_PER_MARK", 5)
+    monkeypatch.setattr(file_source, "SAMPLES_PER_MARK", 3)
+
+
+def as_rows(items: Any) -> list[Any]:
+    found: list[Any] = []
+    for item in items:
+        found.extend(item.to_pylist() if isinstance(item, pa.RecordBatch) else [item])
+    return found
+
+
+def assert_readable_from_every_row(source: Source, expected: list[Any]) -> None:
+    (shard,) = source.shards()
+    assert shard.rows == len(expected)
+    for row in range(len(expected)):
+        assert as_rows(source.read(shard, row)) == expected[row:]
+
+
+def write(path: Path, text: str) -> None:
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+TABLE = [{"id": number, "x": number / 4, "name": f"n{number}"} for number in range(23)]
+TSV = "".join(f"{row['id']}\t{row['x']}\t{row['name']}\n" for row in TABLE)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_lines_are_read_from_every_row(tmp_path: Path, name: str, end: str) -> None:
+    lines = [f"line {'x' * (number % 40)} {number}" for number in range(31)]
+    lines[7] = ""
+    write(tmp_path / name, "\n".join(lines) + end)
+    assert_readable_from_every_row(files(str(tmp_path / name)), lines)
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_columns_are_read_from_every_row(tmp_path: Path, name: str, header: bool, end: str) -> None:
+    write(tmp_path / name, ("id\tx\tname\n" if header else "") + TSV.rstrip("\n") + end)
+    source = files(str(tmp_path / name), header=header, columns=None if header else ["id", "x", "name"])
+    assert_readable_from_every_row(source, TABLE)
+
+
+def test_some_columns_of_a_csv_file_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "id,x,name\n1,2.5,a\n2,3.5,b\n")
+    assert_readable_from_every_row(files(str(tmp_path / "a.csv"), columns=["x"]), [{"x": 2.5}, {"x": 3.5}])
+
+
+def test_samples_of_a_tar_archive_are_read_from_every_one(tmp_path: Path) -> None:
+    expected = []
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(11):
+            sample = {"json": json.dumps(number).encode(), "seg.png": bytes(range(number * 60 % 256))}
+            for extension, data in sample.items():
+                member = tarfile.TarInfo(f"train/{number:04}.{extension}")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+            expected.append({"__key__": f"train/{number:04}", **sample})
+    assert_readable_from_every_row(files(str(tmp_path / "a.tar")), expected)
+
+
+def test_parquet_is_read_from_every_row(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(TABLE), tmp_path / "a.parquet", row_group_size=5)
+    assert_readable_from_every_row(parquet(str(tmp_path)), TABLE)
+
+
+def test_nested_columns_and_lists_of_parquet_are_batched(tmp_path: Path) -> None:
+    rows = [{"ids": [number] * (number % 3), "pair": [number, -number], "at": {"x": number, "y": "a"}} for number in range(8)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = stream(parquet(str(tmp_path), columns=["pair", "at"]), keep_order=True)
+    (batch,) = DataLoader(data, batch_size=8)
+    assert batch["pair"].tolist() == [row["pair"] for row in rows]
+    assert batch["at"]["x"].tolist() == list(range(8))
+    assert batch["at"]["y"] == ["a"] * 8
+
+    jagged = DataLoader(
+        stream(parquet(str(tmp_path)), keep_order=True), batch_size=5, collate_fn=lambda rows: rows.jagged("ids")
+    )
+    (values, lengths), _ = jagged
+    assert (values.tolist(), lengths.tolist()) == ([1, 2, 2, 4], [0, 1, 2, 0, 1])
+    with pytest.raises(DataError, match=r"lists in column 'ids' have 0 to 2 values.*rows.jagged"):
+        next(iter(DataLoader(stream(parquet(str(tmp_path))), batch_size=8)))
+
+
+def test_nulls_are_named_with_their_column(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, None, 3]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="column 'a' has 1 nulls in a batch of 3 rows"):
+        next(iter(DataLoader(stream(parquet(str(tmp_path))), batch_size=3)))
+
+
+def test_corrupt_row_group_is_named_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": list(range(300))}), path, row_group_size=100, compression="zstd", use_dictionary=False)
+    group = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    begin = group.data_page_offset + 30
+    content[begin : begin + 60] = b"\xff" * 60
+    path.write_bytes(content)
+
+    with pytest.raises(
+        DataError, match=r"row group 1 of .*a.parquet \(rows from 0 of its 100\) cannot be read.*on_error='skip'"
+    ):
+        list(DataLoader(stream(parquet(str(tmp_path)), keep_order=True), batch_size=50))
+    for shuffle_rows in (0, 600):
+        data = stream(parquet(str(tmp_path), on_error="skip"), shuffle_rows=shuffle_rows)
+        batches = [batch["a"].tolist() for batch in DataLoader(data, batch_size=150) if batch]
+        assert sorted(chain.from_iterable(batches)) == [*range(100), *range(200, 300)]
+    assert "100 rows are skipped: row group 1 of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda path: path.unlink(), "is gone or cannot be read"),
+        (lambda path: write(path, "a\nb\nc\nd\n"), "has changed since the job counted its rows"),
+        (lambda path: os.utime(path, ns=(1, 1)), "has changed since the job counted its rows"),
+    ],
+)
+def test_file_that_changes_after_it_was_counted_is_named(tmp_path: Path, change: Callable[[Path], None], message: str) -> None:
+    path = tmp_path / "a.txt"
+    write(path, "a\nb\nc\n")
+    source = files(str(path))
+    (shard,) = source.shards()
+    change(path)
+    with pytest.raises(DataError, match=f"a.txt {message}"):
+        next(iter(source.read(shard, 0)))
+
+
+def test_types_that_do_not_fit_are_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_source, "LINES_TO_INFER_FROM", 3)
+    write(tmp_path / "a.csv", "x\n" + "1\n" * 20 + "2.5\n")
+    source = files(str(tmp_path / "a.csv"))
+    with pytest.raises(DataError, match=r"a.csv cannot be parsed as csv: .*2.5.*types="):
+        as_rows(source.read(source.shards()[0], 0))
+    source = files(str(tmp_path / "a.csv"), types={"x": "float64"})
+    assert as_rows(source.read(source.shards()[0], 20)) == [{"x": 2.5}]
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("a.bin", {}, "its name does not say what it is"),
+        ("missing.txt", {}, "has no files: check the path"),
+        ("a.csv", {"types": {"z": "int64"}}, "has no column z, only x"),
+        ("a.csv", {"types": {"x": "nonsense"}}, "nonsense"),
+        ("a.parquet", {}, "its name does not say what it is"),
+        ("b.tar", {}, "cannot be read as a tar archive"),
+    ],
+)
+def test_what_cannot_be_read_is_named_at_the_start(tmp_path: Path, name: str, options: Any, message: str) -> None:
+    for each in ("a.bin", "a.csv", "a.parquet", "b.tar"):
+        write(tmp_path / each, "x\n1\n")
+    with pytest.raises(DataError, match=message):
+        files(str(tmp_path / name), **options).shards()
+
+
+def test_folders_leave_out_marker_files_and_other_suffixes(tmp_path: Path) -> None:
+    for name in ("day=1/a.parquet", "day=2/b.parquet", "_SUCCESS", "day=1/_meta.parquet", ".tmp/c.parquet", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        pq.write_table(pa.table({"a": [1]}), tmp_path / name)
+    assert [Path(shard.key).name for shard in parquet(str(tmp_path)).shards()] == ["a.parquet", "b.parquet"]
+    assert len(parquet(str(tmp_path / "day=*/*.parquet")).shards()) == 3
+    assert len(parquet([str(tmp_path / "day=1/a.parquet"), str(tmp_path / "day=1")]).shards()) == 1
+
+
+def test_counts_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.txt", "a\nb\n")
+    source = files(str(tmp_path / "a.txt"))
+    counts: list[str] = []
+    count = file_source._count_lines
+
+    def counting(location: Any, has_header: bool) -> Any:
+        counts.append(location.key)
+        return count(location, has_header)
+
+    monkeypatch.setattr(file_source, "_count_lines", counting)
+    assert [shard.rows for _ in range(3) for shard in source.shards()] == [2, 2, 2]
+    assert len(counts) == 1
+    write(tmp_path / "a.txt", "a\nb\nc\n")
+    assert source.shards()[0].rows == 3
+    assert len(counts) == 2
+
+
+@pytest.mark.parametrize("content", [b"no database", None])
+def test_unusable_cache_is_no_obstacle(tmp_path: Path, content: bytes | None) -> None:
+    place = Path(cache_file())
+    if content is None:
+        place.mkdir(parents=True)
+    else:
+        place.parent.mkdir(parents=True)
+        place.write_bytes(content)
+    write(tmp_path / "a.txt", "a\nb\n")
+    assert files(str(tmp_path / "a.txt")).shards()[0].rows == 2
+
+
+def test_many_small_and_empty_files_are_one_stream(tmp_path: Path) -> None:
+    for number in range(300):
+        write(tmp_path / f"{number:03}.txt", "".join(f"{number} {row}\n" for row in range(number % 4)))
+    data = stream(files(str(tmp_path / "*.txt")), shuffle_rows=100)
+    rows = [row for batch in DataLoader(data, batch_size=32, num_workers=2) for row in batch]
+    assert sorted(rows) == sorted(f"{number} {row}" for number in range(300) for row in range(number % 4))
+
+
+def test_a_format_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="format='xml': give one of lines, csv, tsv, tar"):
+        files("x", format="xml")
+
+
+def test_reading_can_end_anywhere(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "\n".join(map(str, range(50))))
+    source = files(str(tmp_path / "a.txt"))
+    (shard,) = source.shards()
+    assert list(islice(source.read(shard, 3), 4)) == ["3", "4", "5", "6"]
