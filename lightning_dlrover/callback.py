@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.learn.analyst import Analyst, Intentions
 from lightning_dlrover.learn.history import history_url
 from lightning_dlrover.live.lightning_names import combined_loader
@@ -117,6 +118,14 @@ class DLRoverCallback(Callback):
             strategy.watch_next_forward(self._watch)
         self._watchdog = Watchdog(live.progress, self._patience) if live is not None else None
         self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        combined = combined_loader(trainer.fit_loop)
+        for loader in combined.flattened if combined is not None else ():
+            data = getattr(loader, "dataset", None)
+            # Not a live job's loader, which asks for rows by seed. An epoch that was resumed in its middle goes on.
+            if not isinstance(loader, ElasticLoader) and isinstance(data, Stream) and data.epoch != trainer.current_epoch:
+                data.set_epoch(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         assert self._strategy is not None

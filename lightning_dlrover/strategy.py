@@ -307,7 +307,9 @@ class DLRoverStrategy(EitherStrategy):
             if not self.tables.sharded.is_built:
                 self.unread_checkpoint = int(checkpoint["global_step"]), str(folder.absolute())
         if self._job is not None:
-            self._job.start_workers = checkpoint.get("dlrover", {}).get("start_workers", self._job.start_workers)
+            start = checkpoint.get("dlrover", {})
+            self._job.start_workers = start.get("start_workers", self._job.start_workers)
+            self._job.lane_workers = start.get("lane_workers", self._job.lane_workers)
         return checkpoint
 
     @property
@@ -333,7 +335,11 @@ class DLRoverStrategy(EitherStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         live, barrier = self.live, super().barrier
         if self._job is not None and live is not None:
-            checkpoint["dlrover"] = {"start_workers": self._job.start_workers}
+            checkpoint["dlrover"] = {
+                "start_workers": self._job.start_workers,
+                "lane_workers": self._job.lane_workers,
+                "streams": live.loaders.positions_in_streams if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
+            }
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
         if self.tables is None:
             save = saving_file(partial(write, filepath), lambda: self.is_global_zero, barrier)

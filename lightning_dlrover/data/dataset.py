@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, overload
@@ -161,6 +161,11 @@ class Stream(Dataset[Any]):
     def __len__(self) -> int:
         return sum(shard.rows for shard in self.shards)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch whose rows a DataLoader by itself gets."""
+        return int(self._start[0])
+
     def set_epoch(self, epoch: int, first_row: int = 0) -> None:
         """Begin an epoch, or go on inside of it. A live job and `DLRoverCallback` do this by themselves.
 
@@ -168,6 +173,31 @@ class Stream(Dataset[Any]):
             first_row: position of the first row that the DataLoader's next iterator gives.
         """
         self._start[0], self._start[1] = epoch, first_row
+
+    def resume_from(self, checkpoint: Mapping[str, Any], number: int = 0) -> None:
+        """Go on where a live job was when it saved a checkpoint, in a DataLoader by itself.
+
+        The next iterator begins with the first row that was not trained. The DataLoader's batches should be as large as the
+        job's global batches, since Lightning counts batches.
+
+        Args:
+            checkpoint: Lightning's checkpoint, as `torch.load` returns it.
+            number: which of the job's training loaders it was, from 0 on.
+
+        Raises:
+            DataError: the checkpoint has no position of that loader in a stream.
+        """
+        streams = checkpoint.get("dlrover", {}).get("streams", [])
+        position = streams[number] if 0 <= number < len(streams) else None
+        if position is None:
+            raise DataError(
+                f"the checkpoint has no position of training loader {number} in a stream (it has {len(streams)} loaders): it "
+                "was saved by a job with other data, without DLRoverStrategy, or outside of a fit"
+            )
+        self.seed, self._layout = int(position["seed"]), Layout(**position["layout"])
+        self._forget_readers()
+        is_over = position["first_row"] >= len(self)
+        self.set_epoch(position["epoch"] + is_over, 0 if is_over else position["first_row"])
 
     def __getitem__(self, number: int) -> Any:
         return self.__getitems__([number])[0]
@@ -181,9 +211,14 @@ class Stream(Dataset[Any]):
         if isinstance(numbers, Positions):
             return self._samples(numbers.seed, numbers.layout, numbers.ranges)
         epoch, first_row = (int(x) for x in self._start)
-        return self._samples(self.seed + epoch, self._layout, list(ranges_of(first_row + int(number) for number in numbers)))
+        ranges = ranges_of(first_row + int(number) for number in numbers)
+        if first_row:  # a DataLoader asks for as many rows as in a whole epoch
+            ranges = ((start, min(stop, len(self))) for start, stop in ranges if start < len(self))
+        return self._samples(self.seed + epoch, self._layout, list(ranges))
 
-    def _samples(self, seed: int, layout: Layout, ranges: Iterable[tuple[int, int]]) -> Sequence[Any]:
+    def _samples(self, seed: int, layout: Layout, ranges: Sequence[tuple[int, int]]) -> Sequence[Any]:
+        if not ranges:
+            raise IndexError(f"the epoch of {len(self)} rows, which was resumed in its middle, is over")
         reader = self._reader(seed, layout)
         pieces: list[Piece] = [piece for start, stop in ranges for piece in reader.plan.pieces(start, stop)]
         rows = reader.read(pieces)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -262,6 +262,15 @@ class ElasticLoader:
         return LoaderState(
             self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed, self.order.layout
         )
+
+    @property
+    def position_in_stream(self) -> dict[str, Any] | None:
+        """What `Stream.resume_from` takes; None for data that are no stream."""
+        layout = self.order.layout
+        if layout is None:
+            return None
+        first_row = self.cursor * self.global_batch_size
+        return {"seed": self.order.seed, "epoch": self.epoch, "first_row": first_row, "layout": asdict(layout)}
 
     def load_state(self, state: LoaderState) -> None:
         self.epoch, self.cursor = state.epoch, state.cursor

@@ -41,6 +41,7 @@ class PlaceInJob:
     Attributes:
         live: the job's rounds from this worker's point of view; None until a Trainer has entered the job.
         start_workers: number of workers that the job started with; 0 if not known yet.
+        lane_workers: number of workers for which the rows of streams are laid out; 0 if not known yet.
         tables: sharded tables of the Trainer's model.
     """
 
@@ -51,7 +52,7 @@ class PlaceInJob:
         self.config = config
         self.world: World | None = None
         self.live: LiveTraining | None = None
-        self.start_workers = 0
+        self.start_workers = self.lane_workers = 0
         self.tables: TablesOfTrainer | None = None
         self._stores: list[SnapshotStore] = []  # stores of all models with tables that this script has trained
         self._strategy = strategy
@@ -115,7 +116,7 @@ class PlaceInJob:
         assert former.live is not None
         self.world, former.world = former.world, None
         assert self.world is not None
-        self.start_workers = former.start_workers
+        self.start_workers, self.lane_workers = former.start_workers, former.lane_workers
         self._stores = former._stores
         self.live = self._take_over_world(self.world, trainer, former.live.formation)
         self.live.searches.num_begun = former.live.searches.num_begun
@@ -151,25 +152,25 @@ class PlaceInJob:
             *(self.config.min_workers, self.config.max_workers, num_workers),
         )
 
-    def agree_on_start_workers(self) -> int:
-        """Return the factor of a DataLoader's batch size: the number of workers of the job's first start."""
+    def agree_on_start(self) -> None:
+        """Set the numbers of workers of the job's first start, on which global batches depend, and rows of streams."""
         assert self.live is not None
         membership = self.live.world.membership
         formation = self.live.formation
         if formation is not None and formation.rank == 0:
             # A resumed checkpoint has its own number.
-            number = self.start_workers or formation.size
+            number, lanes = self.start_workers or formation.size, self.lane_workers or self.config.max_workers
             membership.record(
                 f"run {self.config.run_id}: the number of workers at the start",
-                lambda job: job if job.start_workers else replace(job, start_workers=number),
+                lambda job: job if job.start_workers else replace(job, start_workers=number, lane_workers=lanes),
             )
-        if self.start_workers == 0:
-            self.start_workers = membership.wait_for(
-                lambda view: view.job.start_workers if view.job and view.job.start_workers else None,
+        if self.start_workers == 0 or self.lane_workers == 0:
+            job = membership.wait_for(
+                lambda view: view.job if view.job and view.job.start_workers else None,
                 self.live.world.config.wait_timeout_s,
                 "rank 0 to send the number of workers at the start",
             )
-        return self.start_workers
+            self.start_workers, self.lane_workers = self.start_workers or job.start_workers, job.lane_workers or 1
 
     def build(self, tables: TablesOfTrainer, trainer: Any) -> None:
         """Build a Trainer's new tables in the job, and keep track of their snapshots."""

@@ -129,6 +129,11 @@ class TrainLoaders:
         """This worker's share of the last training batch."""
         return self.first.split.num_own_samples(self.first.cursor - 1)
 
+    @property
+    def positions_in_streams(self) -> list[dict[str, Any] | None]:
+        """Where each training loader is in its stream, as plain data for checkpoints; None for other data."""
+        return [loader.position_in_stream for loader in self.all] if self.are_made else []
+
     # --- position -------------------------------------------------------------------------------------------------------------
 
     def begin_at(self, cursor: int) -> None:

@@ -61,8 +61,8 @@ class UsersLoaders:
             check_data_loader(dataloader, self._are_split_by_user is True, "train_dataloader" if training else "val_dataloader")
             check_step_signature(training and takes_iterator(trainer.lightning_module))
         assert isinstance(dataloader, DataLoader)
-        workers = job.agree_on_start_workers()
-        global_batch = batching_of(dataloader).batch_size * workers
+        job.agree_on_start()
+        global_batch = batching_of(dataloader).batch_size * job.start_workers
         if training and self._global_batch_size is not None:
             global_batch = self._global_batch_size
         return ElasticLoader(
@@ -73,5 +73,5 @@ class UsersLoaders:
             place=place,
             sockets=lambda: live.world.owned_sockets,
             materialise=of_rank_zero,
-            max_workers=job.config.max_workers,
+            max_workers=job.lane_workers,
         )

@@ -250,6 +250,7 @@ class JobRecord:
     data: str = ""  # fingerprint of the training data, as far as they can be compared
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
     start_workers: int = 0  # workers at the start: a DataLoader's batch_size times this is its global batch
+    lane_workers: int = 0  # workers for which the rows of streams are laid out: the most that the job could have at its start
     created_at: float = 0.0
     message: str = ""  # reason for the failure
     unjoinable: str = ""  # reason why the state cannot be handed over to joiners; empty if it can
