@@ -101,6 +101,26 @@ ROWS: list[Row] = [
             "refused",
             f"{_UNIT}/checks/test_loader_checks.py::test_loader_that_cannot_be_split_is_refused_with_advice",
         ),
+        (
+            "Streams of Parquet files with shuffling, `num_workers` and validation",
+            "works",
+            f"{_E2E}/test_schedules.py::test_every_sample_is_trained_on_exactly_once[0]",
+        ),
+        (
+            "Streams of CSV, TSV, lines and tar archives",
+            "works",
+            f"{_UNIT}/data/test_files.py::test_columns_are_read_from_every_row[-True-a.tsv]",
+        ),
+        (
+            "A checkpoint of a stream's epoch, resumed by plain Lightning",
+            "works",
+            f"{_UNIT}/data/test_plain_lightning.py::test_plain_lightning_goes_on_from_a_jobs_checkpoint[0]",
+        ),
+        (
+            "A stream in a DataLoader with `shuffle=True`",
+            "refused",
+            f"{_UNIT}/data/test_stream.py::test_shuffled_dataloader_of_a_stream_is_refused_with_the_right_option",
+        ),
         ("`IterableDataset`", "refused", f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[iterable]"),
         (
             "Samplers that follow the rank",
