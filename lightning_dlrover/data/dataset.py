@@ -17,7 +17,7 @@ from typing import Any, overload
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dlrover.data.lane_plan import MIN_SLOTS, LanePlan, Layout, Piece
+from lightning_dlrover.data.lane_plan import MIN_SLOTS, LanePlan, Layout, Piece, share
 from lightning_dlrover.data.reader import LaneReader
 from lightning_dlrover.data.rows import prepare_default_collate
 from lightning_dlrover.data.source import DataError, Shard, Source
@@ -155,6 +155,28 @@ class Stream(Dataset[Any]):
     def plan(self, seed: int, layout: Layout) -> LanePlan:
         """Return the order of one epoch."""
         return LanePlan([shard.rows for shard in self.shards], seed if self.shuffle_rows else None, layout)
+
+    # --- the interface to plain loops ---
+
+    def share_of_batch(
+        self, number: int, global_batch_size: int, global_rank: int = 0, world_size: int = 1, max_workers: int = 1
+    ) -> Sequence[Any]:
+        """Return one worker's samples of a global batch. Without a transform these are `Rows`.
+
+        Args:
+            number: of the batch, counted over all epochs. The last batch of an epoch may be smaller.
+            max_workers: maximum number of workers in the job. It is part of the order, so it has to stay the same.
+
+        Raises:
+            DataError: a shard is not what it was, or cannot be read.
+        """
+        epoch, batch = divmod(number, -(-len(self) // global_batch_size))
+        first = batch * global_batch_size
+        start, stop = share(min(global_batch_size, len(self) - first), global_rank, world_size)
+        if start == stop:
+            return []
+        layout = self.layout_for(global_batch_size, max_workers)
+        return self._samples(self.seed + epoch, layout, [(first + start, first + stop)])
 
     # --- the interface to a DataLoader by itself -----------------------------------------------------------------------------
 

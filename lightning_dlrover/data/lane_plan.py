@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CYCLE", "MIN_SLOTS", "LanePlan", "Layout", "Piece", "Place"]
+__all__ = ["CYCLE", "MIN_SLOTS", "LanePlan", "Layout", "Piece", "Place", "share"]
 
 CYCLE = 12
 """Batches until a lane's next turn. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
@@ -64,6 +64,16 @@ class Place:
     offset: int  # position in that batch
 
 
+def share(num_samples: int, global_rank: int, world_size: int) -> tuple[int, int]:
+    """Return the half-open range of a global batch that one worker processes.
+
+    Ranges of all ranks are contiguous, cover the batch and differ by at most one sample in length.
+    """
+    base, extra = divmod(num_samples, world_size)
+    start = global_rank * base + min(global_rank, extra)
+    return start, start + base + (1 if global_rank < extra else 0)
+
+
 class LanePlan:
     """The order of one epoch's rows.
 
@@ -88,9 +98,7 @@ class LanePlan:
     def _slot_starts(self) -> Integers:
         """Position in a batch at which each slot begins; the last entry is the batch size."""
         size, slots = self.layout.batch_size, self.layout.slots
-        base, extra = divmod(size, slots)
-        slot = np.arange(slots + 1)
-        return slot * base + np.minimum(slot, extra)
+        return np.array([0, *(share(size, slot, slots)[1] for slot in range(slots))])
 
     @cached_property
     def _lane_starts(self) -> Integers:

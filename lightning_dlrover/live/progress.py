@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.fit_context import FitContext
-from lightning_dlrover.live.split import share
 from lightning_dlrover.observe.pulse import Pulse
 from lightning_dlrover.rdzv.group.loop import Pace
 from lightning_dlrover.rdzv.live.member import Formation

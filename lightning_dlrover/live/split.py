@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.order import EpochOrder
 
-__all__ = ["Split", "share"]
-
-
-def share(num_samples: int, global_rank: int, world_size: int) -> tuple[int, int]:
-    """Return the half-open range of a global batch that one worker processes.
-
-    Ranges of all ranks are contiguous, cover the batch and differ by at most one sample in length.
-    """
-    base, extra = divmod(num_samples, world_size)
-    start = global_rank * base + min(global_rank, extra)
-    return start, start + base + (1 if global_rank < extra else 0)
+__all__ = ["Split"]
 
 
 @dataclass(frozen=True)

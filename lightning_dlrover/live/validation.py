@@ -29,6 +29,7 @@ import torchmetrics
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.buffers import send_buffers, take_buffers
 from lightning_dlrover.live.epoch_metrics import adopt, entry_of, set_computed, value_of
@@ -38,7 +39,6 @@ from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.redo import Before
 from lightning_dlrover.live.resilient import ResilientCollectives
-from lightning_dlrover.live.split import share
 from lightning_dlrover.packages import package_of
 from lightning_dlrover.rdzv.group import transfer
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.data.lane_plan import CYCLE, LanePlan, Layout, Piece
-from lightning_dlrover.live.split import share
+from lightning_dlrover.data.lane_plan import CYCLE, LanePlan, Layout, Piece, share
 
 layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))
 shards = st.lists(st.one_of(st.just(0), st.integers(0, 30)), min_size=1, max_size=8)

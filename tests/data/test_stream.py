@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data import DataError, Shard, Stream, parquet, stream
+from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.loader import ElasticLoader, LoaderState
-from lightning_dlrover.live.split import share
 
 
 class Numbered:
@@ -315,6 +315,18 @@ def test_workers_share_a_batch_as_one_reads_it_whole() -> None:
 
     assert job(1) == job(2) == job(3)
     assert share(12, 0, 3) == (0, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_plain_loop_takes_every_row_once_in_each_epoch(size: int) -> None:
+    data = stream(Numbered([20, 11]), shuffle_rows=1000)
+    steps = [[data.share_of_batch(step, 8, rank, size, max_workers=5) for rank in range(size)] for step in range(8)]
+    assert [sum(map(len, step)) for step in steps] == [8, 8, 8, 7] * 2
+    first, second = (flat(chain.from_iterable(steps[i : i + 4])) for i in (0, 4))
+    assert sorted(first) == sorted(second) == data.source.all  # type: ignore[attr-defined]
+    assert first != second
+    alone = [list(data.share_of_batch(step, 8, max_workers=5)) for step in range(8)]
+    assert [flat(step) for step in steps] == alone
 
 
 # --- refused ------------------------------------------------------------------------------------------------------------------

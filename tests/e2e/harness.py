@@ -26,8 +26,8 @@ import psutil
 from toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
 from waiting import TooLateError, eventually
 
+from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.order import epoch_order
-from lightning_dlrover.live.split import share
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.operations import Put
