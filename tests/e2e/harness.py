@@ -26,6 +26,7 @@ import psutil
 from toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
 from waiting import TooLateError, eventually
 
+from lightning_dlrover.data import Stream
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -43,7 +44,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.live.requests import read_stacks
 
-__all__ = ["Job", "Record", "Worker", "violations"]
+__all__ = ["Job", "Record", "Worker", "streamed_order", "violations"]
 
 T = TypeVar("T")
 
@@ -364,10 +365,14 @@ def _windows(settings: ToySettings) -> Iterator[_Window]:
 
 def _order(job: Job, settings: ToySettings, epoch: int) -> list[int]:
     """Return the ids of an epoch's rows, in the order in which they must be trained."""
-    if not settings.streams:
-        return epoch_order(settings.num_rows, settings.shuffle, SEED, epoch).tolist()
-    data = streamed(job.folder / "train", settings.shuffle)
-    plan = data.plan(SEED + epoch, data.layout_for(settings.batch_size, job.max_workers))
+    if settings.streams:
+        return streamed_order(streamed(job.folder / "train", settings.shuffle), epoch, settings.batch_size, job.max_workers)
+    return epoch_order(settings.num_rows, settings.shuffle, SEED, epoch).tolist()
+
+
+def streamed_order(data: Stream, epoch: int, global_batch_size: int, max_workers: int) -> list[int]:
+    """Return the ids of an epoch's rows, in the order in which a job of so many workers must train them."""
+    plan = data.plan(SEED + epoch, data.layout_for(global_batch_size, max_workers))
     firsts = [0, *itertools.accumulate(shard.rows for shard in data.shards)]
     return [firsts[shard] + row for shard, row in map(plan.row_at, range(plan.num_rows))]
 

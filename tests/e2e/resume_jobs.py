@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
-from toy_job import Recorder, Rows, ToyModel, make_trainer
+from toy_job import Recorder, Rows, ToyModel, make_trainer, streamed
 
 from lightning_dlrover import DLRoverStrategy
 
@@ -32,6 +32,8 @@ class Resumable:
     at_epoch_end: bool = False
     step_s: float = 0.02
     epochs: int = 3
+    files: str = ""  # folder of Parquet files to read as a stream
+    resumes: str = ""  # checkpoint that the script resumes from
 
 
 class Size(enum.Enum):
@@ -132,5 +134,9 @@ def run_resumable(recorder: Recorder, settings: Resumable) -> None:
         enable_checkpointing=saves,
         plugins=[DeadlyIO(recorder)],
     )
-    trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE, shuffle=True))
+    if settings.files:
+        loader = DataLoader(streamed(Path(settings.files), shuffle=True), BATCH_SIZE, num_workers=1)
+    else:
+        loader = DataLoader(Rows(NUM_ROWS), BATCH_SIZE, shuffle=True)
+    trainer.fit(model, loader, ckpt_path=settings.resumes or None)
     recorder.write("after_fit", step=trainer.global_step, epoch=trainer.current_epoch)

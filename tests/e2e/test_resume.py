@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from harness import Job
-from resume_jobs import STEPS_PER_EPOCH, Resumable, run_resumable
+from harness import Job, streamed_order
+from resume_jobs import BATCH_SIZE, NUM_ROWS, STEPS_PER_EPOCH, Resumable, run_resumable
+from toy_job import streamed, write_files
 
 MakeJob = Callable[..., Job]
 
@@ -30,6 +34,33 @@ def test_checkpoint_is_found_again_at_a_url_and_with_objects(settings: Resumable
     steps = [record["step"] for record in again.records("done")]
     assert steps[0] > STEPS_PER_EPOCH + 5, "training began anew"
     assert steps[-1] == settings.epochs * STEPS_PER_EPOCH
+
+
+def test_other_job_goes_on_with_the_next_row_of_a_stream(make_job: MakeJob, tmp_path: Path) -> None:
+    """With another number of workers now, and another number that the job may have."""
+    files = tmp_path / "rows"
+    write_files(files, NUM_ROWS)
+    settings = Resumable(files=str(files), epochs=2)
+    first = make_job(settings, script=run_resumable, max_workers=4)
+    first.start()
+    first.wait_for_step(3)
+    first.start()
+    first.wait_for_world(2)
+    first.wait_for_step(STEPS_PER_EPOCH + 7)
+    for worker in first.workers:
+        worker.kill()
+    checkpoint = first.folder / "checkpoints" / f"step={STEPS_PER_EPOCH + 5}.ckpt"
+    assert checkpoint.exists()
+
+    second = make_job(replace(settings, resumes=str(checkpoint)), script=run_resumable, min_workers=3, max_workers=9)
+    for _ in range(3):
+        second.start()
+    assert second.finish() == [0, 0, 0], second.report()
+    shares = sorted(second.records("share"), key=lambda share: (share["batch"], share["rank"]))
+    assert {(share["world"], share["epoch"]) for share in shares} == {(3, 1)}
+    trained = list(itertools.chain.from_iterable(share["ids"] for share in shares))
+    expected = streamed_order(streamed(files, shuffle=True), 1, BATCH_SIZE, max_workers=4)
+    assert trained == expected[5 * BATCH_SIZE :]
 
 
 def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch(make_job: MakeJob) -> None:
