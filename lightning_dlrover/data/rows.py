@@ -14,11 +14,16 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_dlrover.data.source import DataError
+from lightning_dlrover.private_names import Names, check_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["Block", "Row", "Rows", "collate", "prepare_default_collate"]
+
+
+NAMES: Names = {"torch.utils.data._utils.collate": ("default_collate_fn_map",)}
+"""Private names of torch that streams use. torch documents this one as the place for further types."""
 
 
 class Row(dict[str, Any]):
@@ -203,8 +208,13 @@ def _collate_rows(batch: Any, *, collate_fn_map: dict[type, Callable[..., Any]] 
 
 
 def prepare_default_collate() -> None:
-    """Make `default_collate` take columns where a batch consists of rows. Call it in every process that collates."""
-    from torch.utils.data._utils.collate import default_collate_fn_map  # documented there as the place for further types
+    """Make `default_collate` take columns where a batch consists of rows. Call it in every process that collates.
+
+    Raises:
+        MissingNamesError: torch has no place for further types.
+    """
+    check_names("torch", NAMES)
+    from torch.utils.data._utils.collate import default_collate_fn_map
 
     registered: dict[Any, Callable[..., Any]] = default_collate_fn_map
     registered[Row] = _collate_rows

@@ -35,7 +35,7 @@ def rows(plan: LanePlan, start: int = 0, stop: int | None = None) -> list[tuple[
     return found
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(shards, seeds, layouts)
 def test_every_row_has_exactly_one_position(lengths: list[int], seed: int | None, layout: Layout) -> None:
     plan = LanePlan(lengths, seed, layout)

@@ -251,7 +251,7 @@ def follow(job: Job, todo: list[Any]) -> None:
         job.close()
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     actions, st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 17), st.booleans(), st.sampled_from([0, 30])
 )

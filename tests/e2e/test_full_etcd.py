@@ -65,7 +65,7 @@ def test_changes_wait_until_a_full_etcd_has_room(start: Callable[..., Watched], 
     assert [watched.num_rounds for watched in jobs] == rounds
     assert joiner.exit_code is None
     make_room(others)
-    eventually(lambda: paused.job.num_registered == 2, "the worker that was stopped registers again", 20)
+    paused.job.wait_until(lambda: paused.job.num_registered == 2, "the worker that was stopped registers again", 20)
     results = ((grown, 3, [0, 0, 0]), (drained, 1, [0, 0]), (broken, 1, [-9, 0]), (headless, 1, [-9, 0]), (paused, 2, [0, 0]))
     for watched, size, codes in results:
         watched.job.wait_for_world(size)

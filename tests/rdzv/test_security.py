@@ -74,7 +74,7 @@ def join(endpoint: str, run_id: str, access: dict[str, str]) -> None:
 def test_missing_credential_is_named_within_seconds(
     changed: dict[str, str | None], told: str, secured: SecureEtcd, run_id: str
 ) -> None:
-    timeout_s = "1.5" if "cert" in changed or "ca_cert" in changed else "3"  # a connection that is refused is tried to the end
+    timeout_s = "2.5" if "cert" in changed or "ca_cert" in changed else "3"  # a connection that is refused is tried to the end
     access: dict[str, Any] = {**secured.access, "etcd_timeout": timeout_s, "join_timeout": "5", "last_call_timeout": "0"}
     for name, value in changed.items():
         if value is None:
