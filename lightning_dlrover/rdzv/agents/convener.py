@@ -12,7 +12,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.agents.rounds import AgentView, Limits, SeenAgent, is_urgent, members_of_next_round, next_notice
@@ -185,7 +185,7 @@ class AgentConvener:
                 self._stopped.wait(min(0.2, time.monotonic() - began))
                 self._wake.wait(pause_s)
 
-    def _act(self, entries: dict[str, KeyValue], term: int) -> float:
+    def _act(self, entries: Mapping[str, KeyValue], term: int) -> float:
         """Write what is due; return the seconds after which to look again even without a change."""
         view = self._view(entries)
         now = time.monotonic()
@@ -210,7 +210,7 @@ class AgentConvener:
             return min(pause_s, _RETRY_S)
         return pause_s
 
-    def _form(self, view: AgentView, members: list[str], entries: dict[str, KeyValue], term: int) -> None:
+    def _form(self, view: AgentView, members: list[str], entries: Mapping[str, KeyValue], term: int) -> None:
         round_ = AgentRound(
             number=view.round_number + 1,
             agents=members,
@@ -222,7 +222,7 @@ class AgentConvener:
         if self._write(self._keys.agent_round, round_, entries, term):
             logger.info("round %d of %d nodes", round_.number, len(members))
 
-    def _write(self, key: str, record: AgentNotice | AgentRound, entries: dict[str, KeyValue], term: int) -> bool:
+    def _write(self, key: str, record: AgentNotice | AgentRound, entries: Mapping[str, KeyValue], term: int) -> bool:
         keys = self._keys
         # A round and its confirmation depend on each other, so each write is conditional on both.
         seen: list[Compare] = [
@@ -231,7 +231,7 @@ class AgentConvener:
         ]
         return self._journal.fenced_write({key: record}, [created(keys.agent_convener) == term, *seen])
 
-    def _view(self, entries: dict[str, KeyValue]) -> AgentView:
+    def _view(self, entries: Mapping[str, KeyValue]) -> AgentView:
         keys, read = self._keys, self._reader.read
         self._reader.forget_all_but(entries)
         agents = {}

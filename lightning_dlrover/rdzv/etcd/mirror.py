@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.etcd.caller import RETRY_PAUSE_S
@@ -55,6 +56,7 @@ class Mirror:
         self._stream: WatchStream | None = None
         self._revision, found = client.get_prefix(prefix)
         self._keys = {kv.key: kv for kv in found}
+        self._snapshot: MappingProxyType[str, KeyValue] | None = None  # as `snapshot` has returned it; None: since changed
         client.adopt(self)
         name = f"etcd-mirror-{prefix.rstrip('/').rsplit('/', 1)[-1]}"
         self._threads = [
@@ -80,9 +82,12 @@ class Mirror:
         with self._changed:
             return self._revision
 
-    def snapshot(self) -> dict[str, KeyValue]:
+    def snapshot(self) -> MappingProxyType[str, KeyValue]:
+        """Return the present copy: the same object until a key changes, so that its readers decode it once."""
         with self._changed:
-            return dict(self._keys)
+            if self._snapshot is None:
+                self._snapshot = MappingProxyType(dict(self._keys))
+            return self._snapshot
 
     def get(self, key: str) -> KeyValue | None:
         with self._changed:
@@ -195,6 +200,8 @@ class Mirror:
                     self._keys[kv.key] = kv
                 elif self._keys.pop(kv.key, None) is not None:
                     changed = True
+            if changed:
+                self._snapshot = None
             self._changed.notify_all()
         self._report(changed)
 
@@ -202,7 +209,7 @@ class Mirror:
         with self._changed:
             changed = keys != self._keys
             # An etcd restored from an older backup is behind us. Its state counts all the same.
-            self._revision, self._keys = revision, keys
+            self._revision, self._keys, self._snapshot = revision, keys, None
             self._changed.notify_all()
         self._report(changed)
 
@@ -247,6 +254,6 @@ class Mirror:
             stream.cancel()
 
 
-def _extent(keys: dict[str, KeyValue]) -> tuple[int, int]:
+def _extent(keys: Mapping[str, KeyValue]) -> tuple[int, int]:
     """Return the number of keys and their newest `mod_revision`."""
     return len(keys), max((kv.mod_revision for kv in keys.values()), default=0)

@@ -53,6 +53,7 @@ class Convener:
         self._patience = patience
         self._situation: tuple[object, float] | None = None  # workers or agents that are awaited, and since when
         self._cut_off_s: float | None = None  # time at which etcd was last unreachable
+        self._noted: tuple[View, int, bytes] | None = None  # last notice with the view and the term that it follows from
 
     def is_in_office(self, entries: Entries) -> bool:
         """Whether a copy of the shared records shows this worker as the convener."""
@@ -101,8 +102,7 @@ class Convener:
         proposal = next_round(view, now_s - self._situation[1], self._patience) if may_decide else None
         if proposal is not None:
             proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
-        notice = notice_of(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
-        told = encode(notice)
+        told = self._notice(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
         fence = created(self._keys.convener) == term
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.
@@ -112,6 +112,11 @@ class Convener:
         if last is not None and last.value == told:
             return None
         return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, told),))
+
+    def _notice(self, view: View, term: int) -> bytes:
+        if self._noted is None or self._noted[0] is not view or self._noted[1] != term:
+            self._noted = view, term, encode(notice_of(view, term))
+        return self._noted[2]
 
     @staticmethod
     def _unchanged(entries: Entries, key: str) -> Compare:

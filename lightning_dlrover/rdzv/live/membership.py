@@ -72,8 +72,12 @@ R = TypeVar("R")
 CHECK_S = 5.0
 """Seconds between two checks that a mirror has missed no change. Its watch reports changes at once."""
 
-TICK_S = 0.1
-"""Maximum seconds between two turns of the background thread, as patience runs out without a change."""
+TICK_S = 0.25
+"""Maximum seconds between two turns of the background thread, as patience runs out without a change. Each takes time from
+training where all cores compute."""
+
+STAND_S = 0.05
+"""Seconds between two turns while this worker waits for its moment to stand for convener."""
 
 GONE_CHECK_S = 0.3
 """Seconds between two checks whether a worker has ended that no notice will name."""
@@ -527,7 +531,7 @@ class Membership:
         while not self._closing:
             with self._changed:
                 if not self._dirty:
-                    self._changed.wait(TICK_S)
+                    self._changed.wait(STAND_S if self._office.is_about_to_stand else TICK_S)
             try:
                 # Run even when nothing has changed: patience runs out without an event.
                 self._refresh()

@@ -102,6 +102,11 @@ class Office:
         with contextlib.suppress(TimeoutError):
             self._overview.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
 
+    @property
+    def is_about_to_stand(self) -> bool:
+        """Whether this worker waits for a moment before it stands for convener, so that not all do at once."""
+        return self._stands_at is not None
+
     def step_down(self, timeout_s: float = 0.0) -> None:
         """Stop following the records of other workers."""
         self._overview.close(timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -46,7 +46,7 @@ class Overview:
         self._view = View()
         self._view_since = 0.0
 
-    def look(self) -> tuple[dict[str, KeyValue], View, float]:
+    def look(self) -> tuple[Mapping[str, KeyValue], View, float]:
         """Return all records at one revision, the view that they give, and the seconds for which it has not changed.
 
         Opens the mirror if it is closed.
@@ -59,7 +59,7 @@ class Overview:
             self._view = View()
         entries = self._mirror.snapshot()
         view = self._decoder.view(entries)
-        if view != self._view:
+        if view is not self._view and view != self._view:
             self._view, self._view_since = view, time.monotonic()
         return entries, self._view, time.monotonic() - self._view_since
 
