@@ -109,16 +109,7 @@ def convert(inputs: list[Path], output: Path, layout: Layout, num_ids: int = MAX
         OSError: the output cannot be written.
     """
     with _new_folder(output) as folder:
-        num_rows = 0
-        with tqdm(desc="counting", unit=" rows", disable=None, leave=False) as progress:
-            for _, chunk in _all_lines(inputs):
-                num_rows += chunk.num_rows
-                progress.update(chunk.num_rows)
-        if num_rows < MIN_ROWS:
-            raise DataError(
-                f"{', '.join(map(str, inputs))}: {num_rows} rows are too few to split into training, validation and test rows: "
-                f"give {MIN_ROWS} or more"
-            )
+        num_rows = _counted(inputs)
         moments = _Moments(len(NUMBERS))
         writers = [_Writer(folder / name, layout) for name in SETS]
         position = 0
@@ -175,6 +166,20 @@ def write_generated(num_rows: int, seed: int, output: Path, layout: Layout) -> D
         )
         described.write(folder)
     return described
+
+
+def _counted(inputs: list[Path]) -> int:
+    num_rows = 0
+    with tqdm(desc="counting", unit=" rows", disable=None, leave=False) as progress:
+        for _, chunk in _all_lines(inputs):
+            num_rows += chunk.num_rows
+            progress.update(chunk.num_rows)
+    if num_rows < MIN_ROWS:
+        raise DataError(
+            f"{', '.join(map(str, inputs))}: {num_rows} rows are too few to split into training, validation and test rows: "
+            f"give {MIN_ROWS} or more"
+        )
+    return num_rows
 
 
 # --- from text to columns -----------------------------------------------------------------------------------------------------

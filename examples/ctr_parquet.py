@@ -122,7 +122,8 @@ class ClickStreams:
 
 
 def is_click_folder(path: Path) -> bool:
-    return (path / DESCRIPTION).is_file()
+    """Whether rows are to be read with `load_streams`, which names what is missing in a damaged folder."""
+    return (path / DESCRIPTION).is_file() or (path / "train").is_dir()
 
 
 def load_streams(folder: Path, shuffle_rows: int) -> ClickStreams:

@@ -11,22 +11,18 @@ from pathlib import Path
 import criteo_to_parquet
 import ctr_data
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from criteo_to_parquet import Layout, convert, write_generated
 from ctr_data import Batch, DataError
-from ctr_parquet import CATEGORIES, NUMBERS, SETS, ClickStreams, Description, load_streams
+from ctr_parquet import CATEGORIES, NUMBERS, SETS, ClickStreams, Description, is_click_folder, load_streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 SMALL = Layout(rows_per_file=70, row_group_rows=30)
-
-
-@pytest.fixture(autouse=True)
-def _counts_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def row(label: str = "0", numbers: str = "1", category: str = "68fd1e64") -> str:
@@ -113,6 +109,13 @@ def test_rows_are_counted_as_they_are_converted(lines: list[str], end: str, last
     text = text if last_has_end else text.removesuffix(end.encode())
     assert criteo_to_parquet._num_rows(text) == lines.count("1")
     assert criteo_to_parquet._table(text, 100).num_rows == lines.count("1")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text("0123456789abcdefABCDEF", max_size=16), min_size=1), st.integers(2, 2**31 - 1))
+def test_id_is_the_remainder_of_the_value(values: list[str], num_ids: int) -> None:
+    expected = [1 + int(value, 16) % (num_ids - 1) if value else ctr_data.UNSEEN for value in values]
+    assert criteo_to_parquet._ids("C1", pa.array(values), num_ids).tolist() == expected
 
 
 def test_constant_and_missing_numbers_become_zero(tmp_path: Path) -> None:
@@ -249,9 +252,12 @@ def test_folder_that_was_changed_is_refused(tmp_path: Path) -> None:
         load_streams(folder, 0)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"rows": [1, 2, 3]}'])
-def test_damaged_description_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "clicks.json").write_text(text)
+@pytest.mark.parametrize("text", [None, "", "[]", "{", '{"rows": [1, 2, 3]}'])
+def test_damaged_description_is_named(tmp_path: Path, text: str | None) -> None:
+    (tmp_path / "train").mkdir()
+    if text is not None:
+        (tmp_path / "clicks.json").write_text(text)
+    assert is_click_folder(tmp_path)
     with pytest.raises(DataError, match=r"clicks\.json is no description of click rows .*examples/criteo_to_parquet\.py"):
         Description.read(tmp_path)
 
