@@ -1,4 +1,4 @@
-"""What a stream reads: shards with a known number of rows, each readable from any row on."""
+"""Sources of streams: shards with a known number of rows, each readable from any row on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["DataError", "Shard", "Skipped", "Source"]
 
 
 class DataError(RuntimeError):
-    """Data cannot be read, or are not what they were when the job began."""
+    """Data cannot be read, or have changed since the job began."""
 
 
 @dataclass(frozen=True)
