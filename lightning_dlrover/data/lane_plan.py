@@ -139,7 +139,7 @@ class LanePlan:
                 slot += 1
             start = batch * layout.batch_size + end
 
-    # --- blocks: the unit in which a lane is read and shuffled -----------------------------------------------------------------
+    # --- blocks: the unit in which a lane is read and shuffled ---
 
     def _head_start(self, lane: int) -> int:
         """Rows by which a lane's first block is shorter. Lanes would otherwise all begin a block in the same few batches."""

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.finding import Finding, error, ok, warning
+from lightning_dlrover.frames import current_frames
 
 __all__ = ["NOTES", "Notes", "note_problem"]
 
@@ -362,7 +363,7 @@ def _check_rest(trainer: Any, notes: Notes) -> None:
 
 def _note_place(notes: Notes, script: str, main: int) -> None:
     """Note the innermost line of the script that the main thread runs."""
-    for frame, line in traceback.walk_stack(sys._current_frames().get(main)):
+    for frame, line in traceback.walk_stack(current_frames().get(main)):
         if os.path.realpath(frame.f_code.co_filename) == os.path.realpath(script):
             notes.reached(f"at {Path(script).name}:{line}, in {frame.f_code.co_name}")
             break

@@ -25,6 +25,7 @@ class Position:
     tables: int = 0  # last round with all sharded tables in its members' memory; 0: no tables, or incomplete ones
     has_unused: bool = False  # parameters without a gradient were found, so DDP has to search for them
     stopped_at: str = ""  # newest place at which all workers wanted to stop, see `Votes.agree_on_stop`
+    fit: int = 1  # number of this `fit` in the script
 
     def encode(self) -> bytes:
         return to_json(self)
@@ -42,10 +43,15 @@ class Position:
 
 
 def can_meet(hellos: Mapping[str, bytes]) -> bool:
-    """Return whether the workers entering a round can continue together: joiners can receive the state only between steps."""
+    """Return whether the workers entering a round can continue together: joiners can receive the state only between steps.
+
+    They cannot join a later `fit`, as they are in the script's first. The round may be older than the others' later `fit`.
+    """
     positions = [Position.decode(hello) for hello in hellos.values()]
     standing = [p for p in positions if p is not None]
-    return len(standing) in (0, len(positions)) or all(p.at_boundary and p.batch == standing[0].batch for p in standing)
+    if len(standing) in (0, len(positions)):
+        return True
+    return all(p.at_boundary and p.batch == standing[0].batch and p.fit == 1 for p in standing)
 
 
 @dataclass
@@ -103,6 +109,7 @@ class FitPosition:
             tables,
             has_unused,
             self.stopped_at,
+            self.fit,
         )
 
     def describe(self) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import site
-import sys
 import sysconfig
 import threading
 import traceback
 from types import FrameType
+
+from lightning_dlrover.frames import current_frames, main_thread_frame
 
 __all__ = ["innermost_user_place", "is_in_debugger", "stacks"]
 
@@ -21,7 +22,7 @@ _LIBRARIES = tuple({sysconfig.get_paths()["stdlib"], *site.getsitepackages(), os
 
 def stacks() -> str:
     """Return stack traces of all Python threads but ours: main thread first, innermost call last, shortened if long."""
-    frames = sys._current_frames()
+    frames = current_frames()
     main = threading.main_thread()
     others = [t for t in threading.enumerate() if t is not main and not _is_idle_service(t, frames.get(t.ident or 0))]
     texts = [_of_thread(thread.name, frames[thread.ident]) for thread in (main, *others) if thread.ident in frames]
@@ -31,7 +32,7 @@ def stacks() -> str:
 
 def innermost_user_place() -> str:
     """Return the main thread's FILE:LINE in FUNCTION at the innermost call of code outside of installed libraries."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = main_thread_frame()
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
         frame = frame.f_back
@@ -41,7 +42,7 @@ def innermost_user_place() -> str:
 
 def is_in_debugger() -> bool:
     """Return whether this process is held by a Python debugger, or from outside by one such as gdb."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = main_thread_frame()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
             return True

@@ -820,6 +820,31 @@ def run_folds(recorder: Recorder, feature: Feature) -> None:
     recorder.write("trained", number=3, step=trainer.global_step, world=trainer.world_size)
 
 
+class SlowToEnd(ToyModel):
+    """Ends its `fit` only when a round has been decided that admits another worker."""
+
+    def on_train_end(self) -> None:
+        live = self.live
+        assert live is not None
+        assert live.formation is not None
+        if self.trainer.current_epoch == 0 or live.formation.size > 1:
+            return
+        self.recorder.write("ends")
+        number = live.formation.round.number
+        live.world.membership.wait_for(
+            lambda view: view.round if view.round and view.round.number > number else None, 60, "a joiner"
+        )
+
+
+def run_two_fits(recorder: Recorder, feature: Feature) -> None:
+    """Train two models one after the other. The first `fit` ends with a joiner at the door."""
+    for number in range(2):
+        model = (SlowToEnd if number == 0 else ToyModel)(recorder, feature.step_s)
+        trainer = make_trainer(recorder.place.folder, max_epochs=1)
+        trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+        recorder.write("trained", number=number, step=trainer.global_step, world=trainer.world_size)
+
+
 def run_other_model(recorder: Recorder, feature: Feature) -> None:
     """Run the same script with a model that has different parameters."""
     model = ToyModel(recorder)

@@ -23,6 +23,7 @@ from feature_jobs import (
     run_seeded_by_worker,
     run_several_sets,
     run_split,
+    run_two_fits,
     run_two_trainers,
 )
 from harness import Job, Record, Worker
@@ -424,6 +425,21 @@ def test_loss_between_two_fits_keeps_the_next(make_job: MakeJob) -> None:
         trained = [(record["step"], record["world"]) for record in worker.records("trained")]
         expected = [(STEPS_PER_EPOCH, 4), (STEPS_PER_EPOCH, 3), (STEPS_PER_EPOCH, 3), (2 * STEPS_PER_EPOCH, 2)]
         assert trained == expected, job.report()
+
+
+def test_worker_that_the_first_fit_was_to_admit_does_not_join_the_second(make_job: MakeJob) -> None:
+    job = make_job(Feature("folds"), script=run_two_fits)
+    first = job.start()
+    job.wait_until(lambda: first.records("ends"), "the end of the first fit")
+    joiner = job.start()
+    job.wait_until(lambda: job.round_number == 2, "the round that admits the joiner")
+    assert joiner.wait() == 0, job.report()
+    assert not joiner.records("done")
+    assert job.finish() == [0, 0], job.report()
+    assert [(r["number"], r["step"], r["world"]) for r in first.records("trained")] == [
+        (0, STEPS_PER_EPOCH, 1),
+        (1, STEPS_PER_EPOCH, 1),
+    ]
 
 
 def test_a_sampler_of_the_users_own_decides_the_order_across_resizes(make_job: MakeJob) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dlrover.frames import current_frames
 from lightning_dlrover.rdzv.group import torch_names, waits
 from lightning_dlrover.rdzv.group.purpose import Purpose, details, place_of, tensors_in
 from lightning_dlrover.rdzv.group.torch_names import Store
@@ -524,7 +525,7 @@ class Meeting:
 
     def _whereabouts(self, now: Counts) -> Sighting:
         """Return the collective in which this worker's thread waits, as far as its stack shows."""
-        frame = sys._current_frames().get(self._thread)
+        frame = current_frames().get(self._thread)
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):
             return Sighting(now, latest)
