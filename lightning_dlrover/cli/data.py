@@ -34,7 +34,7 @@ def data_command(options: argparse.Namespace) -> int:
     found, where = _read(options)
     try:
         if options.step is not None:
-            answer = [_step(stream, options) for stream in found.streams]
+            answer = [_step(stream, found, where, options) for stream in found.streams]
             text = "\n".join(map(_step_text, answer))
         elif options.row is not None:
             answer = _row(found, where, options)
@@ -150,7 +150,9 @@ def _progress_text(answer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _step(stream: StreamOpened, options: argparse.Namespace) -> dict[str, Any]:
+def _step(stream: StreamOpened, found: ReadStreams, where: Standing | None, options: argparse.Namespace) -> dict[str, Any]:
+    if stream.accumulate and found.finished_step is not None and options.step > found.finished_step:
+        raise UsageError(f"job {options.job!r} has finished with step {found.finished_step}: there is no step {options.step}")
     ledger = _ledger(stream, options)
     epoch, batches = ledger.batches_of_step(options.step)
     return {
@@ -159,6 +161,7 @@ def _step(stream: StreamOpened, options: argparse.Namespace) -> dict[str, Any]:
         "counts": "updates" if stream.accumulate else "batches",
         "epoch": epoch,
         "batches": list(batches),
+        "is_done": where is not None and ledger.is_done(epoch, batches[-1], where.batches),
         "rows": [dataclasses.asdict(each) for each in ledger.rows_of(epoch, batches)],
     }
 
@@ -168,7 +171,9 @@ def _step_text(answer: dict[str, Any]) -> str:
     batches = f"global batch {first}" if first == last else f"global batches {first} to {last}"
     num_rows = sum(last - first + 1 for each in answer["rows"] for first, last in each["ranges"])
     unit = "step" if answer["counts"] == "updates" else "batch"
-    lines = [f"{unit} {answer['step']}: epoch {answer['epoch']}, {batches}, {num_rows} rows of {answer['source']:.100}"]
+    state = "done" if answer["is_done"] else "to come"
+    where = f"epoch {answer['epoch']}, {batches}, {state}"
+    lines = [f"{unit} {answer['step']}: {where}: {num_rows} rows of {answer['source']:.100}"]
     for each in answer["rows"]:
         lines.append(f"{each['file']}:" + ",".join(f"{a}-{b}" if a != b else str(a) for a, b in each["ranges"]))
     return "\n".join(lines)
@@ -193,7 +198,10 @@ def _row(found: ReadStreams, where: Standing | None, options: argparse.Namespace
                 "file": file,
                 "row": row,
                 "places": [
-                    {**dataclasses.asdict(each), "is_done": where is not None and ledger.is_done(each, where.batches)}
+                    {
+                        **dataclasses.asdict(each),
+                        "is_done": where is not None and ledger.is_done(each.epoch, each.batch, where.batches),
+                    }
                     for each in places
                 ],
             }

@@ -21,6 +21,7 @@ from lightning_dlrover.data.lane_plan import STRIDE_OF_LAPS, LanePlan, Layout
 from lightning_dlrover.data.parquet_source import parquet
 from lightning_dlrover.data.source import DataError, Shard, Source
 from lightning_dlrover.rdzv.job.events import StreamOpened
+from lightning_dlrover.report.streams import steps_per_epoch
 
 __all__ = ["FileRows", "FilesProgress", "Ledger", "RowPlace", "listed_shards"]
 
@@ -64,10 +65,6 @@ class Ledger:
         self._layout = Layout(opened.batch_size, opened.slots, opened.cycle, opened.block_rows)
 
     # --- counting -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _steps_per_epoch(self) -> int:
-        return -(-self.opened.epoch_batches // max(1, self.opened.accumulate))
 
     def place_in_epoch(self, batches: int, is_over: bool = False) -> tuple[int, int]:
         """Return the epoch, and how many of its batches are done.
@@ -113,7 +110,7 @@ class Ledger:
         if step <= before:
             wrong = "steps are counted from 1" if step < 1 else f"the newest fit's record begins with step {before + 1}"
             raise DataError(f"there is no step {step} to tell of: {wrong}")
-        epochs, number = divmod(step - 1 - before, self._steps_per_epoch)
+        epochs, number = divmod(step - 1 - before, steps_per_epoch(self.opened))
         first = number * max(1, opened.accumulate)
         return opened.epoch + epochs, range(first, min(first + max(1, opened.accumulate), opened.epoch_batches))
 
@@ -155,15 +152,15 @@ class Ledger:
                     found.append(RowPlace(epoch, whole, self._step_of(epoch, whole)))
         return found
 
-    def is_done(self, place: RowPlace, batches: int) -> bool:
-        """Return whether a place is among the batches done since the beginning of the epoch in which the fit began."""
-        return (place.epoch - self.opened.epoch) * self.opened.epoch_batches + place.batch < batches
+    def is_done(self, epoch: int, batch: int, batches: int) -> bool:
+        """Return whether a batch is among the `batches` done since the beginning of the epoch in which the fit began."""
+        return (epoch - self.opened.epoch) * self.opened.epoch_batches + batch < batches
 
     def _step_of(self, epoch: int, batch: int) -> int | None:
         opened = self.opened
         if not opened.accumulate:
             return None
-        return opened.steps_before + (epoch - opened.epoch) * self._steps_per_epoch + batch // opened.accumulate + 1
+        return opened.steps_before + (epoch - opened.epoch) * steps_per_epoch(self.opened) + batch // opened.accumulate + 1
 
     def _number_of(self, file: str) -> int:
         shards = self._known_shards

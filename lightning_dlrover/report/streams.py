@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dlrover.codec import from_fields
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.job.events import FitFinished, StreamOpened, WindowMeasured, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
 
-__all__ = ["ReadStreams", "Standing", "described", "guarantee", "read_streams", "standing"]
+__all__ = ["ReadStreams", "Standing", "described", "guarantee", "read_streams", "standing", "steps_per_epoch"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,34 @@ def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
     found = [(record.at, opened) for record, opened in events_of(events, StreamOpened)]
     if not found:
         return None
-    # Workers that begin the fit anew, after the loss of all, write the records again: the newest ones hold.
-    first = max(at for at, opened in found if opened.number == min(each.number for _, each in found))
-    newest = {opened.number: opened for at, opened in sorted(found, key=lambda each: each[0]) if at >= first}
+    fit = max(found, key=lambda each: each[0])[1].fit
+    by_number: dict[int, list[tuple[float, StreamOpened]]] = {}
+    for at, opened in sorted(found, key=lambda each: each[0], reverse=True):
+        if opened.fit == fit:
+            by_number.setdefault(opened.number, []).append((at, opened))
+    # Workers that begin the fit anew, after the loss of all, write the records again, counted from their checkpoint.
+    oldest = {number: _oldest_alike(newest_first) for number, newest_first in by_number.items()}
+    first = min(at for at, _ in oldest.values())
     finished = [done.global_step for record, done in events_of(events, FitFinished) if record.at >= first]
-    return ReadStreams(tuple(newest[number] for number in sorted(newest)), first, finished[-1] if finished else None)
+    return ReadStreams(tuple(oldest[number][1] for number in sorted(oldest)), first, finished[-1] if finished else None)
+
+
+def _oldest_alike(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[float, StreamOpened]:
+    """Return the oldest record with which the newest one agrees on the rows of each step."""
+    _, newest = oldest = newest_first[0]
+    for at, older in newest_first[1:]:
+        epochs = newest.epoch - older.epoch
+        batches_before = newest.batches_before - epochs * newest.epoch_batches
+        steps_before = newest.steps_before - epochs * steps_per_epoch(newest)
+        if older != replace(newest, epoch=older.epoch, batches_before=batches_before, steps_before=steps_before):
+            break
+        oldest = at, older
+    return oldest
+
+
+def steps_per_epoch(stream: StreamOpened) -> int:
+    """Return the optimizer updates of an epoch; its batches, if their number per update varies."""
+    return -(-stream.epoch_batches // max(1, stream.accumulate))
 
 
 def standing(
@@ -71,7 +94,7 @@ def standing(
     newest = max(windows, key=lambda window: window.at, default=None)
     rate = 1 / newest.step_time_s if newest is not None and newest.step_time_s > 0 else None
     if found.finished_step is not None and stream.accumulate:
-        epochs, steps = divmod(found.finished_step - stream.steps_before, -(-stream.epoch_batches // stream.accumulate))
+        epochs, steps = divmod(found.finished_step - stream.steps_before, steps_per_epoch(stream))
         return Standing(epochs * stream.epoch_batches + steps * stream.accumulate, 0.0, rate)
     if newest is None:
         return None

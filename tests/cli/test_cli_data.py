@@ -108,9 +108,9 @@ def test_rows_of_a_step_are_listed_with_all_accumulated_batches(
         "b.parquet": list(range(70)),
     }
     text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id, "--step", 7)[1]
-    assert text.startswith("step 7: epoch 0, global batch 12, 4 rows of parquet('train')\n")
+    assert text.startswith("step 7: epoch 0, global batch 12, to come: 4 rows of parquet('train')\n")
     text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id, "--step", 8)[1]
-    assert text.startswith("step 8: epoch 1, global batches 0 to 1, 16 rows of parquet('train')\n")
+    assert text.startswith("step 8: epoch 1, global batches 0 to 1, to come: 16 rows of parquet('train')\n")
 
 
 def test_row_is_shown_in_each_epoch(
@@ -139,7 +139,10 @@ def test_finished_job_is_read_from_its_run_folder(dlrover: RunCli, opened: Strea
     code, text, errors = dlrover("data", "job")
     assert code == 0, errors
     assert "epoch 1: 100 of 100 rows (100 %), files: 2 done, 0 in work, 0 left\n  training has finished" in text
-    assert "step 3: epoch 0, global batches 4 to 5" in dlrover("data", "job", "--step", 3)[1]
+    assert "step 3: epoch 0, global batches 4 to 5, done: 16 rows" in dlrover("data", "job", "--step", 3)[1]
+    code, _, errors = dlrover("data", "job", "--step", 15)
+    assert code == 2
+    assert "job 'job' has finished with step 14: there is no step 15" in errors
 
 
 def test_newest_fit_counts(
