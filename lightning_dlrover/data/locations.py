@@ -167,22 +167,22 @@ class _PatientFile(io.RawIOBase):
         wanted = min(len(buffer), self._location.size - start, MAX_REQUEST_BYTES)
         if wanted <= 0:
             return 0
-        data = patiently(lambda: self._read(start, wanted), self._location.key, self._drop)
+        self._file, data = patiently(lambda: self._read(self._file, start, wanted), self._location.key, self._drop)
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
-    def _read(self, start: int, wanted: int) -> bytes:
-        file = self._file
+    def _read(self, file: Any, start: int, wanted: int) -> tuple[Any, bytes]:
+        """Return the file, opened, and its bytes. An attempt that was given up may still end, so none shares a file with it."""
         if file is None:
             if self._has_failed:
                 self._location.check_store(self._store)
-            file = self._file = self._opened()
+            file = self._opened()
         file.seek(start)
         data: bytes = file.read(wanted)
         if not data:
             raise OSError(f"no bytes at {start} of {self._location.size}")
-        return data[:wanted]
+        return file, data[:wanted]
 
     def _opened(self) -> Any:
         filesystem, location = self._store.filesystem, self._location

@@ -200,6 +200,33 @@ def test_request_that_hangs_is_made_anew(store: FaultyStore, monkeypatch: pytest
     assert time.monotonic() - began < store.hang_s
 
 
+def test_attempt_that_was_given_up_shares_no_file_with_a_later_one(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 0.6)
+    store.files["/a.parquet"] = table_bytes(0)
+    source = parquet(f"{store.url}/a.parquet")
+    (shard,) = source.shards()
+    opened = locations._PatientFile._opened
+    made: list[Any] = []
+    may_go_on = threading.Event()
+
+    def slow_at_first(file: Any) -> Any:
+        is_first = not made
+        made.append(file)
+        if is_first:
+            may_go_on.wait(30.0)
+        return opened(file)
+
+    monkeypatch.setattr(locations._PatientFile, "_opened", slow_at_first)
+    rows = iter(source.read(shard, 0))
+    found = next(rows).column("number").to_pylist()
+    (file,) = set(made)
+    current = file._file
+    may_go_on.set()
+    time.sleep(0.1)
+    assert file._file is current
+    assert [*found, *(value for batch in rows for value in batch.column("number").to_pylist())] == list(range(ROWS))
+
+
 def test_store_that_stays_away_ends_the_read_after_the_deadline(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.files["/a.parquet"] = table_bytes(0)
     source = parquet(f"{store.url}/a.parquet")
