@@ -30,6 +30,7 @@ _HOMES = {
     "cancel": "cancel",
     "logs": "logs",
     "stacks": "stacks",
+    "data": "data",
     "divide": "resize",
     "list": "show",
     "history": "history",

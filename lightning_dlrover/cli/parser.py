@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_cancel(commands)
     _add_logs(commands)
     _add_stacks(commands)
+    _add_data(commands)
     _add_divide(commands)
     _add_list(commands)
     _add_history(commands)
@@ -183,6 +184,33 @@ def _add_stacks(commands: Commands) -> None:
     stacks.add_argument(
         "--timeout", type=float, default=10.0, metavar="S", help="seconds to wait for the workers' answers (default 10)"
     )
+
+
+def _add_data(commands: Commands) -> None:
+    data = _add_job_command(commands, "data", "show what a job's streams have read, and which rows made a step")
+    data.description = (
+        "Show how far the streams of the job's newest fit are: files, rows and the time left of the epoch. Nothing is recorded "
+        "per step; rows follow from the order of the stream, whose files are listed again and compared with those of the job."
+    )
+    which = data.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="list the rows that make optimizer update N, counted from 1 over the whole job, with all of its accumulated "
+        "batches; N counts global batches where the number of batches per update varies",
+    )
+    which.add_argument(
+        "--row",
+        type=values.row,
+        metavar="FILE:ROW",
+        help="show in which batch and update of each epoch this row is trained; FILE may be the end of a path, and the first "
+        "row has number 0",
+    )
+    data.add_argument(
+        "--files", nargs="+", default=[], metavar="PATH", help="paths or patterns of the files on this host, if others"
+    )
+    data.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_divide(commands: Commands) -> None:

@@ -14,6 +14,7 @@ from lightning_dlrover.rdzv.job.events import (
     RoundFormed,
     SizeRequested,
     StragglerFound,
+    StreamOpened,
     WorkerLost,
 )
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
@@ -24,7 +25,17 @@ if TYPE_CHECKING:
 
 SHOWN = {
     each.KIND
-    for each in (RoundFormed, DecisionMade, SizeRequested, WorkerLost, FitResumed, StragglerFound, MemoryShort, HangFound)
+    for each in (
+        RoundFormed,
+        DecisionMade,
+        SizeRequested,
+        WorkerLost,
+        FitResumed,
+        StragglerFound,
+        MemoryShort,
+        HangFound,
+        StreamOpened,
+    )
 }
 """Kinds of events that `dlrover run` prints."""
 

@@ -51,6 +51,14 @@ def given(text: str) -> str:
     return text
 
 
+def row(text: str) -> tuple[str, int]:
+    """A file and the number of a row in it, from `FILE:ROW`."""
+    file, _, number = text.rpartition(":")
+    if not file or not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not FILE:ROW, such as part-0001.parquet:17; the first row has number 0")
+    return file, int(number)
+
+
 def setting(text: str) -> int:
     """A setting of a plan, within the range of the plan's record."""
     from lightning_dlrover.rdzv.job.records import MAX_SETTING

@@ -53,8 +53,12 @@ def counted(locations: Sequence[Location], kind: str, count: Callable[[Location]
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             counts = threads.map(count, new)
             progress = tqdm(counts, "counting rows", len(new), unit="files", delay=PROGRESS_AFTER_S, disable=None, leave=False)
-            found = {location.key: each for location, each in zip(new, progress, strict=True)}
-        cache.put(kind, new, found)
+            found: dict[str, Count] = {}
+            try:
+                for location, each in zip(new, progress, strict=True):
+                    found[location.key] = each
+            finally:  # the next start counts no file again because of another one that could not be read
+                cache.put(kind, new[: len(found)], found)
     return {**known, **found}
 
 

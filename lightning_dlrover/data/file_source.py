@@ -63,7 +63,8 @@ class Files:
         self._schema: Any = None  # of the columns of CSV and TSV
 
     def __repr__(self) -> str:
-        return f"files({self._paths!r})"
+        options = f", {self._given_format!r}" if self._given_format is not None else ""
+        return f"files({self._paths!r}{options}{'' if self._header else ', header=False'})"
 
     def shards(self) -> Sequence[Shard]:
         """Return the files, counted.

@@ -16,13 +16,16 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CYCLE", "MIN_SLOTS", "LanePlan", "Layout", "Piece", "Place", "share"]
+__all__ = ["CYCLE", "MIN_SLOTS", "STRIDE_OF_LAPS", "LanePlan", "Layout", "Piece", "Place", "share"]
 
 CYCLE = 12
 """Batches until a lane's next turn. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
 
 MIN_SLOTS = 4
 """Minimum number of lanes that a batch takes rows from."""
+
+STRIDE_OF_LAPS = 1_000_003
+"""Step added to an order's seed whenever a loader begins again within an epoch."""
 
 Integers = npt.NDArray[np.int64]
 
@@ -103,14 +106,19 @@ class LanePlan:
     @cached_property
     def _lane_starts(self) -> Integers:
         """First row of each lane, counted over all shards; the last entry is the number of rows."""
+        return np.concatenate(([0], np.cumsum(self._lengths(self.num_rows))))
+
+    def _lengths(self, num_rows: int) -> Integers:
+        """Return how many of the epoch's first rows are in each lane, shape ``(num_lanes,)``."""
         layout = self.layout
-        full, rest = divmod(self.num_rows, layout.batch_size)
+        full, rest = divmod(num_rows, layout.batch_size)
         widths = np.diff(self._slot_starts)
         in_rest = np.clip(rest - self._slot_starts[:-1], 0, widths)
         turn = np.arange(layout.cycle)[:, None]
         lengths = (full - turn + layout.cycle - 1) // layout.cycle * widths
         lengths = np.maximum(lengths, 0) + (turn == full % layout.cycle) * in_rest
-        return np.concatenate(([0], np.cumsum(lengths.ravel())))
+        found: Integers = lengths.ravel()
+        return found
 
     def lane_length(self, lane: int) -> int:
         return int(self._lane_starts[lane + 1] - self._lane_starts[lane])
@@ -184,6 +192,48 @@ class LanePlan:
         row = piece.first if order is None else first + int(order[piece.first - first])
         ((shard, start, _),) = self.intervals(piece.lane, row, row + 1)
         return shard, start
+
+    def rows_between(self, start: int, stop: int) -> tuple[Integers, Integers]:
+        """Return the shards and the rows at the epoch's positions from `start` to `stop`, shape ``(stop - start,)`` each."""
+        found = [np.empty(0, dtype=np.int64)]
+        for piece in self.pieces(start, stop):
+            first = piece.first
+            while first < piece.stop:
+                number = self.block_of(piece.lane, first)
+                begin, end = self.block(piece.lane, number)
+                order, upto = self.order(piece.lane, number), min(piece.stop, end)
+                in_lane = np.arange(first, upto) if order is None else begin + order[first - begin : upto - begin]
+                found.append(int(self._lane_starts[piece.lane]) + in_lane)
+                first = upto
+        absolute = np.concatenate(found)
+        places = np.searchsorted(self._shard_starts, absolute, side="right") - 1
+        return self.shards[places], absolute - self._shard_starts[places]
+
+    def rows_used(self, num_batches: int) -> tuple[Integers, Integers]:
+        """Return how many rows of each shard the epoch's first batches have used for certain, and at most, shape ``(shards,)``.
+
+        Of a shuffled block that is in use, only the number of used rows is certain, so none of its rows is.
+        """
+        lengths = self._lengths(self.num_rows)
+        used = self._lengths(min(num_batches * self.layout.batch_size, self.num_rows))
+        certain = possible = used
+        if self.seed is not None:
+            block_rows = self.layout.block_rows
+            heads = np.array([self._head_start(lane) for lane in range(self.layout.num_lanes)])
+            begins = np.maximum(0, (used + heads) // block_rows * block_rows - heads)
+            ends = np.minimum(-(-(used + heads) // block_rows) * block_rows - heads, lengths)
+            certain = np.where(used == lengths, lengths, begins)
+            possible = np.where(used == 0, 0, ends)
+        return self._by_shard(certain), self._by_shard(possible)
+
+    def _by_shard(self, in_lanes: Integers) -> Integers:
+        """Return how many rows of each shard are among the first rows of the lanes."""
+        before = np.concatenate(([0], np.cumsum(in_lanes)))
+        lane = np.clip(np.searchsorted(self._lane_starts, self._shard_starts, side="right") - 1, 0, self.layout.num_lanes - 1)
+        upto = before[lane] + np.minimum(self._shard_starts - self._lane_starts[lane], in_lanes[lane])
+        found = np.empty(len(self.shards), dtype=np.int64)
+        found[self.shards] = np.diff(upto)
+        return found
 
     def place_of(self, shard: int, row: int) -> Place:
         """Return where in the epoch a row of a shard is, the inverse of `row_at`."""

@@ -1,6 +1,7 @@
 """Find files by paths, folders and patterns, here or at URLs, and open them such that failures of an object store pass.
 
-A store that throttles, or is away for a moment, delays a read. It fails once the store has failed for `GIVE_UP_S`.
+A store that throttles, hangs, or is away for a moment, delays a read. The read fails once the store has failed for `GIVE_UP_S`,
+and at once if the store refuses it: a file is gone, or may not be read.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import io
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_dlrover.data.source import DataError
 
-__all__ = ["GIVE_UP_S", "Location", "located"]
+__all__ = ["GIVE_UP_S", "Location", "Store", "located"]
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +30,46 @@ T = TypeVar("T")
 GIVE_UP_S = 300.0
 """Seconds for which a store may fail before a read of it does."""
 
+REQUEST_TIMEOUT_S = 60.0
+"""Seconds after which a request without an answer is made anew."""
+
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 20.0
 """Seconds between two attempts: the first, doubled up to the maximum, each shortened at random by up to a half."""
 
 READ_AHEAD_BYTES = 4 * 2**20
 """Bytes that one request to a store asks for at least."""
 
+MAX_REQUEST_BYTES = 4 * READ_AHEAD_BYTES
+"""Bytes that one request asks for at most, so that it ends within `REQUEST_TIMEOUT_S` on a slow line."""
+
+NUM_THREADS = 32
+"""Files whose sizes are asked for at once, where a store lists none."""
+
 HIDDEN = ("_", ".")
 """First letters of names that Spark, Hive and others give to files which are no data."""
+
+TRANSIENT_STATUSES = (408, 425, 429)
+"""HTTP statuses below 500 that another attempt may not get: timeout, too early, too many requests."""
+
+CHANGED = "which rows were trained is no longer certain. Put the old file back, or start a new job on the new data"
+
+
+class Store:
+    """A file system of fsspec, made anew in each process: neither event loops nor connections survive a fork."""
+
+    def __init__(self, filesystem: Any) -> None:
+        self._filesystem = filesystem
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._filesystem,)  # file systems are pickled by their arguments
+
+    @property
+    def filesystem(self) -> Any:
+        if self._pid != os.getpid():
+            old = self._filesystem
+            self._filesystem, self._pid = type(old)(*old.storage_args, **old.storage_options), os.getpid()
+        return self._filesystem
 
 
 @dataclass(frozen=True)
@@ -44,14 +79,16 @@ class Location:
     Args:
         key: its path or URL.
         version: size and time of modification, or ETag.
-        filesystem: fsspec's file system of a URL; None: a local file.
+        store: where a URL leads to; None: a local file.
+        conditions: headers with which an HTTP server refuses to send another version.
     """
 
     key: str
     path: str
     version: str
     size: int
-    filesystem: Any = field(default=None, repr=False, compare=False)
+    store: Store | None = field(default=None, repr=False, compare=False)
+    conditions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def open(self, version: str | None = None) -> Any:
         """Open the file for reading at any place, as `pyarrow` reads it.
@@ -62,34 +99,54 @@ class Location:
         Raises:
             DataError: the file is gone, is another one, or its store has failed for too long.
         """
-        now = self._version_now()
-        if version is not None and now != version:
-            raise DataError(
-                f"{self.key} has changed since the job counted its rows (size and time were {version}, now {now}): which "
-                "rows were trained is no longer certain. Put the old file back, or start a new job on the new data"
-            )
-        if self.filesystem is None:
+        if self.store is None:
+            now = self._local_version_now()
+            self.check_version(now, now if version is None else version)
             import pyarrow as pa
 
             return pa.OSFile(self.path)
-        return io.BufferedReader(_PatientFile(self), READ_AHEAD_BYTES)
+        if version is not None:
+            store = self.store
+            patiently(lambda: self.check_store(store, version), self.key)
+        return io.BufferedReader(_PatientFile(self, self.store), READ_AHEAD_BYTES)
 
-    def _version_now(self) -> str:
-        if self.filesystem is None:
-            try:
-                return _local_version(os.stat(self.path))
-            except OSError as error:
-                raise DataError(f"{self.key} is gone or cannot be read: {error}. It was there when the job began") from error
-        return _remote_version(patiently(lambda: self.filesystem.info(self.path, refresh=True), self.key))
+    def check_store(self, store: Store, version: str | None = None) -> None:
+        """Ask the store once whether it still has this version.
+
+        Raises:
+            DataError: it has another one.
+        """
+        store.filesystem.invalidate_cache(self.path)
+        self.check_version(_remote_version(store.filesystem.info(self.path)), version)
+
+    def check_version(self, now: str, version: str | None = None) -> None:
+        """Compare with the version that was counted.
+
+        Raises:
+            DataError: it is another one.
+        """
+        counted = self.version if version is None else version
+        if now != counted:
+            raise DataError(
+                f"{self.key} has changed since the job counted its rows (size and time were {counted}, now {now}): {CHANGED}"
+            )
+
+    def _local_version_now(self) -> str:
+        try:
+            return _local_version(os.stat(self.path))
+        except OSError as error:
+            raise DataError(f"{self.key} is gone or cannot be read: {error}. It was there when the job began") from error
 
 
 class _PatientFile(io.RawIOBase):
     """A file at a URL. A read that fails is repeated on a new connection."""
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, store: Store) -> None:
         self._location = location
+        self._store = store
         self._position = 0
         self._file: Any = None
+        self._has_failed = False  # the store may be back with another file
 
     def readable(self) -> bool:
         return True
@@ -106,60 +163,153 @@ class _PatientFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._location.size - self._position)
+        start = self._position
+        wanted = min(len(buffer), self._location.size - start, MAX_REQUEST_BYTES)
         if wanted <= 0:
             return 0
-        data = patiently(lambda: self._read(wanted), self._location.key, self._drop)
+        self._file, data = patiently(lambda: self._read(self._file, start, wanted), self._location.key, self._drop)
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
-    def _read(self, wanted: int) -> bytes:
-        if self._file is None:
-            self._file = self._location.filesystem.open(self._location.path, "rb", cache_type="none")
-        self._file.seek(self._position)
-        data: bytes = self._file.read(wanted)
+    def _read(self, file: Any, start: int, wanted: int) -> tuple[Any, bytes]:
+        """Return the file, opened, and its bytes. An attempt that was given up may still end, so none shares a file with it."""
+        if file is None:
+            if self._has_failed:
+                self._location.check_store(self._store)
+            file = self._opened()
+        file.seek(start)
+        data: bytes = file.read(wanted)
         if not data:
-            raise OSError(f"no bytes at {self._position} of {self._location.size}")
-        return data
+            raise OSError(f"no bytes at {start} of {self._location.size}")
+        return file, data[:wanted]
+
+    def _opened(self) -> Any:
+        filesystem, location = self._store.filesystem, self._location
+        if _is_http(filesystem):
+            headers = {**filesystem.kwargs.get("headers", {}), **location.conditions}
+            # fsspec asks for the size of a file that is opened without one.
+            return filesystem.open(location.path, "rb", cache_type="none", size=location.size, headers=headers)
+        file = filesystem.open(location.path, "rb", cache_type="none")
+        details = getattr(file, "details", None)
+        if isinstance(details, dict) and details.get("size") is not None:
+            location.check_version(_remote_version(details))  # s3fs reads no other version than this one
+        return file
 
     def _drop(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        self._file = None  # not closed: a thread may still wait in it for an answer
+        self._has_failed = True
 
     def close(self) -> None:
-        self._drop()
+        self._file = None
         super().close()
 
 
-def patiently(call: Callable[[], T], key: str, between: Callable[[], None] = lambda: None) -> T:
+def patiently(
+    call: Callable[[], T],
+    key: str,
+    between: Callable[[], None] = lambda: None,
+    timeout_s: float | None = None,
+    at_start: bool = False,
+) -> T:
     """Return the result of a request to a store; repeat it, with growing pauses, while the store fails.
 
     Args:
         key: what is read, for errors.
         between: called after each failure.
+        timeout_s: seconds after which the request has failed; None: `REQUEST_TIMEOUT_S`.
+        at_start: whether the file was never seen before.
 
     Raises:
-        DataError: the file is gone, may not be read, or the store has failed for `GIVE_UP_S`.
+        DataError: the file is gone, is another one, may not be read, or the store has failed for `GIVE_UP_S`.
     """
     began, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
         try:
-            return call()
-        except (FileNotFoundError, PermissionError) as error:
-            raise DataError(f"{key} is gone or cannot be read: {error}. It was there when the job began") from error
+            return _limited(call, REQUEST_TIMEOUT_S if timeout_s is None else timeout_s)
+        except DataError:
+            raise
         except Exception as error:  # each store has errors of its own
+            if _is_other_version(error):
+                raise DataError(f"{key} has changed while it was read: {CHANGED}") from error
+            if _is_permanent(error):
+                when = "Check the address and the credentials" if at_start else "It was there when the job began"
+                raise DataError(f"{key} is gone or cannot be read: {_text(error)}. {when}") from error
             waited_s = time.monotonic() - began
             if waited_s + pause_s > GIVE_UP_S:
-                raise DataError(f"{key} could not be read for {waited_s:.0f} s, the last time because of: {error}") from error
-            log.warning("%s: %s; trying again in %.1f s", key, error, pause_s)
-        try:
-            between()
-        except Exception as error:
-            log.debug("%s: its connection could not be closed: %s", key, error)
+                raise DataError(
+                    f"{key} could not be read for {waited_s:.0f} s, the last time because of: {_text(error)}"
+                ) from error
+            log.warning("%s: %s; trying again in %.1f s", key, _text(error), pause_s)
+        between()
         time.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def _limited(call: Callable[[], T], timeout_s: float) -> T:
+    """Return what a call returns, unless it takes too long: its thread is then left to itself.
+
+    File systems have timeouts of their own, or none, and no common way to set them.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="request to a store", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {timeout_s:.0f} s")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Return whether another attempt would fail as well."""
+    if isinstance(error, TypeError | AttributeError | NotImplementedError | ImportError) or type(error) is ValueError:
+        return True
+    if "Credentials" in type(error).__name__:  # botocore has none
+        return True
+    status = _status(error)
+    if status is not None:
+        return 400 <= status < 500 and status not in TRANSIENT_STATUSES
+    if not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+        return False
+    # fsspec's HTTP file system reports any failed request for a file's size, also a lost connection, as a file not found.
+    return not isinstance(error.__cause__, Exception) or _is_permanent(error.__cause__)
+
+
+def _is_other_version(error: Exception) -> bool:
+    return _status(error) == 412 or type(error).__name__ == "FileExpired"  # s3fs has a name for it
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status behind an error of any store's library."""
+    seen: BaseException | None = error
+    while seen is not None:
+        response = getattr(seen, "response", None)
+        if isinstance(response, dict):  # of botocore
+            value = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        else:
+            name = next((name for name in ("status", "status_code", "code") if hasattr(seen, name)), "")
+            value = getattr(seen, name, None)
+        if isinstance(value, int) and 400 <= value < 600:
+            return value
+        # Libraries translate statuses into errors of Python. The causes of their own errors have codes that no server has sent.
+        seen = seen.__cause__ if type(seen).__module__ == "builtins" else None
+    return None
+
+
+def _text(error: Exception) -> str:
+    cause = error.__cause__
+    text = str(error) if not isinstance(error, FileNotFoundError) or cause is None else str(cause) or type(cause).__name__
+    return text or type(error).__name__
 
 
 def located(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], suffix: str = "") -> list[Location]:
@@ -197,21 +347,53 @@ def _local(path: str, suffix: str) -> list[Location]:
 def _remote(url: str, suffix: str) -> list[Location]:
     import fsspec
 
-    filesystem, path = fsspec.core.url_to_fs(url)
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{url} cannot be read: {error}") from error
+    is_http = _is_http(filesystem)
 
     def listed() -> dict[str, Any]:
-        if any(letter in path for letter in "*?["):
+        filesystem.invalidate_cache()  # a listing of an earlier fit may be out of date
+        if any(letter in path for letter in ("*[" if is_http else "*?[")):  # an address may have a query
             return {name: info for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file"}
-        info = filesystem.info(path)
-        if info["type"] == "file":
-            return {path: info}
+        if not (is_http and url.endswith("/")):
+            info = filesystem.info(path)
+            if info["type"] == "file":
+                return {path: info}
         below: dict[str, Any] = filesystem.find(path, detail=True)
         return {name: info for name, info in below.items() if name.endswith(suffix) and _is_data(name[len(path) :].lstrip("/"))}
 
-    return [
-        Location(filesystem.unstrip_protocol(name), name, _remote_version(info), int(info["size"] or 0), filesystem)
-        for name, info in patiently(listed, url).items()
-    ]
+    # A listing of many files consists of many requests.
+    infos = patiently(listed, url, timeout_s=GIVE_UP_S, at_start=True)
+    store = Store(filesystem)
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        return list(threads.map(lambda name: _found(store, name, infos[name]), infos))
+
+
+def _found(store: Store, name: str, info: dict[str, Any]) -> Location:
+    filesystem = store.filesystem
+    key = filesystem.unstrip_protocol(name)
+    if info.get("size") is None:  # an HTTP server's page of links
+        info = patiently(lambda: filesystem.info(name), key, at_start=True)
+    if info.get("size") is None:
+        raise DataError(f"{key}: its server gives no size (Content-Length), so it cannot be read from any row on")
+    conditions = _conditions(info) if _is_http(filesystem) else {}
+    return Location(key, name, _remote_version(info), int(info["size"]), store, conditions)
+
+
+def _conditions(info: dict[str, Any]) -> dict[str, str]:
+    headers = {"Accept-Encoding": "identity"}
+    if info.get("ETag") and not info["ETag"].startswith("W/"):  # weak ones never match
+        headers["If-Match"] = info["ETag"]
+    elif info.get("Last-Modified"):
+        headers["If-Unmodified-Since"] = info["Last-Modified"]
+    return headers
+
+
+def _is_http(filesystem: Any) -> bool:
+    protocols = filesystem.protocol
+    return "http" in ((protocols,) if isinstance(protocols, str) else protocols)
 
 
 def _is_data(path: str) -> bool:
@@ -224,6 +406,11 @@ def _local_version(status: os.stat_result) -> str:
 
 def _remote_version(info: dict[str, Any]) -> str:
     when = next(
-        (info[name] for name in ("ETag", "etag", "LastModified", "last_modified", "mtime", "created") if info.get(name)), ""
+        (
+            info[name]
+            for name in ("ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime", "created")
+            if info.get(name)
+        ),
+        "",
     )
     return f"{info['size']} {when}"

@@ -18,12 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import Positions, Stream, ranges_of
-from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data.lane_plan import STRIDE_OF_LAPS, Layout
 
 __all__ = ["EpochOrder", "SampleOrder", "StreamOrder", "epoch_order"]
-
-STRIDE_OF_LAPS = 1_000_003
-"""Step added to an order's seed whenever a loader begins again within an epoch."""
 
 
 def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.opened_streams import opened_streams, sentence
 from lightning_dlrover.live.position import FitPosition, Position
 from lightning_dlrover.live.progress import FitProgress
 from lightning_dlrover.live.resilient import ResilientCollectives
@@ -247,12 +248,18 @@ class LiveTraining:
             position.batch = self.loaders.batch_number
             while self.collectives.attempt(self._begin_together, data) is None:
                 self._recover()
+            self._put_streams_on_record()
         else:
             if self.tables.elastic is not None:
                 self.tables.elastic.make_ready()
             self._state.find_names()
             self._admit(fingerprint, data)
         self._pace.went_on(self.loaders.batch_number + 1)
+
+    def _put_streams_on_record(self) -> None:
+        if self.position.rank == 0:
+            for opened in opened_streams(self._trainer, self.loaders.all, self.position.fit):
+                self.world.event(opened, sentence(opened))
 
     def _fingerprint_data(self) -> DataFingerprint:
         val = lightning_names.combined_loader(self._trainer.fit_loop.epoch_loop.val_loop)

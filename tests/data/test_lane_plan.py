@@ -45,6 +45,22 @@ def test_every_row_has_exactly_one_position(lengths: list[int], seed: int | None
         assert plan.row_at(position) == (shard, row)
         place = plan.place_of(shard, row)
         assert place.batch * layout.batch_size + place.offset == position
+    assert list(zip(*(numbers.tolist() for numbers in plan.rows_between(0, plan.num_rows)), strict=True)) == found
+
+
+@settings(max_examples=200)
+@given(shards, seeds, layouts, st.integers(0, 30))
+def test_used_rows_of_a_shard_are_between_its_bounds(
+    lengths: list[int], seed: int | None, layout: Layout, num_batches: int
+) -> None:
+    plan = LanePlan(lengths, seed, layout)
+    used = Counter(shard for shard, _ in rows(plan, 0, min(num_batches * layout.batch_size, plan.num_rows)))
+    certain, possible = (numbers.tolist() for numbers in plan.rows_used(num_batches))
+    assert all(low <= used[shard] <= high for shard, (low, high) in enumerate(zip(certain, possible, strict=True)))
+    if seed is None or num_batches >= plan.num_batches:
+        assert certain == possible
+    if num_batches == 0:
+        assert not any(possible)
 
 
 @settings(max_examples=100)

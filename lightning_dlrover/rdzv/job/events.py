@@ -37,6 +37,7 @@ __all__ = [
     "StateKept",
     "StateRolledBack",
     "StragglerFound",
+    "StreamOpened",
     "TablesMoved",
     "TrainingStalled",
     "UnknownEvent",
@@ -290,6 +291,33 @@ class StateRolledBack(Event):
 class FitFinished(Event):
     KIND = "finished"
     global_step: int
+
+
+@dataclass(frozen=True)
+class StreamOpened(Event):
+    """A training loader of a `fit` that reads a stream: what its rows and their order follow from. Written once per fit."""
+
+    KIND = "stream"
+    fit: int
+    number: int  # of the training loader, from 0
+    source: str  # the expression that makes it, if that is short, else its type
+    folder: str  # working folder of the script, which relative paths are in
+    num_shards: int
+    num_rows: int
+    digest: str  # of the shards' names and rows
+    own_batches: int  # global batches of one pass over the rows
+    epoch_batches: int  # global batches of the Trainer's epoch
+    cycles: bool  # whether the rows begin again within the Trainer's epoch
+    epoch: int  # epoch in which the fit began
+    batches_before: int  # global batches before that epoch
+    steps_before: int  # optimizer updates before that epoch
+    accumulate: int  # global batches of an optimizer update; 0: they vary
+    # The layout of rows, see `data.lane_plan.Layout`.
+    batch_size: int
+    slots: int
+    cycle: int
+    block_rows: int
+    seed: int | None = None  # of epoch 0; None: rows are not shuffled
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from lightning_dlrover.rdzv.job.events import (
     StateKept,
     StateRolledBack,
     StragglerFound,
+    StreamOpened,
     TablesMoved,
     TrainingStalled,
     UnknownEvent,
@@ -51,6 +52,12 @@ FORECAST = (
     '"level_bytes":900,"grown_bytes":100,"limit_bytes":1000,"bytes_per_step":1.5,"steps_left":66.0,'
     '"earliest_steps_left":50.0,"step_time_s":0.5'
 )
+STREAM = (
+    '"fit":1,"number":0,"source":"parquet(\'a\')","folder":"/x","num_shards":2,"num_rows":100,"digest":"abc","own_batches":13,'
+    '"epoch_batches":13,"cycles":false,"epoch":0,"batches_before":0,"steps_before":0,"accumulate":1,"batch_size":8,"slots":4,'
+    '"cycle":12,"block_rows":4096'
+)
+OPENED = StreamOpened(1, 0, "parquet('a')", "/x", 2, 100, "abc", 13, 13, False, 0, 0, 0, 1, 8, 4, 12, 4096)
 STACK = {"worker_id": "b", "global_rank": 1, "stack": 0}
 
 LINES: dict[str, Event] = {
@@ -94,6 +101,8 @@ LINES: dict[str, Event] = {
     '"resume" {"global_step":40}': FitResumed(40),
     '"rollback" {"round":3,"batch":38,"batches":2}': StateRolledBack(3, 38, 2),
     '"finished" {"global_step":100}': FitFinished(100),
+    '"stream" {' + STREAM + "}": OPENED,
+    '"stream" {' + STREAM + ',"seed":7}': dataclasses.replace(OPENED, seed=7),
     '"reshard" {"round":3,"values_moved":10,"values":100,"seconds":0.5}': TablesMoved(3, 10, 100, 0.5),
     '"snapshot" {"round":3,"bytes_rank_0":4096,"replicas":1}': SnapshotCompleted(3, 4096, 1),
     '"snapshot" {"round":3,"batch":38,"lost":["b"]}': SnapshotLost(3, 38, ["b"]),

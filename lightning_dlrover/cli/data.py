@@ -1,0 +1,223 @@
+"""`dlrover data`: what the streams of a job have read, which rows made a step, and when a row is trained."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.cli.lookup import find_place
+from lightning_dlrover.output import show
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
+from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError, read_event_file
+from lightning_dlrover.report.status import connect, read_job
+from lightning_dlrover.report.streams import ReadStreams, Standing, described, guarantee, read_streams, standing
+
+if TYPE_CHECKING:
+    from lightning_dlrover.data.ledger import Ledger
+    from lightning_dlrover.rdzv.job.events import StreamOpened
+    from lightning_dlrover.rdzv.job.records import EventRecord
+
+MAX_EPOCHS = 20
+"""Newest epochs in which a row is looked up."""
+
+
+def data_command(options: argparse.Namespace) -> int:
+    """Show the streams of a job's newest fit, the rows of one step, or the steps of one row."""
+    from lightning_dlrover.data.source import DataError
+
+    found, where = _read(options)
+    try:
+        if options.step is not None:
+            answer = [_step(stream, found, where, options) for stream in found.streams]
+            text = "\n".join(map(_step_text, answer))
+        elif options.row is not None:
+            answer = _row(found, where, options)
+            text = "\n".join(map(_row_text, answer))
+        else:
+            answer = [_progress(stream, found, where, options) for stream in found.streams]
+            text = "\n".join(map(_progress_text, answer))
+    except DataError as error:
+        raise UsageError(f"job {options.job!r}: {error}") from error
+    show(json.dumps({"run_id": options.job, "streams": answer}, indent=2) if options.json else text)
+    return EXIT_OK
+
+
+def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None]:
+    """Return the streams of a job and its position, from etcd, else from its run folder.
+
+    Raises:
+        JobNotFoundError: neither has the job.
+        UsageError: the job reads no streams.
+    """
+    events: list[EventRecord] = []
+    profiles: list[StepProfile] = []
+    is_training = False
+    try:
+        place = find_place(options.job, options)
+        with connect(place, timeout_s=2.0) as client:
+            view = read_job(client, place.keys).view
+            events = Journal(client, place.keys).events()
+            profiles = list(readable_folder(client, StepProfile, place.keys.profiles).values())
+            is_training = view.job is not None and view.job.phase == "training" and bool(view.workers)
+    except (EtcdError, JobNotFoundError):
+        if options.endpoint:
+            raise
+    found = read_streams(events)
+    if found is None:  # etcd keeps the newest lines of a history, the run folder all of them
+        file = options.run_dir / options.job / EVENTS_FILE
+        events = read_event_file(file) if file.exists() or not events else events
+        found = read_streams(events)
+    if found is None:
+        raise UsageError(
+            f"job {options.job!r} reads no stream, or its training has not begun: this command shows what "
+            "lightning_dlrover.data.stream(...) has read in a DataLoader of the job"
+        )
+    return found, standing(found, profiles, events, time.time(), is_training)
+
+
+def _ledger(stream: StreamOpened, options: argparse.Namespace) -> Ledger:
+    from lightning_dlrover.data.ledger import Ledger, listed_shards
+
+    return Ledger(stream, listed_shards(stream, options.files))
+
+
+def _progress(stream: StreamOpened, found: ReadStreams, where: Standing | None, options: argparse.Namespace) -> dict[str, Any]:
+    from lightning_dlrover.data.ledger import Ledger
+    from lightning_dlrover.data.source import DataError
+
+    problem = ""
+    try:
+        ledger = _ledger(stream, options)
+    except DataError as error:
+        if options.files:
+            raise
+        ledger, problem = Ledger(stream), str(error)
+    answer: dict[str, Any] = {
+        "source": stream.source,
+        "text": described(stream),
+        "guarantee": guarantee(stream),
+        "num_files": stream.num_shards,
+        "num_rows": stream.num_rows,
+        "has_finished": found.finished_step is not None,
+        "files_problem": problem,
+        "epoch": None,
+    }
+    if where is None:
+        return answer
+    epoch, batches = ledger.place_in_epoch(where.batches, found.finished_step is not None)
+    files = ledger.files_progress(epoch, batches)
+    rate = where.batches_per_s if found.finished_step is None else None
+    return answer | {
+        "epoch": epoch,
+        "batches_done": batches,
+        "num_batches": stream.epoch_batches,
+        "rows_done": ledger.rows_done(batches),
+        "files_done": files.done if files else None,
+        "files_in_work": files.in_work if files else None,
+        "files_left": files.left if files else None,
+        "rows_per_s": rate * stream.batch_size if rate else None,
+        "epoch_left_s": (stream.epoch_batches - batches) / rate if rate else None,
+        "measured_s_ago": where.age_s,
+    }
+
+
+def _progress_text(answer: dict[str, Any]) -> str:
+    lines = [answer["text"]]
+    if answer["epoch"] is None:
+        lines.append("  position: not measured yet; DLRoverCallback in the Trainer's callbacks measures it")
+    else:
+        share = 100 * answer["rows_done"] / max(1, answer["num_rows"])
+        line = f"  epoch {answer['epoch']}: {answer['rows_done']} of {answer['num_rows']} rows ({share:.0f} %)"
+        if answer["files_done"] is not None:
+            line += f", files: {answer['files_done']} done, {answer['files_in_work']} in work, {answer['files_left']} left"
+        lines.append(line)
+    if answer.get("rows_per_s"):
+        age_s = answer["measured_s_ago"]
+        lines.append(
+            f"  {answer['rows_per_s']:.0f} rows/s, {answer['epoch_left_s']:.0f} s left of the epoch"
+            + (f"; at the pace measured {age_s:.0f} s ago" if age_s >= 1 else "")
+        )
+    if answer["has_finished"]:
+        lines.append("  training has finished")
+    if answer["files_problem"]:
+        lines.append(f"  files are not shown: {answer['files_problem']}")
+    return "\n".join(lines)
+
+
+def _step(stream: StreamOpened, found: ReadStreams, where: Standing | None, options: argparse.Namespace) -> dict[str, Any]:
+    if stream.accumulate and found.finished_step is not None and options.step > found.finished_step:
+        raise UsageError(f"job {options.job!r} has finished with step {found.finished_step}: there is no step {options.step}")
+    ledger = _ledger(stream, options)
+    epoch, batches = ledger.batches_of_step(options.step)
+    return {
+        "source": stream.source,
+        "step": options.step,
+        "counts": "updates" if stream.accumulate else "batches",
+        "epoch": epoch,
+        "batches": list(batches),
+        "is_done": where is not None and ledger.is_done(epoch, batches[-1], where.batches),
+        "rows": [dataclasses.asdict(each) for each in ledger.rows_of(epoch, batches)],
+    }
+
+
+def _step_text(answer: dict[str, Any]) -> str:
+    first, last = answer["batches"][0], answer["batches"][-1]
+    batches = f"global batch {first}" if first == last else f"global batches {first} to {last}"
+    num_rows = sum(last - first + 1 for each in answer["rows"] for first, last in each["ranges"])
+    unit = "step" if answer["counts"] == "updates" else "batch"
+    state = "done" if answer["is_done"] else "to come"
+    where = f"epoch {answer['epoch']}, {batches}, {state}"
+    lines = [f"{unit} {answer['step']}: {where}: {num_rows} rows of {answer['source']:.100}"]
+    for each in answer["rows"]:
+        lines.append(f"{each['file']}:" + ",".join(f"{a}-{b}" if a != b else str(a) for a, b in each["ranges"]))
+    return "\n".join(lines)
+
+
+def _row(found: ReadStreams, where: Standing | None, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from lightning_dlrover.data.source import DataError
+
+    file, row = options.row
+    answers, problems = [], []
+    for stream in found.streams:
+        try:
+            ledger = _ledger(stream, options)
+            newest = ledger.place_in_epoch(where.batches, found.finished_step is not None)[0] if where else stream.epoch
+            places = ledger.places_of(file, row, range(max(stream.epoch, newest - MAX_EPOCHS + 1), newest + 1))
+        except DataError as error:
+            problems.append(error)
+            continue
+        answers.append(
+            {
+                "source": stream.source,
+                "file": file,
+                "row": row,
+                "places": [
+                    {
+                        **dataclasses.asdict(each),
+                        "is_done": where is not None and ledger.is_done(each.epoch, each.batch, where.batches),
+                    }
+                    for each in places
+                ],
+            }
+        )
+    if not answers:
+        raise problems[0]
+    return answers
+
+
+def _row_text(answer: dict[str, Any]) -> str:
+    lines = [f"{answer['file']}:{answer['row']} of {answer['source']:.100}"]
+    for place in answer["places"]:
+        step = f", step {place['step']}" if place["step"] is not None else ""
+        lines.append(
+            f"  epoch {place['epoch']}: global batch {place['batch']}{step}, {'done' if place['is_done'] else 'to come'}"
+        )
+    if not answer["places"]:
+        lines.append("  in no batch: the epochs end before it")
+    return "\n".join(lines)

@@ -1,0 +1,127 @@
+"""Read from a job's history which streams its newest fit reads, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_dlrover.codec import from_fields
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.rdzv.job.events import FitFinished, StreamOpened, WindowMeasured, events_of
+from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
+
+__all__ = ["ReadStreams", "Standing", "described", "guarantee", "read_streams", "standing", "steps_per_epoch"]
+
+
+@dataclass(frozen=True)
+class ReadStreams:
+    """The streams of a job's newest fit.
+
+    Attributes:
+        at: when the fit began, in seconds since the epoch.
+        finished_step: optimizer updates at the end of the fit; None: it has not finished.
+    """
+
+    streams: tuple[StreamOpened, ...]
+    at: float
+    finished_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A fit's position.
+
+    Attributes:
+        batches: global batches since the beginning of the epoch in which the fit began.
+        age_s: seconds since it was measured.
+        batches_per_s: None: not known.
+    """
+
+    batches: int
+    age_s: float
+    batches_per_s: float | None = None
+
+
+def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
+    """Return the streams of the newest fit; None if it has none."""
+    found = [(record.at, opened) for record, opened in events_of(events, StreamOpened)]
+    if not found:
+        return None
+    fit = max(found, key=lambda each: each[0])[1].fit
+    by_number: dict[int, list[tuple[float, StreamOpened]]] = {}
+    for at, opened in sorted(found, key=lambda each: each[0], reverse=True):
+        if opened.fit == fit:
+            by_number.setdefault(opened.number, []).append((at, opened))
+    # Workers that begin the fit anew, after the loss of all, write the records again, counted from their checkpoint.
+    oldest = {number: _oldest_alike(newest_first) for number, newest_first in by_number.items()}
+    first = min(at for at, _ in oldest.values())
+    finished = [done.global_step for record, done in events_of(events, FitFinished) if record.at >= first]
+    return ReadStreams(tuple(oldest[number][1] for number in sorted(oldest)), first, finished[-1] if finished else None)
+
+
+def _oldest_alike(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[float, StreamOpened]:
+    """Return the oldest record with which the newest one agrees on the rows of each step."""
+    _, newest = oldest = newest_first[0]
+    for at, older in newest_first[1:]:
+        epochs = newest.epoch - older.epoch
+        batches_before = newest.batches_before - epochs * newest.epoch_batches
+        steps_before = newest.steps_before - epochs * steps_per_epoch(newest)
+        if older != replace(newest, epoch=older.epoch, batches_before=batches_before, steps_before=steps_before):
+            break
+        oldest = at, older
+    return oldest
+
+
+def steps_per_epoch(stream: StreamOpened) -> int:
+    """Return the optimizer updates of an epoch; its batches, if their number per update varies."""
+    return -(-stream.epoch_batches // max(1, stream.accumulate))
+
+
+def standing(
+    found: ReadStreams, profiles: Iterable[StepProfile], events: Sequence[EventRecord], now: float, is_training: bool
+) -> Standing | None:
+    """Return how far the fit is; None if nothing has measured it.
+
+    While nothing changes, windows of steps are published every few minutes only. A job that trains is taken to have gone on at
+    the pace of the newest one.
+
+    Args:
+        profiles: newest windows of the workers.
+        now: seconds since the epoch.
+    """
+    stream = found.streams[0]
+    windows = [window for window in (*profiles, *_logged(events)) if window.at >= found.at and window.global_rank == 0]
+    newest = max(windows, key=lambda window: window.at, default=None)
+    rate = 1 / newest.step_time_s if newest is not None and newest.step_time_s > 0 else None
+    if found.finished_step is not None and stream.accumulate:
+        epochs, steps = divmod(found.finished_step - stream.steps_before, steps_per_epoch(stream))
+        return Standing(epochs * stream.epoch_batches + steps * stream.accumulate, 0.0, rate)
+    if newest is None:
+        return None
+    measured = newest.first_step + newest.num_steps - stream.batches_before
+    age_s = max(0.0, now - newest.at)
+    return Standing(measured + int(age_s * rate if is_training and rate is not None else 0), age_s, rate)
+
+
+def _logged(events: Sequence[EventRecord]) -> Iterable[StepProfile]:
+    for _, measured in events_of(events, WindowMeasured):
+        try:
+            yield from_fields(StepProfile, measured.document, "a window")
+        except RecordError:
+            continue
+
+
+def guarantee(stream: StreamOpened) -> str:
+    """Return how often an epoch trains each row of a stream."""
+    used = min(stream.num_rows, min(stream.epoch_batches, stream.own_batches) * stream.batch_size)
+    if stream.cycles and stream.epoch_batches > stream.own_batches:
+        return "each row at least once, as the rows begin again within an epoch"
+    if used < stream.num_rows:
+        return f"each row at most once, {stream.num_rows - used} left out of each epoch"
+    return "each row exactly once"
+
+
+def described(stream: StreamOpened) -> str:
+    """Return a stream in one line."""
+    files = "1 file" if stream.num_shards == 1 else f"{stream.num_shards} files"
+    return f"{stream.source:.100}, {files}, {stream.num_rows} rows: {guarantee(stream)}"

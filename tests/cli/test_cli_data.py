@@ -1,0 +1,213 @@
+"""`dlrover data`, and what `dlrover status` shows of streams."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from history_rows import window
+from run_cli import RunCli
+
+from lightning_dlrover.data import parquet, stream
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.events import Event, FitFinished, StreamOpened, record_of
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, encode
+from lightning_dlrover.report.status import JobPlace
+
+BEGAN = time.time() - 100
+
+
+@pytest.fixture
+def opened(tmp_path: Path, dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> StreamOpened:
+    """A stream of 30 and 70 rows in batches of 8, with an update after every second batch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("train").mkdir()
+    for name, length in (("a", 30), ("b", 70)):
+        pq.write_table(pa.table({"id": list(range(length))}), f"train/{name}.parquet")
+    data = stream(parquet("train"))
+    return StreamOpened(
+        *(1, 0, "parquet('train')", str(tmp_path), 2, 100, data.fingerprint, 13, 13, False),
+        *(0, 0, 0, 2, 8, 4, 12, 4096),
+    )
+
+
+def line(event: Event, at: float = BEGAN) -> EventRecord:
+    return record_of(event, "a sentence", at)
+
+
+@pytest.fixture
+def put(client: EtcdClient, job: Keys) -> Callable[..., None]:
+    def put(*events: EventRecord) -> None:
+        for number, event in enumerate(events):
+            client.put(f"{job.events}{number + 2:020d}-x", encode(event))
+
+    return put
+
+
+def put_window(client: EtcdClient, job: Keys, **changes: Any) -> None:
+    made = replace(
+        window(time.time() - 1), **{"global_rank": 0, "first_step": 10, "num_steps": 10, "step_time_s": 10.0, **changes}
+    )
+    client.put(job.profiles + "w-b", encode(made))
+
+
+def asked(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, *options: object) -> Any:
+    code, text, errors = dlrover("data", "--json", "--endpoint", etcd.endpoint, job.run_id, *options)
+    assert code == 0, errors
+    return json.loads(text)["streams"]
+
+
+def test_progress_is_shown_for_people_and_for_programs(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    put(line(opened))
+    code, text, _ = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 0
+    assert "parquet('train'), 2 files, 100 rows: each row exactly once\n  position: not measured yet" in text
+    put_window(client, job)
+    text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert "epoch 1: 56 of 100 rows (56 %), files: 0 done, 2 in work, 0 left" in text
+    assert "1 rows/s, 60 s left of the epoch" in text
+    (answer,) = asked(dlrover, etcd, job)
+    assert (answer["guarantee"], answer["epoch"], answer["rows_done"]) == ("each row exactly once", 1, 56)
+    assert (answer["batches_done"], answer["num_batches"], answer["files_in_work"]) == (7, 13, 2)
+
+
+def test_training_job_is_taken_to_have_gone_on_at_its_pace(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    put(line(opened))
+    put_window(client, job, at=time.time() - 45.0)
+    (answer,) = asked(dlrover, etcd, job)
+    assert (answer["epoch"], answer["batches_done"]) == (1, 11)
+    for entry in client.get_prefix(job.workers)[1]:
+        client.delete(entry.key)
+    assert asked(dlrover, etcd, job)[0]["batches_done"] == 7  # nothing trains any more
+
+
+def test_rows_of_a_step_are_listed_with_all_accumulated_batches(
+    dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    put(line(opened))
+    rows: dict[str, list[int]] = {}
+    for step in range(1, 8):
+        (answer,) = asked(dlrover, etcd, job, "--step", step)
+        assert (answer["epoch"], answer["counts"]) == (0, "updates")
+        for each in answer["rows"]:
+            rows.setdefault(Path(each["file"]).name, []).extend(n for a, b in each["ranges"] for n in range(a, b + 1))
+    assert {name: sorted(numbers) for name, numbers in rows.items()} == {
+        "a.parquet": list(range(30)),
+        "b.parquet": list(range(70)),
+    }
+    text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id, "--step", 7)[1]
+    assert text.startswith("step 7: epoch 0, global batch 12, to come: 4 rows of parquet('train')\n")
+    text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id, "--step", 8)[1]
+    assert text.startswith("step 8: epoch 1, global batches 0 to 1, to come: 16 rows of parquet('train')\n")
+
+
+def test_row_is_shown_in_each_epoch(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    put(line(opened))
+    put_window(client, job)
+    (answer,) = asked(dlrover, etcd, job, "--row", "b.parquet:69")
+    assert [place["epoch"] for place in answer["places"]] == [0, 1]
+    for place in answer["places"]:
+        (step,) = asked(dlrover, etcd, job, "--step", place["step"])
+        assert any(
+            each["file"].endswith("b.parquet") and [69, 69] in [[b, b] for _, b in each["ranges"]] for each in step["rows"]
+        )
+        assert place["is_done"] == (13 * place["epoch"] + place["batch"] < 20)
+    text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id, "--row", "b.parquet:69")[1]
+    assert "b.parquet:69 of parquet('train')\n  epoch 0: global batch" in text
+
+
+def test_finished_job_is_read_from_its_run_folder(dlrover: RunCli, opened: StreamOpened) -> None:
+    folder = Path("runs/job")
+    folder.mkdir(parents=True)
+    JobPlace("job", "127.0.0.1:1").write(folder)
+    events = (line(opened), line(FitFinished(14), BEGAN + 50))
+    (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
+    code, text, errors = dlrover("data", "job")
+    assert code == 0, errors
+    assert "epoch 1: 100 of 100 rows (100 %), files: 2 done, 0 in work, 0 left\n  training has finished" in text
+    assert "step 3: epoch 0, global batches 4 to 5, done: 16 rows" in dlrover("data", "job", "--step", 3)[1]
+    code, _, errors = dlrover("data", "job", "--step", 15)
+    assert code == 2
+    assert "job 'job' has finished with step 14: there is no step 15" in errors
+
+
+def test_newest_fit_counts(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    second = replace(opened, fit=2, epoch_batches=5)
+    put(line(opened), line(replace(opened, number=1)), line(FitFinished(20), BEGAN + 10), line(second, BEGAN + 20))
+    put_window(client, job, at=BEGAN + 15)  # of the first one
+    (answer,) = asked(dlrover, etcd, job)
+    assert answer["epoch"] is None
+    assert answer["guarantee"] == "each row at most once, 60 left out of each epoch"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--step", "0"], "there is no step 0 to tell of: steps are counted from 1"),
+        (["--row", "c.parquet:0"], "parquet('train') has no file c.parquet, but for example"),
+        (["--row", "a.parquet:30"], "has 30 rows, numbered from 0: there is no row 30"),
+        (["--row", "a.parquet"], "'a.parquet' is not FILE:ROW"),
+        (["--step", "1", "--files", "none"], "none has no files"),
+        (["--step", "1", "--row", "a:1"], "not allowed with argument"),
+    ],
+)
+def test_wrong_question_is_refused_with_the_reason(
+    dlrover: RunCli,
+    etcd: EmbeddedEtcd,
+    job: Keys,
+    put: Callable[..., None],
+    opened: StreamOpened,
+    arguments: list[str],
+    message: str,
+) -> None:
+    put(line(opened))
+    code, _, errors = dlrover("data", "--endpoint", etcd.endpoint, job.run_id, *arguments)
+    assert code == 2
+    assert message in errors
+
+
+def test_job_without_streams_and_unknown_job_are_refused(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    code, _, errors = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 2
+    assert f"job {job.run_id!r} reads no stream" in errors
+    code, _, errors = dlrover("data", "--endpoint", etcd.endpoint, "other")
+    assert code == 2
+    assert "etcd holds no job 'other'" in errors
+    code, _, errors = dlrover("data", "other")
+    assert code == 2
+    assert "events.jsonl does not exist: neither etcd nor the run folder knows this job" in errors
+
+
+def test_progress_without_the_files_shows_rows_and_the_reason(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    put(line(replace(opened, source="Own()")))
+    put_window(client, job)
+    code, text, _ = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)
+    assert code == 0
+    assert "epoch 1: 56 of 100 rows (56 %)\n" in text
+    assert "files are not shown: Own() is a source of the script's own" in text
+
+
+def test_status_shows_the_guarantee(
+    dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    put(line(opened))
+    text = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert "reads parquet('train'), 2 files, 100 rows: each row exactly once\n" in text

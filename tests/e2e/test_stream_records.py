@@ -1,0 +1,91 @@
+"""`dlrover data` lists exactly the rows that a real job has trained, although workers were killed and others have joined."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Job, violations
+from toy_job import ToySettings, write_files
+
+from lightning_dlrover.cli.main import main
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+
+MakeJob = Callable[..., Job]
+
+
+def asked(capsys: pytest.CaptureFixture[str], etcd: EmbeddedEtcd, job: Job, *options: str) -> dict[str, Any]:
+    assert main(["data", "--json", "--endpoint", etcd.endpoint, job.run_id, *options]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["streams"]
+    assert isinstance(answer, dict)
+    return answer
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_on_record_are_those_that_were_trained(
+    make_job: MakeJob, etcd: EmbeddedEtcd, capsys: pytest.CaptureFixture[str], accumulate: int
+) -> None:
+    settings = ToySettings(num_rows=101, batch_size=8, streams=True, accumulate=accumulate, max_epochs=2)
+    job = make_job(settings)
+    write_files(job.folder / "train", settings.num_rows)
+    write_files(job.folder / "val", 1)
+    job.start()
+    second = job.start()
+    job.wait_for_step(2)
+    answer = asked(capsys, etcd, job)
+    assert answer["guarantee"] == "each row exactly once"
+    assert (answer["num_rows"], answer["num_files"], answer["has_finished"]) == (101, 5, False)
+    job.start()
+    job.wait_for_step(5)
+    second.kill()
+    job.finish()
+    assert violations(job, settings) == []
+
+    answer = asked(capsys, etcd, job)
+    assert answer["has_finished"]
+    assert (answer["epoch"], answer["rows_done"]) == (1, 101)
+    assert (answer["files_done"], answer["files_in_work"], answer["files_left"]) == (5, 0, 0)
+
+    trained, cuts = trained_rows(job, settings), firsts(job.folder / "train")
+    for step in range(1, settings.num_steps + 1):
+        listed = asked(capsys, etcd, job, "--step", str(step))
+        rows = [
+            cuts[Path(each["file"]).name] + row
+            for each in listed["rows"]
+            for first_row, last_row in each["ranges"]
+            for row in range(first_row, last_row + 1)
+        ]
+        assert sorted(rows) == sorted(trained[step])
+    answer = asked(capsys, etcd, job, "--row", "1.parquet:3")
+    for place in answer["places"]:
+        assert place["is_done"]
+        assert cuts["1.parquet"] + 3 in trained[place["step"]]
+    assert [place["epoch"] for place in answer["places"]] == [0, 1]
+
+
+def firsts(folder: Path) -> dict[str, int]:
+    """Return the id of each file's first row."""
+    import pyarrow.parquet as pq
+
+    found, first = {}, 0
+    for file in sorted(folder.iterdir()):
+        found[file.name] = first
+        first += pq.ParquetFile(file).metadata.num_rows
+    return found
+
+
+def trained_rows(job: Job, settings: ToySettings) -> dict[int, list[int]]:
+    """Return the ids that the workers have recorded for each step, in the round that completed it."""
+    rounds = {(r["epoch"], r["batch"]): (r["step"], r["round"]) for r in job.records("done")}
+    found: dict[int, set[int]] = {}
+    for share in job.records("share"):
+        closing = min(
+            share["batch"] // settings.accumulate * settings.accumulate + settings.accumulate, settings.batches_per_epoch
+        )
+        step, number = rounds[share["epoch"], closing - 1]
+        if share["round"] == number:
+            found.setdefault(step, set()).update(share["ids"])
+    return {step: list(ids) for step, ids in found.items()}

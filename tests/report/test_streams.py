@@ -1,0 +1,92 @@
+"""Streams of the newest fit in a job's history, and what is guaranteed of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+from history_rows import window
+
+from lightning_dlrover.rdzv.job.events import Event, FitFinished, StreamOpened, WindowMeasured, record_of
+from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.report.streams import described, guarantee, read_streams, standing
+
+OPENED = StreamOpened(1, 0, "parquet('a')", "/", 2, 100, "x", 13, 13, False, 0, 0, 0, 2, 8, 4, 12, 4096)
+
+
+def history(*events: tuple[float, Event]) -> list[EventRecord]:
+    return [record_of(event, "a sentence", at) for at, event in events]
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({}, "each row exactly once"),
+        ({"epoch_batches": 20}, "each row exactly once"),  # another loader is longer
+        ({"own_batches": 12, "epoch_batches": 12}, "each row at most once, 4 left out of each epoch"),
+        ({"epoch_batches": 5}, "each row at most once, 60 left out of each epoch"),
+        ({"epoch_batches": 20, "cycles": True}, "each row at least once, as the rows begin again within an epoch"),
+        ({"cycles": True}, "each row exactly once"),
+    ],
+)
+def test_guarantee_follows_from_the_batches_of_an_epoch(changes: dict[str, int], text: str) -> None:
+    assert guarantee(replace(OPENED, **changes)) == text  # type: ignore[arg-type]
+    assert described(replace(OPENED, **changes)) == f"parquet('a'), 2 files, 100 rows: {text}"  # type: ignore[arg-type]
+
+
+def test_history_without_streams_has_none() -> None:
+    assert read_streams(history((1.0, FitFinished(3)))) is None
+
+
+def test_streams_of_the_newest_fit_are_read_by_number() -> None:
+    second = replace(OPENED, number=1, source="files('b')")
+    later = replace(OPENED, fit=2, source="parquet('c')")
+    events = history((1.0, OPENED), (1.1, second), (5.0, FitFinished(7)))
+    found = read_streams(events)
+    assert found is not None
+    assert (found.streams, found.at, found.finished_step) == ((OPENED, second), 1.0, 7)
+    found = read_streams([*events, *history((6.0, later))])
+    assert found is not None
+    assert (found.streams, found.at, found.finished_step) == ((later,), 6.0, None)
+
+
+def test_record_of_a_resumed_fit_is_counted_from_the_fits_beginning() -> None:
+    resumed = replace(OPENED, epoch=3, batches_before=39, steps_before=21)
+    found = read_streams(history((1.0, OPENED), (9.0, resumed)))
+    assert found is not None
+    assert (found.streams, found.at) == ((OPENED,), 1.0)
+
+
+@pytest.mark.parametrize("changes", [{"digest": "y"}, {"seed": 4}, {"batches_before": 40}, {"steps_before": 20}])
+def test_record_of_other_rows_counts_alone(changes: dict[str, object]) -> None:
+    resumed = replace(OPENED, **{"epoch": 3, "batches_before": 39, "steps_before": 21, **changes})  # type: ignore[arg-type]
+    found = read_streams(history((1.0, OPENED), (9.0, resumed)))
+    assert found is not None
+    assert (found.streams, found.at) == ((resumed,), 9.0)
+
+
+def test_position_is_that_of_the_newest_window_of_rank_zero() -> None:
+    measured = [replace(window(at), first_step=int(at), num_steps=3, step_time_s=0.5) for at in (10.0, 20.0)]
+    events = history((1.0, OPENED), (20.0, WindowMeasured(asdict(measured[1]))))
+    found = read_streams(events)
+    assert found is not None
+    others = replace(window(30.0), global_rank=1, first_step=99)
+    for profiles in ([measured[0]], [measured[1], others], []):
+        where = standing(found, profiles, events, now=24.0, is_training=False)
+        assert where is not None
+        assert (where.batches, where.age_s, where.batches_per_s) == (23, 4.0, 2.0)
+    where = standing(found, [], events, now=24.0, is_training=True)
+    assert where is not None
+    assert where.batches == 31
+    assert standing(found, [], history((1.0, OPENED)), now=24.0, is_training=True) is None
+    assert standing(found, [replace(window(0.5), first_step=77)], [], now=24.0, is_training=True) is None  # an earlier fit's
+
+
+@pytest.mark.parametrize("step, batches", [(7, 13), (8, 15), (14, 26)])
+def test_position_of_a_finished_fit_follows_from_its_updates(step: int, batches: int) -> None:
+    events = history((1.0, OPENED), (5.0, FitFinished(step)))
+    found = read_streams(events)
+    assert found is not None
+    where = standing(found, [], events, now=24.0, is_training=False)
+    assert where is not None
+    assert where.batches == batches
