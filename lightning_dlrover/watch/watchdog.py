@@ -69,6 +69,12 @@ REMEDIES: tuple[Act, ...] = ("replace", "enlarge", "add_workers")
 DEFAULT_LEAD_S = 30.0
 """Seconds from a request for a worker to the round with it, assumed until the job has measured it."""
 
+SEARCH_SHARE = 0.005
+"""Maximum share of a core for the search for stragglers. Training computes on the same cores, and one search takes 5 ms."""
+
+MAX_SEARCH_PAUSE_S = 10.0
+"""Maximum seconds between two searches. With hundreds of workers one takes long."""
+
 JUDGE_AGAIN_S = 10.0
 """Seconds until a straggler is judged again if its replacement does not pay, while it remains one."""
 
@@ -323,8 +329,9 @@ class _Stragglers:
         observations = pulse.heard(formation.round.number)
         if not observations or self._membership.view.lost or len(hosts) != len(members):
             return  # the world is changing
+        began_s = time.thread_time()
         found = find_straggler(observations, hosts=hosts, loads=fit.loads)
-        self._next_look = now + 20 * (time.monotonic() - now)  # limits the load: with hundreds of workers the search takes long
+        self._next_look = now + min((time.thread_time() - began_s) / SEARCH_SHARE, MAX_SEARCH_PAUSE_S)
         if found is None:
             return
         worker = members[found.global_rank]
