@@ -16,6 +16,9 @@ __all__ = ["Parquet", "parquet"]
 ROWS_AT_ONCE = 8192
 """Rows that are decoded at once. A lane holds them decoded, not its whole row group."""
 
+BUFFER_BYTES = 64 * 2**10
+"""Bytes of each column of a local file that are read at once. A store is asked for whole columns of a row group instead."""
+
 
 class Parquet:
     """Parquet files. `parquet` makes one."""
@@ -46,7 +49,9 @@ class Parquet:
 
         with self._locations[shard.key].open(shard.version) as file:
             try:
-                parquet_file = pq.ParquetFile(file)
+                # Every lane holds its file open. It is read in pieces then, so that no lane holds a whole row group's bytes.
+                buffer_size = 0 if self._locations[shard.key].filesystem is not None else BUFFER_BYTES
+                parquet_file = pq.ParquetFile(file, pre_buffer=not buffer_size, buffer_size=buffer_size)
             except (OSError, ValueError) as error:
                 raise DataError(f"{shard.key} cannot be read as Parquet: {error}") from error
             self._check_columns(shard, parquet_file.schema_arrow)
