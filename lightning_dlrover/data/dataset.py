@@ -240,6 +240,9 @@ def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield half-open ranges of consecutive numbers, in their order."""
     if not len(numbers):
         return
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        yield numbers[0], numbers[0] + len(numbers)
+        return
     array = np.asarray(numbers, dtype=np.int64)
     ends = [*np.flatnonzero(np.diff(array) != 1).tolist(), len(array) - 1]
     first = 0

@@ -39,12 +39,14 @@ class Block:
         order: the rows in the order to use, shape ``(num_rows,)``; None: as they are.
 
     Attributes:
-        groups: names of the columns in each array.
+        names: of all columns.
+        groups: type, and names of the columns in each array.
         arrays: one for each type of number, shape ``(columns, num_rows)``.
     """
 
     def __init__(self, table: pa.Table, order: npt.NDArray[np.int64] | None = None) -> None:
         self._schema = table.schema
+        self.names = list(self._schema.names)
         self._num_rows = int(table.num_rows)
         names: dict[np.dtype[Any], list[str]] = {}
         for name, kind in _number_columns(self._schema):
@@ -58,10 +60,6 @@ class Block:
 
     def __len__(self) -> int:
         return self._num_rows
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._schema.names)
 
     def table(self, first: int, stop: int) -> pa.Table:
         """Return some of the rows."""
@@ -80,6 +78,13 @@ class Block:
         for (_, names), array in zip(self.groups, self.arrays, strict=True):
             found.update(zip(names, array[:, first:stop].tolist(), strict=True))
         return {name: found[name] for name in self.names}
+
+    def row(self, number: int) -> Row:
+        """Return one of the rows."""
+        found = self._others.slice(number, 1).to_pylist()[0] if self._others.num_columns else {}
+        for (_, names), array in zip(self.groups, self.arrays, strict=True):
+            found.update(zip(names, array[:, number].tolist(), strict=True))
+        return Row({name: found[name] for name in self.names})
 
     def numbers(self, name: str) -> npt.NDArray[Any] | None:
         """Return a column of numbers without nulls as an array, shape ``(num_rows,)``; None for any other column."""
@@ -144,7 +149,7 @@ class Rows(Sequence[Row]):
             self._is_collated = True
             block, first, stop = self._parts[0]
             if first < stop:
-                return Row({name: values[0] for name, values in block.lists(first, first + 1).items()})
+                return block.row(first)
         lists = self._columns_as_lists
         return Row({name: values[index] for name, values in lists.items()})
 
@@ -177,28 +182,20 @@ class Rows(Sequence[Row]):
         return self._table
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return columns of numbers by name, each of shape ``(rows,)``; not those with nulls.
-
-        They share one piece of memory. A loader worker sends that at a small part of the cost of as many pieces as columns.
-        """
+        """Return columns of numbers by name, each of shape ``(rows,)``; none if some of the blocks have nulls."""
         if not self._parts:
             return {}
         groups, num_rows = self._parts[0][0].groups, len(self)
         if any(block.groups != groups for block, _, _ in self._parts):
-            groups = ()  # a column has nulls in some blocks only
-        sizes = [len(names) * num_rows * kind.itemsize for kind, names in groups]
-        starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
-        memory = _new_memory(starts[-1])
+            return {}  # a column has nulls in some blocks only
+        make = _new_matrices if get_worker_info() is None else _new_shared_matrices
         found: dict[str, torch.Tensor] = {}
-        for number, (kind, names) in enumerate(groups):
-            start, done = starts[number], 0
-            matrix = memory[start : start + sizes[number]].view(_torch_type(kind)).view(len(names), num_rows)
-            out = matrix.numpy()
+        for number, (matrix, columns) in enumerate(make([(kind, len(names), num_rows) for kind, names in groups])):
+            done = 0
             for block, first, stop in self._parts:
-                out[:, done : done + stop - first] = block.arrays[number][:, first:stop]
+                matrix[:, done : done + stop - first] = block.arrays[number][:, first:stop]
                 done += stop - first
-            # `.data`: changing one column in place must not count as a change of the others.
-            found.update(zip(names, [column.data for column in matrix.unbind()], strict=True))
+            found.update(zip(groups[number][1], columns, strict=True))
         return found
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -279,12 +276,30 @@ def _collated(rows: Rows, name: str) -> Any:
             raise error from None
 
 
-def _new_memory(num_bytes: int) -> torch.Tensor:
-    """Return uninitialised bytes: in a loader worker such that other processes can map them."""
-    if get_worker_info() is None:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    shared = torch.UntypedStorage._new_shared(num_bytes)  # as `default_collate` does
-    return torch.empty(0, dtype=torch.uint8).set_(shared)  # type: ignore[call-overload]
+Matrix = tuple[npt.NDArray[Any], list[torch.Tensor]]
+"""Memory to fill, shape ``(columns, rows)``, and its columns as tensors."""
+
+
+def _new_matrices(shapes: Sequence[tuple[np.dtype[Any], int, int]]) -> list[Matrix]:
+    matrices = [np.empty((columns, rows), kind) for kind, columns, rows in shapes]
+    return [(matrix, [torch.from_numpy(column) for column in matrix]) for matrix in matrices]
+
+
+def _new_shared_matrices(shapes: Sequence[tuple[np.dtype[Any], int, int]]) -> list[Matrix]:
+    """Return matrices in one piece of memory that other processes can map.
+
+    A loader worker sends one piece at a small part of the cost of as many pieces as there are columns.
+    """
+    sizes = [kind.itemsize * columns * rows for kind, columns, rows in shapes]
+    starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+    storage = torch.UntypedStorage._new_shared(starts[-1])  # as `default_collate` does
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    found: list[Matrix] = []
+    for start, size, (kind, columns, rows) in zip(starts, sizes, shapes, strict=False):
+        matrix = memory[start : start + size].view(_torch_type(kind)).view(columns, rows)
+        # `.data`: a change of one column in place must not count as a change of the others.
+        found.append((matrix.numpy(), [column.data for column in matrix.unbind()]))
+    return found
 
 
 @cache
