@@ -26,9 +26,13 @@ __all__ = [
     "ClickRows",
     "DataError",
     "GeneratedRows",
+    "Ids",
     "collate",
     "generate",
     "load",
+    "load_generated",
+    "signed_log",
+    "split_in_order",
 ]
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -170,7 +174,7 @@ def generate(seed: int, num_rows: int) -> GeneratedRows:
 
 def load_generated(seed: int, rows: int) -> ClickData:
     made = generate(seed, rows)
-    train, val, test = _split_in_order(rows)
+    train, val, test = split_in_order(rows)
     probability = made.click_probability[test]
     best_auc = weighted_auc(probability, positive=probability, negative=1.0 - probability)
     return ClickData(
@@ -233,7 +237,7 @@ def _load_criteo(path: Path, rows: int) -> ClickData:
             f"{path}: {num_rows} rows are too few to split into training, validation and test rows: give 100 or more"
         )
     # The rows of a click log are in time order: test on the newest, as a recommender would be.
-    train, val, test = _split_in_order(num_rows)
+    train, val, test = split_in_order(num_rows)
     numbers = _Scaler(columns.numbers[train]).apply(columns.numbers)
     ids: list[Ids] = []
     cardinalities: list[int] = []
@@ -258,7 +262,8 @@ def _load_criteo(path: Path, rows: int) -> ClickData:
     )
 
 
-def _split_in_order(num_rows: int) -> tuple[slice, slice, slice]:
+def split_in_order(num_rows: int) -> tuple[slice, slice, slice]:
+    """Return the training, validation and test rows of a log in the order of time: the newest tenth is for the test."""
     tenth = num_rows // 10
     return (
         slice(0, num_rows - 2 * tenth),
@@ -267,11 +272,16 @@ def _split_in_order(num_rows: int) -> tuple[slice, slice, slice]:
     )
 
 
+def signed_log(numbers: Floats) -> Floats:
+    logs: Floats = np.sign(numbers) * np.log1p(np.abs(numbers))
+    return logs
+
+
 class _Scaler:
     """Signed logarithm, then mean 0 and deviation 1 over the training rows; a missing number becomes 0."""
 
     def __init__(self, train: Floats) -> None:
-        logs = self._log(train)
+        logs = signed_log(train)
         known = ~np.isnan(logs)
         num_known = np.maximum(known.sum(axis=0), 1)
         self.mean = np.where(known, logs, 0.0).sum(axis=0) / num_known
@@ -279,13 +289,8 @@ class _Scaler:
         self.deviation = np.where(deviation > 0, deviation, 1.0)
 
     def apply(self, numbers: Floats) -> Floats:
-        scaled: Floats = np.nan_to_num((self._log(numbers) - self.mean) / self.deviation, nan=0.0)
+        scaled: Floats = np.nan_to_num((signed_log(numbers) - self.mean) / self.deviation, nan=0.0)
         return scaled
-
-    @staticmethod
-    def _log(numbers: Floats) -> Floats:
-        logs: Floats = np.sign(numbers) * np.log1p(np.abs(numbers))
-        return logs
 
 
 def _known_ids(column: npt.NDArray[np.str_], vocabulary: npt.NDArray[np.str_]) -> Ids:

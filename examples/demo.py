@@ -1,9 +1,13 @@
 """Show a live elastic job from start to finish, on this machine. `make run` executes this script.
 
-It starts `dlrover run --workers 1:2 examples/train_ctr.py`. From then on it only watches and disturbs the job: it waits
-until the planner has grown the job to two workers, kills one with SIGKILL, and waits for its replacement. Then it asks for
-one worker, waits for the shrink, and ends training. Every wait has a deadline. The exit code is 0 only if every stage
-happened.
+It starts `dlrover run --workers 1:2 examples/train_ctr.py`, or `examples/train_dlrm.py` for a folder of Parquet files:
+
+    make run                                                          generated rows
+    make run ARGS="--data FOLDER"                                     Adult files, a Criteo-format TSV, or a Parquet folder
+
+From then on it only watches and disturbs the job: it waits until the planner has grown the job to two workers, kills one with
+SIGKILL, and waits for its replacement. Then it asks for one worker, waits for the shrink, and ends training. Every wait has a
+deadline. The exit code is 0 only if every stage happened.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
+
+from ctr_parquet import is_click_folder
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -39,6 +45,7 @@ T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = REPOSITORY / "examples" / "train_ctr.py"
+STREAMS_SCRIPT = REPOSITORY / "examples" / "train_dlrm.py"  # reads folders of Parquet files
 POLL_S = 0.1
 END_S = 10.0  # seconds from the end of the job's etcd to the job's own end
 STEADY_S = 8.0  # seconds of training between two changes, so that the pictures show each size
@@ -58,12 +65,12 @@ class JobFile:
     prefix: str
 
 
-def start(run_id: str, run_dir: Path, script_arguments: list[str]) -> Demo:
-    """Start `dlrover run` on the example. Its output goes to a file beside the run's folder."""
+def start(run_id: str, run_dir: Path, script: Path, script_arguments: list[str]) -> Demo:
+    """Start `dlrover run` on an example. Its output goes to a file beside the run's folder."""
     command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--workers", "1:2"]
     command += ["--rdzv-id", run_id, "--run-dir", str(run_dir)]
     command += ["--history", "off"]  # keeps earlier runs from changing the demo
-    command += [str(SCRIPT), *script_arguments]
+    command += [str(script), *script_arguments]
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / f"{run_id}.log"
     with log.open("wb") as output:
@@ -76,14 +83,15 @@ def start(run_id: str, run_dir: Path, script_arguments: list[str]) -> Demo:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Demo(run_id, run_dir / run_id, log, process)
+    return Demo(run_id, run_dir / run_id, log, process, script)
 
 
 class Demo:
     """One job under observation."""
 
-    def __init__(self, run_id: str, folder: Path, log: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, run_id: str, folder: Path, log: Path, process: subprocess.Popen[bytes], script: Path = SCRIPT) -> None:
         self.run_id = run_id
+        self.script = script
         self.folder = folder
         self.log = log
         self.process = process
@@ -178,7 +186,7 @@ class Demo:
             raise DemoError(f"worker {worker_id} has no record in etcd, so its process is unknown")
         # Process ids are reused and etcd may be shared, so both must match.
         command = _command_line(worker.pid)
-        if worker.host not in (os.uname().nodename, "localhost") or str(SCRIPT) not in command:
+        if worker.host not in (os.uname().nodename, "localhost") or str(self.script) not in command:
             raise DemoError(f"process {worker.pid} of {worker.host} is not a worker of this demo; nothing was killed")
         try:
             os.kill(worker.pid, signal.SIGKILL)
@@ -238,7 +246,7 @@ class Demo:
         return events
 
     def metrics(self) -> dict[str, Any]:
-        """Metrics that `train_ctr.py` measured at its end.
+        """Metrics that the script measured at its end.
 
         Raises:
             DemoError: it wrote no readable metrics.
@@ -265,21 +273,25 @@ class Demo:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Grow, kill, replace and shrink a live training job on this machine.")
-    parser.add_argument("--data", type=Path, help="as of train_ctr.py: Adult folder or Criteo-format TSV")
+    parser.add_argument("--data", type=Path, help="Adult folder, Criteo-format TSV, or Parquet folder of criteo_to_parquet.py")
     parser.add_argument("--rdzv-id", default=time.strftime("demo-%Y%m%d-%H%M%S"), help="name of the job")
     parser.add_argument("--run-dir", type=Path, default=REPOSITORY / "runs")
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--width", type=int, help="hidden units (default: the script's)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: 3e-4, with a Parquet folder the script's)")
     given = parser.parse_args()
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     run_dir = given.run_dir.resolve()
-    arguments = ["--epochs", str(MAX_EPOCHS), "--width", str(given.width), "--lr", str(given.lr)]
+    script = script_for(given.data)
+    learning_rate = 3e-4 if given.lr is None and script == SCRIPT else given.lr
+    arguments = ["--epochs", str(MAX_EPOCHS)]
+    arguments += ["--width", str(given.width)] if given.width is not None else []
+    arguments += ["--lr", str(learning_rate)] if learning_rate is not None else []
     arguments += ["--output", str(run_dir / given.rdzv_id), "--until", str(run_dir / given.rdzv_id / ENOUGH)]
     if given.data is not None:
         arguments += ["--data", str(given.data.resolve())]
-    demo = start(given.rdzv_id, run_dir, arguments)
+    demo = start(given.rdzv_id, run_dir, script, arguments)
     try:
         play(demo)
     except DemoError as error:
@@ -294,6 +306,11 @@ def main() -> int:
     return 0
 
 
+def script_for(data: Path | None) -> Path:
+    """Return the script that reads these data."""
+    return STREAMS_SCRIPT if data is not None and is_click_folder(data) else SCRIPT
+
+
 PLANNER_S = 30.0
 """Seconds for the planner to choose another worker. On some machines more threads for one worker are better."""
 
@@ -304,7 +321,7 @@ def play(demo: Demo) -> None:
     Raises:
         DemoError: a stage did not happen.
     """
-    demo.say(f"dlrover run --workers 1:2 --rdzv-id {demo.run_id} examples/train_ctr.py; its output goes to {demo.log}")
+    demo.say(f"dlrover run --workers 1:2 --rdzv-id {demo.run_id} examples/{demo.script.name}; its output goes to {demo.log}")
     demo.connect()
     first = demo.wait("the first round", demo.round_of(1), timeout_s=60)
     demo.say("1 worker trains; waiting for the planner to want another one")

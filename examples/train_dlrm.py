@@ -4,6 +4,9 @@
     dlrover run --workers 1:3 examples/train_dlrm.py                  live elastic on this machine
     torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint=HOST:PORT --rdzv-id=JOB --nnodes=1:4 --nproc-per-node=1 \\
         examples/train_dlrm.py                                        live elastic, run it on every machine
+
+With `--data FOLDER` it reads Parquet files as streams; `criteo_to_parquet.py` makes the folder of TSV files. The rows may need
+more space than there is memory, and each is trained once per epoch while workers come and go.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from ctr_data import ClickData, DataError, collate, load, load_generated
+from ctr_parquet import ClickStreams, is_click_folder, load_streams
 from torch.utils.data import DataLoader
+from train_ctr import StopOnFile
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.tables.torchrec_parts import (
@@ -33,6 +39,8 @@ class Options:
     rows: int
     epochs: int
     max_steps: int
+    until: Path | None
+    shuffle_rows: int
     batch_size: int
     loader_workers: int
     learning_rate: float
@@ -65,14 +73,12 @@ def main() -> int:
         learning_rate=options.learning_rate,
         table_learning_rate=options.table_learning_rate,
     )
-    loader_workers = options.loader_workers
-    train_loader = DataLoader(data.train, options.batch_size, shuffle=True, collate_fn=collate, num_workers=loader_workers)
-    # Sharded tables need all workers for a lookup, so the test rows are measured within fit, too.
-    measured = [DataLoader(rows, options.batch_size, collate_fn=collate) for rows in (data.val, data.test)]
+    train_loader, measured = make_loaders(data, options)
 
+    stop = [StopOnFile(options.until)] if options.until is not None else []
     trainer = L.Trainer(
         strategy=DLRoverStrategy(),  # shards the tables; workers may join and leave while it trains
-        callbacks=[DLRoverCallback()],  # profiles every step and asks for the size that pays
+        callbacks=[DLRoverCallback(), *stop],  # profiles every step and asks for the size that pays
         accelerator=options.accelerator,
         max_epochs=options.epochs,
         max_steps=options.max_steps,
@@ -102,12 +108,26 @@ def main() -> int:
     return 0
 
 
-def load_rows(options: Options) -> ClickData:
-    """Load the rows of `--data`, else generate some: 26 categories show the tables best.
+def make_loaders(data: ClickData | ClickStreams, options: Options) -> tuple[DataLoader[Any], list[DataLoader[Any]]]:
+    """Return the loader of the training rows, and those of the validation and the test rows."""
+    size, loader_workers = options.batch_size, options.loader_workers
+    if isinstance(data, ClickStreams):  # shuffles its rows itself
+        train_loader = DataLoader(data.train, size, collate_fn=data.collate, num_workers=loader_workers)
+    else:
+        train_loader = DataLoader(data.train, size, shuffle=True, collate_fn=collate, num_workers=loader_workers)
+    # Sharded tables need all workers for a lookup, so the test rows are measured within fit, too.
+    collate_fn = data.collate if isinstance(data, ClickStreams) else collate
+    return train_loader, [DataLoader(rows, size, collate_fn=collate_fn) for rows in (data.val, data.test)]
+
+
+def load_rows(options: Options) -> ClickData | ClickStreams:
+    """Load the rows of `--data` or open them as streams, else generate some: 26 categories show the tables best.
 
     Raises:
         DataError: the path or a row of it cannot be used.
     """
+    if options.data is not None and is_click_folder(options.data):
+        return load_streams(options.data, options.shuffle_rows)
     if options.data is not None:
         return load(options.data, options.seed, options.rows)
     made = load_generated(options.seed, options.rows)
@@ -121,11 +141,21 @@ def load_rows(options: Options) -> ClickData:
 def parse_options() -> Options:
     parser = argparse.ArgumentParser(description="Train DLRM with sharded embedding tables, elastically.")
     parser.add_argument(
-        "--data", type=Path, help="Criteo-format TSV file, or a folder with the Adult files (default: generated rows)"
+        "--data",
+        type=Path,
+        help="folder that criteo_to_parquet.py wrote, Criteo-format TSV file, or folder with the Adult files "
+        "(default: generated rows)",
     )
     parser.add_argument("--rows", type=_at_least(100), default=500_000, help="rows to generate, or the most to read from a TSV")
     parser.add_argument("--epochs", type=_at_least(1), default=1, help="passes; on rare ids, a second one is learning by heart")
     parser.add_argument("--max-steps", type=int, default=-1, help="end after this many steps (default: after the epochs)")
+    parser.add_argument("--until", type=Path, help="end after the step at which this file exists")
+    parser.add_argument(
+        "--shuffle-rows",
+        type=_at_least(0),
+        default=200_000,
+        help="rows of a Parquet folder that are shuffled together, in the memory of all workers; 0: no shuffling",
+    )
     parser.add_argument("--batch-size", type=_at_least(1), default=1024, help="samples per step, all workers together")
     parser.add_argument("--loader-workers", type=int, default=1, help="data-loading processes per worker")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of the MLPs")
@@ -142,6 +172,8 @@ def parse_options() -> Options:
         rows=given.rows,
         epochs=given.epochs,
         max_steps=given.max_steps,
+        until=given.until,
+        shuffle_rows=given.shuffle_rows,
         batch_size=given.batch_size,
         loader_workers=given.loader_workers,
         learning_rate=given.lr,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import demo as demo_script
 import pytest
+from criteo_to_parquet import Layout, write_generated
 from demo import Demo, DemoError
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -104,6 +105,13 @@ def test_stop_ends_the_job_and_may_be_called_twice(watched: Demo) -> None:
     watched.stop()
     assert watched.process.poll() is not None
     watched.stop()
+
+
+def test_parquet_folder_is_trained_by_the_script_that_reads_streams(tmp_path: Path) -> None:
+    write_generated(100, seed=1, output=tmp_path / "folder", layout=Layout())
+    assert demo_script.script_for(tmp_path / "folder").name == "train_dlrm.py"
+    for data in (None, tmp_path, tmp_path / "nothing"):
+        assert demo_script.script_for(data).name == "train_ctr.py"
 
 
 def test_a_job_that_cannot_train_fails_the_demo_and_shows_why(tmp_path: Path) -> None:

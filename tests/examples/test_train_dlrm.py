@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import train_dlrm
+from criteo_to_parquet import Layout, convert, write_generated
 from ctr_data import ClickData, collate, load
+from ctr_parquet import ClickStreams, load_streams
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 
@@ -42,7 +44,7 @@ def one_worker() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def built(data: ClickData) -> L.LightningModule:
+def built(data: ClickData | ClickStreams) -> L.LightningModule:
     """Model with its tables on this process, without a strategy."""
     from dlrm_model import DLRM
 
@@ -55,7 +57,7 @@ def built(data: ClickData) -> L.LightningModule:
     return model
 
 
-def fit(data: ClickData, model: L.LightningModule, epochs: int = 1, max_steps: int = -1) -> L.Trainer:
+def fit(data: ClickData | ClickStreams, model: L.LightningModule, epochs: int = 1, max_steps: int = -1) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=epochs,
@@ -66,8 +68,10 @@ def fit(data: ClickData, model: L.LightningModule, epochs: int = 1, max_steps: i
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    loaders = [DataLoader(rows, 256, collate_fn=collate) for rows in (data.val, data.test)]
-    trainer.fit(model, DataLoader(data.train, 256, shuffle=True, collate_fn=collate), loaders)
+    is_streams = isinstance(data, ClickStreams)
+    collate_fn = data.collate if isinstance(data, ClickStreams) else collate
+    loaders: list[DataLoader[Any]] = [DataLoader(rows, 256, collate_fn=collate_fn) for rows in (data.val, data.test)]
+    trainer.fit(model, DataLoader(data.train, 256, shuffle=not is_streams, collate_fn=collate_fn), loaders)
     return trainer
 
 
@@ -123,6 +127,17 @@ def test_the_last_step_is_followed_by_a_measurement_wherever_it_is(generated: Cl
     assert float(trainer.callback_metrics["test_auc"]) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.usefixtures("one_worker")
+def test_training_from_parquet_reaches_the_auc_of_the_rows_in_memory(generated: ClickData, tmp_path: Path) -> None:
+    write_generated(10_000, seed=1, output=tmp_path / "folder", layout=Layout(3000, 1000))
+    reached = []
+    for data in (generated, load_streams(tmp_path / "folder", shuffle_rows=10_000)):
+        trainer = fit(data, built(data), epochs=2)
+        reached.append(float(trainer.callback_metrics["test_auc"]))
+    # Both train on the same rows in different orders. The test set has 1,000 rows.
+    assert reached[1] == pytest.approx(reached[0], abs=0.03)
+
+
 # --- the script ---------------------------------------------------------------------------------------------------------------
 
 
@@ -137,8 +152,9 @@ def clicks(tmp_path: Path) -> Path:
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(cwd / ".cache")}
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=150, check=False, env=ENVIRONMENT, cwd=cwd
+        [sys.executable, *command], capture_output=True, text=True, timeout=150, check=False, env=environment, cwd=cwd
     )
 
 
@@ -153,8 +169,23 @@ def test_plain_python_trains_as_one_worker_and_writes_its_metrics(clicks: Path, 
     assert str(clicks) in done.stdout  # names the loaded file
 
 
+def test_parquet_folder_is_trained_and_measured_like_its_tsv(clicks: Path, tmp_path: Path) -> None:
+    convert([clicks], tmp_path / "folder", Layout(300, 100))
+    done = run(str(SCRIPT), *SMALL, "--epochs=8", f"--data={tmp_path / 'folder'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout.strip().splitlines()[-1])
+    assert metrics["test_auc"] > 0.95
+    assert (metrics["data"], metrics["rows"], metrics["steps"], metrics["best_auc"]) == ("folder", 100, 8 * 13, None)
+    assert f"using 1,000 rows of {tmp_path / 'folder'} (clicks.tsv): 800 to train, the newest 100 to test" in done.stdout
+
+
 @pytest.mark.on_demand
-def test_two_workers_measure_the_same_as_one(clicks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tsv", "parquet"])
+def test_two_workers_measure_the_same_as_one(clicks: Path, tmp_path: Path, kind: str) -> None:
+    data = clicks
+    if kind == "parquet":
+        data = tmp_path / "folder"
+        convert([clicks], data, Layout(300, 100))
     metrics = []
     # The batch size is per initial worker, so both train on the same global batches.
     for workers, batch_size in ((1, 64), (2, 32)):
@@ -162,7 +193,7 @@ def test_two_workers_measure_the_same_as_one(clicks: Path, tmp_path: Path) -> No
         done = run(
             *("-m", "lightning_dlrover.cli", "run", f"--workers={workers}:{workers}", f"--run-dir={tmp_path / 'runs'}"),
             *(f"--rdzv-id=dlrm-{workers}", str(SCRIPT), *SMALL, f"--batch-size={batch_size}", "--epochs=4"),
-            *(f"--data={clicks}", f"--output={output}"),
+            *(f"--data={data}", f"--output={output}"),
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -191,6 +222,27 @@ def test_without_torchrec_the_script_ends_with_the_line_that_installs_it(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("train_dlrm: sharded embedding tables need torchrec")
     assert "pip install" in line
+
+
+def test_until_ends_training_with_a_measurement(clicks: Path, tmp_path: Path) -> None:
+    (tmp_path / "enough").touch()
+    done = run(str(SCRIPT), *SMALL, f"--data={clicks}", f"--until={tmp_path / 'enough'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout.strip().splitlines()[-1])
+    assert metrics["steps"] == 1
+    assert 0.0 <= metrics["test_auc"] <= 1.0
+
+
+def test_damaged_parquet_folder_ends_the_script_with_one_line_and_code_2(
+    clicks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert([clicks], tmp_path / "folder", Layout(300, 100))
+    next((tmp_path / "folder" / "train").iterdir()).unlink()
+    monkeypatch.setattr(sys, "argv", ["train_dlrm.py", "--data", str(tmp_path / "folder")])
+    assert train_dlrm.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train_dlrm: {tmp_path / 'folder' / 'train'} holds")
+    assert line.endswith("write the folder again with examples/criteo_to_parquet.py")
 
 
 def test_broken_data_ends_the_script_with_one_line_and_code_2(
