@@ -1,6 +1,6 @@
 """Streams of Parquet: no row lost or doubled, and the cost of that against readers that cannot change their workers.
 
-    python benchmarks/stream.py [--parts schedules,content,speed,seek,memory,plan] [--rounds N] [--quick]
+    python benchmarks/stream.py [--parts schedules,content,speed,...] [--rounds N] [--quick]
 
     schedules   random resizes, losses and rollbacks of simulated jobs (`stream_schedules.py`), 1 to 16 workers with 0 to 4
                 loader workers each; every row of every epoch is counted. The control does the same without handing over the
@@ -12,6 +12,8 @@
                 if there are none.
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader.
+    auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
+                the difference of the test AUCs. Both run at once.
     plan        time and memory until the first rows of 100,000 files with 10^10 rows in all are located. Files are not opened.
 
 The files have 1 label, 13 float32 and 26 int64 columns, like those of Criteo. The others are not needed by our package:
@@ -28,11 +30,12 @@ import math
 import multiprocessing
 import random
 import statistics
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -43,6 +46,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
+from accuracy import EXAMPLES, TRAINING_TIMEOUT_S, train_elastic, train_unresized
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from stream_schedules import Numbered, SimulatedJob, Tally, follow, random_schedule
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -52,7 +56,7 @@ from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.parquet_source import ROWS_AT_ONCE
 from lightning_dlrover.live.loader import ElasticLoader
 
-PARTS = ("schedules", "content", "speed", "seek", "memory", "plan")
+PARTS = ("schedules", "content", "speed", "seek", "memory", "plan", "auc")
 BATCH_SIZE = 512
 LOADER_WORKERS = (0, 2)
 MAX_ROWS_WITH_LOADER_WORKERS = 100_000
@@ -74,11 +78,13 @@ class Size:
     seek_rows: int  # of the large file
     seek_group: int
     num_seeks: int
+    trained_rows: int  # of which the AUC comes
+    max_steps: int
 
 
 # In rows of an epoch, the row groups are as large as groups of 180,000 rows in the 45 million of Criteo.
-FULL = Size(1000, 10_000, 16, 8, 250_000, 8_192, 5_200_000, 131_072, 20)
-QUICK = Size(40, 4_000, 2, 4, 50_000, 4_096, 262_144, 65_536, 5)
+FULL = Size(1000, 10_000, 16, 8, 250_000, 8_192, 5_200_000, 131_072, 20, 1_000_000, 1500)
+QUICK = Size(40, 4_000, 2, 4, 50_000, 4_096, 262_144, 65_536, 5, 100_000, 700)
 
 # --- files --------------------------------------------------------------------------------------------------------------------
 
@@ -464,6 +470,32 @@ def plan_cost() -> tuple[float, float]:
     return took_s, (process.memory_info().rss - before) / 1e6
 
 
+# --- auc ----------------------------------------------------------------------------------------------------------------------
+
+
+def auc(space: Workspace, size: Size, seed: int) -> dict[str, float | int]:
+    files, script = space.folder / "criteo", EXAMPLES / "train_dlrm.py"
+    convert = [sys.executable, str(EXAMPLES / "criteo_to_parquet.py"), "--generate", str(size.trained_rows), str(files)]
+    subprocess.run(convert, check=True, stdout=subprocess.DEVNULL, timeout=TRAINING_TIMEOUT_S)
+    arguments = [f"--data={files}", "--epochs=1000", f"--max-steps={size.max_steps}", f"--seed={seed + 1}"]
+    folder = space.folder / "resized"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        space.live_job("resized", space.etcd(), "1:4", [*arguments, f"--output={folder}"], script=script) as job,
+    ):
+        other = pool.submit(train_unresized, script, space.folder / "unresized", arguments)
+        resized, num_rounds = train_elastic(job, folder, with_tables=True)
+        unresized = other.result(TRAINING_TIMEOUT_S)
+    if resized["steps"] != unresized["steps"]:
+        raise BenchmarkError(f"{resized['steps']} steps of the resized run against {unresized['steps']}")
+    print(
+        f"test AUC of DLRM on Parquet after {resized['steps']} steps: {resized['test_auc']:.5f} in {num_rounds} rounds "
+        f"with two kills, {unresized['test_auc']:.5f} undisturbed",
+        flush=True,
+    )
+    return {"auc_difference": abs(resized["test_auc"] - unresized["test_auc"])}
+
+
 # --- command line -------------------------------------------------------------------------------------------------------------
 
 
@@ -503,6 +535,8 @@ def main() -> int:
             memory(paths)
         if "plan" in parts:
             values |= plan()
+        if "auc" in parts:
+            values |= auc(space, size, options.seed)
     print(result_line(values))
     return 0
 
