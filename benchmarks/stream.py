@@ -83,7 +83,7 @@ class Size:
 
 
 # In rows of an epoch, the row groups are as large as groups of 180,000 rows in the 45 million of Criteo.
-FULL = Size(1000, 10_000, 16, 8, 250_000, 8_192, 5_200_000, 131_072, 20, 1_000_000, 1500)
+FULL = Size(1000, 10_000, 16, 8, 250_000, 8_192, 12_600_000, 131_072, 20, 1_000_000, 1500)
 QUICK = Size(40, 4_000, 2, 4, 50_000, 4_096, 262_144, 65_536, 5, 100_000, 700)
 
 # --- files --------------------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def ours(shuffle_rows: int, paths: Sequence[str], num_workers: int) -> Any:
 
 def hugging_face_rows(paths: Sequence[str], num_workers: int) -> Any:
     """Return what the documentation of `datasets` shows: a streaming dataset in a DataLoader that collates rows."""
-    from datasets import load_dataset
+    from datasets import load_dataset  # type: ignore[import-not-found]
 
     data = load_dataset("parquet", data_files=list(paths), split="train", streaming=True).with_format("torch")
     return DataLoader(data, batch_size=BATCH_SIZE, num_workers=num_workers)
@@ -277,7 +277,7 @@ def hugging_face_arrow(paths: Sequence[str], num_workers: int) -> Any:
 def torchdata_nodes(paths: Sequence[str], num_workers: int) -> Any:
     """Return torchdata's nodes: row groups are decoded by threads, as many as there would be loader workers."""
     import pyarrow.parquet as pq
-    from torchdata.nodes import IterableWrapper, Loader, Mapper, ParallelMapper, Unbatcher
+    from torchdata.nodes import IterableWrapper, Loader, Mapper, ParallelMapper, Unbatcher  # type: ignore[import-not-found]
 
     groups = [(path, group) for path in paths for group in range(pq.ParquetFile(path).num_row_groups)]
     source = IterableWrapper(groups)
@@ -297,8 +297,8 @@ def decoded_group(place: tuple[str, int]) -> list[dict[str, torch.Tensor]]:
 
 def litdata_parquet(paths: Sequence[str], num_workers: int) -> Any:
     """Return litData's stream of Parquet files, which it indexes first."""
-    from litdata import StreamingDataLoader, StreamingDataset, index_parquet_dataset
-    from litdata.streaming.item_loader import ParquetLoader
+    from litdata import StreamingDataLoader, StreamingDataset, index_parquet_dataset  # type: ignore[import-not-found]
+    from litdata.streaming.item_loader import ParquetLoader  # type: ignore[import-not-found]
 
     folder = str(Path(paths[0]).parent)
     if not (Path(folder) / "index.json").exists():

@@ -105,19 +105,22 @@ class SimulatedJob:
         max_workers: int = 4,
         hands_over: bool = True,
     ) -> None:
-        self.make = lambda: ElasticLoader(
-            DataLoader(stream(source, shuffle_rows=shuffle_rows, seed=SEED), batch_size=1, num_workers=num_loader_workers),
-            global_batch,
-            training=True,
-            max_workers=max_workers,
-        )
         self.source = source
         self.global_batch = global_batch
+        self._num_loader_workers = num_loader_workers
+        self._shuffle_rows = shuffle_rows
+        self._max_workers = max_workers
         self.hands_over = hands_over
         self.loaders = [self.make()]
         self.trained: list[npt.NDArray[np.int64]] = []  # rows of each global batch of this epoch
         self.epoch = 0
         self._begin()
+
+    def make(self) -> ElasticLoader:
+        """Return the loader of one worker."""
+        data = stream(self.source, shuffle_rows=self._shuffle_rows, seed=SEED)
+        loader = DataLoader(data, batch_size=1, num_workers=self._num_loader_workers)
+        return ElasticLoader(loader, self.global_batch, training=True, max_workers=self._max_workers)
 
     def _begin(self) -> None:
         for loader in self.loaders:

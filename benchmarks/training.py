@@ -22,7 +22,7 @@ from jobs import Block, Step
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.data import Rows, parquet, stream
+from lightning_dlrover.data import parquet, stream
 
 NUM_FEATURES = 256
 SLICE_S = 0.001
@@ -117,7 +117,7 @@ def write_rows(folder: Path, num_samples: int, num_files: int = 4) -> None:
         pq.write_table(pa.table(columns), folder / f"{number}.parquet", row_group_size=ROWS_PER_GROUP)
 
 
-def batch_of_rows(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch_of_rows(rows: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return rows.tensor("inputs"), rows.tensor("target")[:, None], rows.tensor("number")
 
 

@@ -186,7 +186,7 @@ def _joined(items: Sequence[tuple[Shard, Any]], order: npt.NDArray[np.int64] | N
 
 
 def _same_columns(one: Any, other: Any) -> bool:
-    return one.equals(other) or (one.names == other.names and one.types == other.types)
+    return bool(one.equals(other)) or (one.names == other.names and one.types == other.types)
 
 
 def _columns(batch: Any) -> str:

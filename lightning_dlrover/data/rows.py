@@ -292,8 +292,8 @@ def _new_shared_matrices(shapes: Sequence[tuple[np.dtype[Any], int, int]]) -> li
     """
     sizes = [kind.itemsize * columns * rows for kind, columns, rows in shapes]
     starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
-    storage = torch.UntypedStorage._new_shared(starts[-1])  # as `default_collate` does
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    storage = torch.UntypedStorage._new_shared(starts[-1])  # type: ignore[no-untyped-call]  # as `default_collate` does
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
     found: list[Matrix] = []
     for start, size, (kind, columns, rows) in zip(starts, sizes, shapes, strict=False):
         matrix = memory[start : start + size].view(_torch_type(kind)).view(columns, rows)
