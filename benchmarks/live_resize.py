@@ -1,6 +1,6 @@
 """Time for which training stalls when a job changes size: our package, in process, against a stop and a restart.
 
-    python benchmarks/live_resize.py [--rounds N] [--quick]
+    python benchmarks/live_resize.py [--data map|stream] [--rounds N] [--quick]
 
 One live job of real processes (stock torchrun agents, etcd) trains a model of 10 million parameters with Adam and two loader
 workers, and is changed between one, two and three workers on this machine:
@@ -17,6 +17,9 @@ less one usual (median) step of the new world. For kill nothing is subtracted, a
 The same run also measures the stock way: torchrun with the c10d backend and Lightning's DDPStrategy saves a checkpoint at its
 last step and ends, and a job of the other size starts from it. Its time runs from the end of the last step to the end of the
 first. All its workers run in one agent, which starts faster than one agent per worker.
+
+With `--data stream` the live job reads its rows from Parquet files as a stream. A second live job with map data then takes
+turns with it. `stream_over_map` is the sum of the median stalls of planned changes, divided by the same sum of that job.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -45,12 +49,19 @@ from jobs import (
     result_line,
     stock_agent,
 )
+from training import write_rows
+
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 Kind = Literal["grow", "shrink", "replace", "rank0_leaves", "kill", "stock"]
 PLANNED: tuple[Kind, ...] = ("grow", "shrink", "replace", "rank0_leaves")
 KINDS: tuple[Kind, ...] = (*PLANNED, "kill", "stock")
 
 NUM_LOADER_WORKERS = 2
+PARQUET = "rows"
+NUM_STREAMED = 100_000
+"""Rows in Parquet files, as many as in the map data."""
+
 SETTLING_STEPS = 2
 """Number of first steps of a round that are ignored: DDP rearranges its buckets in the second one."""
 
@@ -127,6 +138,9 @@ class Change:
             last = [[s for s in steps if s.round_number == self.round_number][-1] for steps in survivors]
             seconds = max(new[0].ended_s - old.ended_s for old, new in zip(last, resumed, strict=True)) - usual_step_s
         return Stall(self.kind, len(self.before), self.workers_after, seconds, usual_step_s, self.note)
+
+
+Data = Literal["map", "stream"]
 
 
 class LiveResize:
@@ -276,8 +290,9 @@ def stock_restarts(space: Workspace, name: str, size: Size, worlds: list[int]) -
 
 
 def table(stalls: list[Stall]) -> str:
+    kinds = [kind for kind in KINDS if any(s.kind == kind for s in stalls)]
     lines = [f"{'change':14}{'workers':10}{'median s':>10}{'min s':>8}{'max s':>8}{'n':>4}{'usual step s':>14}"]
-    for kind in KINDS:
+    for kind in kinds:
         of_kind = [s for s in stalls if s.kind == kind]
         ways = sorted({(s.workers_before, s.workers_after) for s in of_kind})
         groups = [(f"{a} -> {b}", [s for s in of_kind if (s.workers_before, s.workers_after) == (a, b)]) for a, b in ways]
@@ -291,8 +306,29 @@ def table(stalls: list[Stall]) -> str:
     return "\n".join(lines)
 
 
+def live_stalls(
+    space: Workspace, etcd: EmbeddedEtcd, number: int, data: Data, size: Size, dice: random.Random, quick: bool
+) -> list[Stall]:
+    """Run all changes of one live job."""
+    name = f"live-{data}-{number}"
+    files = [f"--parquet={space.folder / PARQUET}"] if data == "stream" else []
+    print(f"{name}:", flush=True)
+    with space.live_job(name, etcd, "1:8", [*size.arguments, *files]) as job:
+        live = LiveResize(job, size, dice)
+        if quick:
+            every_kind_once(live)
+        else:
+            every_change(live, number)
+    return live.stalls
+
+
+def medians_of(stalls: list[Stall], kinds: Sequence[Kind]) -> dict[Kind, float]:
+    return {kind: statistics.median(s.seconds for s in stalls if s.kind == kind) for kind in kinds}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", choices=("map", "stream"), default="map", help="where the live job's rows come from")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each change")
     parser.add_argument("--quick", action="store_true", help="every kind of change once, with a small model, under 60 s")
     parser.add_argument("--seed", type=int, default=0)
@@ -300,25 +336,28 @@ def main() -> int:
     options = parser.parse_args()
     dice = random.Random(options.seed)
     stalls: list[Stall] = []
+    map_stalls: list[Stall] = []
     print(describe_machine(), flush=True)
     with Workspace("live-resize", options.keep) as space:
         etcd = space.etcd()
         size = QUICK if options.quick else FULL
+        if options.data == "stream":
+            write_rows(space.folder / PARQUET, NUM_STREAMED)
         for number in range(1 if options.quick else options.rounds):
-            # A new job every time, so that ours and the stock way alternate under the same load of the machine.
-            with space.live_job(f"live-{number}", etcd, "1:8", size.arguments) as job:
-                live = LiveResize(job, size, dice)
-                if options.quick:
-                    every_kind_once(live)
-                else:
-                    every_change(live, number)
-                stalls += live.stalls
+            # A new job every time, so that all ways alternate under the same load of the machine.
+            if options.data == "stream":
+                map_stalls += live_stalls(space, etcd, number, "map", size, dice, options.quick)
+            stalls += live_stalls(space, etcd, number, options.data, size, dice, options.quick)
             worlds = [1, 2] if options.quick else [2, 3, 2] if number % 2 else [1, 2, 1]
             stalls += stock_restarts(space, f"stock-{number}", size, worlds)
     print(table(stalls))
-    medians = {kind: statistics.median(s.seconds for s in stalls if s.kind == kind) for kind in KINDS}
+    medians = medians_of(stalls, KINDS)
     values: dict[str, float | int] = {f"{kind}_s": seconds for kind, seconds in medians.items()}
     values["ratio"] = medians["stock"] / max(medians[kind] for kind in PLANNED)
+    if map_stalls:
+        print(f"the same with map data:\n{table(map_stalls)}")
+        of_map = medians_of(map_stalls, PLANNED)
+        values["stream_over_map"] = sum(medians[kind] for kind in PLANNED) / sum(of_map.values())
     print(result_line(values))
     return 0
 

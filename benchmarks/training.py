@@ -1,6 +1,7 @@
 """The Lightning script that all benchmarks train, started by torchrun. Its workers record every step.
 
-The same model, data and recording for our strategy and for stock DDP: only `--strategy` differs.
+The same model, data and recording for our strategy and for stock DDP: only `--strategy` differs. With `--parquet` the rows come
+from files, as a stream.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from jobs import Block, Step
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover.data import parquet, stream
 
 NUM_FEATURES = 256
 SLICE_S = 0.001
@@ -27,6 +30,9 @@ SLICE_S = 0.001
 
 NUM_DISTINCT = 997
 """Number of distinct rows of the data set. It repeats them, so that long epochs cost no memory."""
+
+ROWS_PER_GROUP = 512
+SHUFFLE_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Options:
     digests: bool
     step_floor_s: float  # minimum duration of a step's forward pass
     gate: str  # socket at which `overhead.py` waits
+    parquet: Path | None  # folder of rows by `write_rows`, read as a stream
 
     @staticmethod
     def from_command_line() -> Options:
@@ -65,6 +72,7 @@ class Options:
         parser.add_argument("--digests", action="store_true")
         parser.add_argument("--step-floor-s", type=float, default=0.0)
         parser.add_argument("--gate", default="")
+        parser.add_argument("--parquet", type=Path)
         return Options(**vars(parser.parse_args()))
 
 
@@ -77,12 +85,52 @@ class RepeatedRows(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
         self._inputs = torch.randn(NUM_DISTINCT, NUM_FEATURES, generator=generator)
         self._targets = self._inputs[:, :8].sum(1, keepdim=True)
 
+    @property
+    def all_distinct(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inputs, self._targets
+
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         row = index % NUM_DISTINCT
         return self._inputs[row], self._targets[row], index
+
+
+def write_rows(folder: Path, num_samples: int, num_files: int = 4) -> None:
+    """Write the rows of `RepeatedRows` as Parquet files."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    data = RepeatedRows(NUM_DISTINCT)
+    inputs, targets = data.all_distinct
+    for number in range(num_files):
+        indices = np.arange(num_samples)[number::num_files]
+        rows = indices % NUM_DISTINCT
+        flat = pa.array(inputs.numpy()[rows].ravel())
+        columns = {
+            "inputs": pa.FixedSizeListArray.from_arrays(flat, NUM_FEATURES),
+            "target": pa.array(targets.numpy()[rows, 0]),
+            "number": pa.array(indices),
+        }
+        pq.write_table(pa.table(columns), folder / f"{number}.parquet", row_group_size=ROWS_PER_GROUP)
+
+
+def batch_of_rows(rows: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return rows.tensor("inputs"), rows.tensor("target")[:, None], rows.tensor("number")
+
+
+def make_loader(options: Options) -> DataLoader[Any]:
+    if options.parquet is None:
+        data = RepeatedRows(options.num_samples)
+        return DataLoader(data, batch_size=options.batch_size, shuffle=True, num_workers=options.loader_workers)
+    return DataLoader(
+        stream(parquet(str(options.parquet)), shuffle_rows=SHUFFLE_ROWS),
+        batch_size=options.batch_size,
+        num_workers=options.loader_workers,
+        collate_fn=batch_of_rows,
+    )
 
 
 class Perceptron(L.LightningModule):
@@ -212,12 +260,7 @@ def main() -> None:
         num_sanity_val_steps=0,
     )
     resumed = options.checkpoint if options.checkpoint is not None and options.checkpoint.exists() else None
-    loader = DataLoader(
-        RepeatedRows(options.num_samples),
-        batch_size=options.batch_size,
-        shuffle=True,
-        num_workers=options.loader_workers,
-    )
+    loader = make_loader(options)
     trainer.fit(Perceptron(options.width, options.num_layers, options.step_floor_s), loader, ckpt_path=resumed)
 
 

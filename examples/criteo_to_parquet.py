@@ -371,7 +371,9 @@ def _lines(path: Path) -> Iterator[Lines]:
 def _opened(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if is_gzip else path.open("rb")
+    if is_gzip:
+        return gzip.open(path)  # type: ignore[return-value]
+    return path.open("rb")
 
 
 def _num_rows(text: bytes) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -233,10 +234,10 @@ class Stream(Dataset[Any]):
         if isinstance(numbers, Positions):
             return self._samples(numbers.seed, numbers.layout, numbers.ranges)
         epoch, first_row = (int(x) for x in self._start)
-        ranges = ranges_of(first_row + int(number) for number in numbers)
+        ranges = [(first_row + start, first_row + stop) for start, stop in ranges_of(numbers)]
         if first_row:  # a DataLoader asks for as many rows as in a whole epoch
-            ranges = ((start, min(stop, len(self))) for start, stop in ranges if start < len(self))
-        return self._samples(self.seed + epoch, self._layout, list(ranges))
+            ranges = [(start, min(stop, len(self))) for start, stop in ranges if start < len(self)]
+        return self._samples(self.seed + epoch, self._layout, ranges)
 
     def _samples(self, seed: int, layout: Layout, ranges: Sequence[tuple[int, int]]) -> Sequence[Any]:
         if not ranges:
@@ -291,17 +292,19 @@ def stream(
     return Stream(source, transform, shuffle_rows, keep_order, seed)
 
 
-def ranges_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield half-open ranges of consecutive numbers, in their order."""
-    start = stop = None
-    for number in numbers:
-        if number != stop:
-            if start is not None and stop is not None:
-                yield start, stop
-            start = number
-        stop = number + 1
-    if start is not None and stop is not None:
-        yield start, stop
+    if not len(numbers):
+        return
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        yield numbers[0], numbers[0] + len(numbers)
+        return
+    array = np.asarray(numbers, dtype=np.int64)
+    ends = [*np.flatnonzero(np.diff(array) != 1).tolist(), len(array) - 1]
+    first = 0
+    for last in ends:
+        yield int(array[first]), int(array[last]) + 1
+        first = last + 1
 
 
 def _name(function: object) -> str:

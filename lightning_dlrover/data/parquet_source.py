@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,12 @@ __all__ = ["Parquet", "parquet"]
 ROWS_AT_ONCE = 8192
 """Rows that are decoded at once. A lane holds them decoded, not its whole row group."""
 
+BUFFER_BYTES = 64 * 2**10
+"""Bytes of each column of a local file that are read at once. A store is asked for whole columns of a row group instead."""
+
+NUM_METADATA = 64
+"""Files of which a process keeps the metadata. Several lanes read one file, and parsing takes as long as hundreds of rows."""
+
 
 class Parquet:
     """Parquet files. `parquet` makes one."""
@@ -27,6 +34,10 @@ class Parquet:
         self._columns = list(columns) if columns is not None else None
         self._on_error = on_error
         self._locations: dict[str, Location] = {}
+        self._metadata: OrderedDict[Shard, Any] = OrderedDict()  # of the files that were opened last
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_metadata": OrderedDict()}
 
     def __repr__(self) -> str:
         return f"parquet({self._paths!r})"
@@ -46,11 +57,16 @@ class Parquet:
 
         with self._locations[shard.key].open(shard.version) as file:
             try:
-                parquet_file = pq.ParquetFile(file)
+                # Every lane holds its file open. It is read in pieces then, so that no lane holds a whole row group's bytes.
+                buffer_size = 0 if self._locations[shard.key].store is not None else BUFFER_BYTES
+                parquet_file = pq.ParquetFile(
+                    file, metadata=self._metadata.get(shard), pre_buffer=not buffer_size, buffer_size=buffer_size
+                )
             except (OSError, ValueError) as error:
                 raise DataError(f"{shard.key} cannot be read as Parquet: {error}") from error
             self._check_columns(shard, parquet_file.schema_arrow)
             metadata = parquet_file.metadata
+            self._remember(shard, metadata)
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             ends = np.cumsum(sizes)
             group = int(np.searchsorted(ends, row, side="right"))
@@ -58,6 +74,12 @@ class Parquet:
             for number in range(group, len(sizes)):
                 yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
                 skip = 0
+
+    def _remember(self, shard: Shard, metadata: Any) -> None:
+        self._metadata[shard] = metadata
+        self._metadata.move_to_end(shard)
+        if len(self._metadata) > NUM_METADATA:
+            self._metadata.popitem(last=False)
 
     def _row_group(self, file: Any, shard: Shard, number: int, skip: int, num_rows: int) -> Iterator[Any]:
         done = 0

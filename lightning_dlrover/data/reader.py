@@ -180,9 +180,13 @@ def _joined(items: Sequence[tuple[Shard, Any]], order: npt.NDArray[np.int64] | N
     for shard, item in items:
         if not _is_columnar(item):
             raise DataError(f"{shard.key}: its source yields a {type(item).__name__} among record batches")
-        if item.schema.names != first.schema.names or item.schema.types != first.schema.types:
+        if not _same_columns(item.schema, first.schema):
             raise DataError(f"{shard.key} has the columns {_columns(item)}, and {items[0][0].key} has {_columns(first)}")
     return Block(pa.Table.from_batches([item for _, item in items], schema=first.schema), order)
+
+
+def _same_columns(one: Any, other: Any) -> bool:
+    return bool(one.equals(other)) or (one.names == other.names and one.types == other.types)
 
 
 def _columns(batch: Any) -> str:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.private_names import Names, check_names
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["Block", "Row", "Rows", "collate", "prepare_default_collate"]
+
+ALIGNMENT = 64
+"""Bytes. Each type's columns of a batch begin at a multiple of it."""
 
 
 NAMES: Names = {"torch.utils.data._utils.collate": ("default_collate_fn_map",)}
@@ -33,44 +37,93 @@ class Row(dict[str, Any]):
 class Block:
     """Consecutive rows in memory.
 
+    Columns of numbers without nulls are copied into one array per type, so that a batch is cut from a few arrays, not from as
+    many as there are columns. What the table came from can be freed.
+
     Args:
         order: the rows in the order to use, shape ``(num_rows,)``; None: as they are.
+
+    Attributes:
+        names: of all columns.
+        groups: type, and names of the columns in each array.
+        arrays: one for each type of number, shape ``(columns, num_rows)``.
     """
 
     def __init__(self, table: pa.Table, order: npt.NDArray[np.int64] | None = None) -> None:
-        self._table = table
-        self._order = order
-        self._columns: dict[str, npt.NDArray[Any] | None] = {}
+        self._schema = table.schema
+        self.names = list(self._schema.names)
+        self._num_rows = int(table.num_rows)
+        names: dict[np.dtype[Any], list[str]] = {}
+        for name, kind in _number_columns(self._schema):
+            if not table.column(name).null_count:
+                names.setdefault(kind, []).append(name)
+        self.groups = tuple((kind, tuple(of_kind)) for kind, of_kind in names.items())
+        self.arrays = [_stacked(table, of_kind, kind, order) for kind, of_kind in self.groups]
+        self._place = {name: (i, j) for i, (_, of_kind) in enumerate(self.groups) for j, name in enumerate(of_kind)}
+        others = [name for name in self.names if name not in self._place]
+        self._others = table.select(others) if order is None or not others else table.select(others).take(order)
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return self._num_rows
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._table.column_names)
+    def table(self, first: int, stop: int) -> pa.Table:
+        """Return some of the rows."""
+        import pyarrow as pa
 
-    @property
-    def table(self) -> pa.Table:
-        if self._order is not None:
-            self._table, self._order = self._table.take(self._order), None
-        return self._table
+        others = self._others.slice(first, stop - first)
+        columns = []
+        for field in self._schema:
+            array = self.numbers(field.name)
+            columns.append(others.column(field.name) if array is None else pa.array(array[first:stop], field.type))
+        return pa.table(columns, schema=self._schema)
+
+    def lists(self, first: int, stop: int) -> dict[str, list[Any]]:
+        """Return some of the rows, the values of each column as a list."""
+        found: dict[str, list[Any]] = self._others.slice(first, stop - first).to_pydict()
+        for (_, names), array in zip(self.groups, self.arrays, strict=True):
+            found.update(zip(names, array[:, first:stop].tolist(), strict=True))
+        return {name: found[name] for name in self.names}
+
+    def row(self, number: int) -> Row:
+        """Return one of the rows."""
+        found = self._others.slice(number, 1).to_pylist()[0] if self._others.num_columns else {}
+        for (_, names), array in zip(self.groups, self.arrays, strict=True):
+            found.update(zip(names, array[:, number].tolist(), strict=True))
+        return Row({name: found[name] for name in self.names})
 
     def numbers(self, name: str) -> npt.NDArray[Any] | None:
         """Return a column of numbers without nulls as an array, shape ``(num_rows,)``; None for any other column."""
-        if name not in self._columns:
-            self._columns[name] = self._numbers(name)
-        return self._columns[name]
+        place = self._place.get(name)
+        return None if place is None else self.arrays[place[0]][place[1]]
 
-    def _numbers(self, name: str) -> npt.NDArray[Any] | None:
-        import pyarrow as pa
 
-        column = self._table.column(name)
-        kind = column.type
-        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-        if not is_number or column.null_count:
-            return None
-        array: npt.NDArray[Any] = column.to_numpy()
-        return array if self._order is None else array[self._order]
+@lru_cache(maxsize=64)
+def _number_columns(schema: pa.Schema) -> list[tuple[str, np.dtype[Any]]]:
+    """Return names and NumPy types of a table's columns of numbers."""
+    import pyarrow as pa
+
+    return [
+        (field.name, np.dtype(field.type.to_pandas_dtype()))
+        for field in schema
+        if pa.types.is_integer(field.type) or pa.types.is_floating(field.type) or pa.types.is_boolean(field.type)
+    ]
+
+
+def _stacked(
+    table: pa.Table, names: Sequence[str], kind: np.dtype[Any], order: npt.NDArray[np.int64] | None
+) -> npt.NDArray[Any]:
+    stacked: npt.NDArray[Any] = np.empty((len(names), table.num_rows), kind)
+    for out, name in zip(stacked, names, strict=True):
+        column = table.column(name)
+        if order is not None:
+            np.take(column.to_numpy(), order, out=out)
+            continue
+        done = 0
+        for chunk in column.chunks:
+            values = chunk.to_numpy(zero_copy_only=False)
+            out[done : done + len(values)] = values
+            done += len(values)
+    return stacked
 
 
 class Rows(Sequence[Row]):
@@ -84,6 +137,7 @@ class Rows(Sequence[Row]):
         self._parts = parts
         self._table: pa.Table | None = None
         self._lists: dict[str, list[Any]] | None = None
+        self._is_collated = False
 
     def __len__(self) -> int:
         return sum(stop - first for _, first, stop in self._parts)
@@ -95,6 +149,12 @@ class Rows(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        if index == 0 and self._lists is None and not self._is_collated and self._parts:
+            # `default_collate` looks at the first row's type, and needs no other.
+            self._is_collated = True
+            block, first, stop = self._parts[0]
+            if first < stop:
+                return block.row(first)
         lists = self._columns_as_lists
         return Row({name: values[index] for name, values in lists.items()})
 
@@ -106,7 +166,10 @@ class Rows(Sequence[Row]):
     @property
     def _columns_as_lists(self) -> dict[str, list[Any]]:
         if self._lists is None:
-            self._lists = {name: self.table.column(name).to_pylist() for name in self.table.column_names}
+            self._lists = {name: [] for name in self.names}
+            for block, first, stop in self._parts:
+                for name, values in block.lists(first, stop).items():
+                    self._lists[name] += values
         return self._lists
 
     @property
@@ -120,9 +183,25 @@ class Rows(Sequence[Row]):
         if self._table is None:
             import pyarrow as pa
 
-            slices = [block.table.slice(first, stop - first) for block, first, stop in self._parts]
-            self._table = pa.concat_tables(slices).combine_chunks()
+            self._table = pa.concat_tables([block.table(first, stop) for block, first, stop in self._parts]).combine_chunks()
         return self._table
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return columns of numbers by name, each of shape ``(rows,)``; none if some of the blocks have nulls."""
+        if not self._parts:
+            return {}
+        groups, num_rows = self._parts[0][0].groups, len(self)
+        if any(block.groups != groups for block, _, _ in self._parts):
+            return {}  # a column has nulls in some blocks only
+        make = _new_matrices if get_worker_info() is None else _new_shared_matrices
+        found: dict[str, torch.Tensor] = {}
+        for number, (matrix, columns) in enumerate(make([(kind, len(names), num_rows) for kind, names in groups])):
+            done = 0
+            for block, first, stop in self._parts:
+                matrix[:, done : done + stop - first] = block.arrays[number][:, first:stop]
+                done += stop - first
+            found.update(zip(groups[number][1], columns, strict=True))
+        return found
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a column of numbers, shape ``(rows,)``, or of lists of one length, shape ``(rows, length)``.
@@ -185,7 +264,8 @@ def collate(rows: Rows) -> dict[str, Any]:
     Raises:
         DataError: the column can be neither.
     """
-    return {name: _collated(rows, name) for name in rows.names}
+    tensors = rows.tensors()
+    return {name: tensors[name] if name in tensors else _collated(rows, name) for name in rows.names}
 
 
 def _collated(rows: Rows, name: str) -> Any:
@@ -199,6 +279,37 @@ def _collated(rows: Rows, name: str) -> Any:
             return default_collate(values.to_pylist())
         except (TypeError, RuntimeError):
             raise error from None
+
+
+Matrix = tuple[npt.NDArray[Any], list[torch.Tensor]]
+"""Memory to fill, shape ``(columns, rows)``, and its columns as tensors."""
+
+
+def _new_matrices(shapes: Sequence[tuple[np.dtype[Any], int, int]]) -> list[Matrix]:
+    matrices = [np.empty((columns, rows), kind) for kind, columns, rows in shapes]
+    return [(matrix, [torch.from_numpy(column) for column in matrix]) for matrix in matrices]
+
+
+def _new_shared_matrices(shapes: Sequence[tuple[np.dtype[Any], int, int]]) -> list[Matrix]:
+    """Return matrices in one piece of memory that other processes can map.
+
+    A loader worker sends one piece at a small part of the cost of as many pieces as there are columns.
+    """
+    sizes = [kind.itemsize * columns * rows for kind, columns, rows in shapes]
+    starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+    storage = torch.UntypedStorage._new_shared(starts[-1])  # type: ignore[no-untyped-call]  # as `default_collate` does
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+    found: list[Matrix] = []
+    for start, size, (kind, columns, rows) in zip(starts, sizes, shapes, strict=False):
+        matrix = memory[start : start + size].view(_torch_type(kind)).view(columns, rows)
+        # `.data`: a change of one column in place must not count as a change of the others.
+        found.append((matrix.numpy(), [column.data for column in matrix.unbind()]))
+    return found
+
+
+@cache
+def _torch_type(kind: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, kind)).dtype
 
 
 def _collate_rows(batch: Any, *, collate_fn_map: dict[type, Callable[..., Any]] | None = None) -> Any:

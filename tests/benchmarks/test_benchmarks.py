@@ -20,9 +20,9 @@ DEADLINE_S = 240.0  # under 60 s on two idle cores; these may be shared
 takes_minutes = pytest.mark.on_demand
 
 
-def quick_result(script: str) -> dict[str, float]:
+def quick_result(script: str, *arguments: str) -> dict[str, float]:
     """The `name=value` pairs of the last line of `script --quick`."""
-    command = [sys.executable, str(BENCHMARKS / script), "--quick"]
+    command = [sys.executable, str(BENCHMARKS / script), "--quick", *arguments]
     benchmark = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = benchmark.communicate(timeout=DEADLINE_S)
@@ -45,6 +45,36 @@ def test_a_live_resize_is_many_times_shorter_than_a_restart() -> None:
     # A stall can be slightly negative on a busy machine, because a usual step is subtracted from it.
     assert all(-0.5 < result[name] < result["stock_s"] for name in changes)
     assert result["ratio"] > 3
+
+
+@pytest.mark.slow
+@takes_minutes
+@pytest.mark.timeout(DEADLINE_S + 40)
+def test_a_live_resize_of_a_stream_is_compared_with_one_of_map_data() -> None:
+    result = quick_result("live_resize.py", "--data", "stream")
+    assert list(result)[-3:] == ["stock_s", "ratio", "stream_over_map"]
+    assert result["ratio"] > 2
+    assert math.isfinite(result["stream_over_map"])
+
+
+@pytest.mark.slow
+@takes_minutes
+@pytest.mark.timeout(DEADLINE_S + 40)
+def test_streams_lose_no_row_and_their_cost_is_compared() -> None:
+    result = quick_result("stream.py")
+    assert list(result) == [
+        *("lost", "doubled", "control_lost", "rows_ratio", "others_ratio", "seek_ms", "plan_s", "plan_mb"),
+        "auc_difference",
+    ]
+    assert result["lost"] == result["doubled"] == 0
+    assert result["control_lost"] > 0
+    assert result["rows_ratio"] > 0.3
+    assert result["plan_s"] < 5
+    assert result["plan_mb"] < 200
+
+
+def test_benchmark_of_streams_runs_only_the_requested_parts() -> None:
+    assert list(quick_result("stream.py", "--parts", "plan")) == ["plan_s", "plan_mb"]
 
 
 @pytest.mark.slow

@@ -99,6 +99,10 @@ def test_parquet_is_read_from_every_row(tmp_path: Path) -> None:
     assert_readable_from_every_row(parquet(str(tmp_path)), TABLE)
 
 
+def ids_of(rows: Any) -> Any:
+    return rows.jagged("ids")
+
+
 def test_nested_columns_and_lists_of_parquet_are_batched(tmp_path: Path) -> None:
     rows = [{"ids": [number] * (number % 3), "pair": [number, -number], "at": {"x": number, "y": "a"}} for number in range(8)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -108,9 +112,7 @@ def test_nested_columns_and_lists_of_parquet_are_batched(tmp_path: Path) -> None
     assert batch["at"]["x"].tolist() == list(range(8))
     assert batch["at"]["y"] == ["a"] * 8
 
-    jagged = DataLoader(
-        stream(parquet(str(tmp_path)), keep_order=True), batch_size=5, collate_fn=lambda rows: rows.jagged("ids")
-    )
+    jagged = DataLoader(stream(parquet(str(tmp_path)), keep_order=True), batch_size=5, collate_fn=ids_of)
     (values, lengths), _ = jagged
     assert (values.tolist(), lengths.tolist()) == ([1, 2, 2, 4], [0, 1, 2, 0, 1])
     with pytest.raises(DataError, match=r"lists in column 'ids' have 0 to 2 values.*rows.jagged"):

@@ -15,7 +15,7 @@ from lightning_dlrover.data import rows as module
 from lightning_dlrover.data.rows import NAMES, Block, collate, prepare_default_collate
 from lightning_dlrover.private_names import MissingNamesError, missing_names
 
-VALUES = {
+VALUES: dict[str, list[Any]] = {
     "i": [3, 1, 2, 5, 4],
     "f": [0.5, 1.5, 2.5, 3.5, 4.5],
     "b": [True, False, True, True, False],

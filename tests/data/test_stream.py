@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stream_schedules import Action, Numbered, SimulatedJob, Tally, follow, rows_of
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
@@ -22,32 +23,8 @@ from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.loader import ElasticLoader, LoaderState
 
 
-class Numbered:
-    """Rows ``(shard, row)`` as numbers, one by one or as record batches."""
-
-    def __init__(self, lengths: Sequence[int], columnar: bool = False, cut: dict[str, int] | None = None) -> None:
-        self.lengths = lengths
-        self.columnar = columnar
-        self.cut = cut or {}
-
-    def shards(self) -> list[Shard]:
-        return [Shard(str(number), length) for number, length in enumerate(self.lengths)]
-
-    def read(self, shard: Shard, row: int) -> Iterator[Any]:
-        stop = self.cut.get(shard.key, shard.rows)
-        names = range(int(shard.key) * 1000 + row, int(shard.key) * 1000 + stop)
-        if self.columnar:
-            yield from pa.table({"number": list(names)}).to_batches(max_chunksize=3)
-        else:
-            yield from names
-
-    @property
-    def all(self) -> list[int]:
-        return [number * 1000 + row for number, length in enumerate(self.lengths) for row in range(length)]
-
-
 def numbers(batch: Any) -> list[int]:
-    values: list[int] = (batch["number"] if isinstance(batch, dict) else batch).tolist()
+    values: list[int] = rows_of(batch).tolist()
     return values
 
 
@@ -62,12 +39,12 @@ def drawn(data: Stream, **options: Any) -> list[list[int]]:
 # --- in a DataLoader by itself ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columnar", [True, False])
+@pytest.mark.parametrize("chunk_rows", [0, 3])
 @pytest.mark.parametrize("shuffle_rows", [0, 40])
-def test_loader_workers_change_nothing(columnar: bool, shuffle_rows: int) -> None:
-    source = Numbered([50, 0, 3, 61], columnar)
+def test_loader_workers_change_nothing(chunk_rows: int, shuffle_rows: int) -> None:
+    source = Numbered([50, 0, 3, 61], chunk_rows)
     alone = drawn(stream(source, shuffle_rows=shuffle_rows))
-    assert sorted(flat(alone)) == source.all
+    assert sorted(flat(alone)) == list(range(source.num_rows))
     for num_workers in (1, 3):
         assert drawn(stream(source, shuffle_rows=shuffle_rows), num_workers=num_workers) == alone
 
@@ -81,8 +58,8 @@ def test_length_and_last_batch_are_those_of_a_list() -> None:
 
 
 def test_kept_order_is_that_of_the_shards() -> None:
-    source = Numbered([10, 9], columnar=True)
-    assert flat(drawn(stream(source, keep_order=True), num_workers=2)) == source.all
+    source = Numbered([10, 9], chunk_rows=3)
+    assert flat(drawn(stream(source, keep_order=True), num_workers=2)) == list(range(source.num_rows))
 
 
 def test_epochs_have_orders_of_their_own() -> None:
@@ -114,13 +91,13 @@ def test_epoch_goes_on_at_a_row() -> None:
 
 
 def test_spawned_loader_workers_read_the_same_rows() -> None:
-    source = Numbered([30], columnar=True)
+    source = Numbered([30], chunk_rows=3)
     loader = DataLoader(stream(source), batch_size=8, num_workers=1, multiprocessing_context="spawn")
     assert flat(numbers(batch) for batch in loader) == flat(drawn(stream(source)))
 
 
 def test_transform_makes_samples_of_rows() -> None:
-    data = stream(Numbered([5], columnar=True), transform=lambda row: (row["number"], -row["number"]))
+    data = stream(Numbered([5], chunk_rows=3), transform=lambda row: (row["number"], -row["number"]))
     (batch,) = DataLoader(data, batch_size=5)
     assert [each.tolist() for each in batch] == [[0, 1, 2, 3, 4], [0, -1, -2, -3, -4]]
 
@@ -134,144 +111,58 @@ def test_stream_can_be_pickled_while_it_is_read() -> None:
 # --- in a live job ------------------------------------------------------------------------------------------------------------
 
 
-class Job:
-    """The loaders of all workers of a job, whose worlds change."""
-
-    def __init__(
-        self, source: Numbered, global_batch: int, num_workers: int, shuffle_rows: int, hands_over: bool = True
-    ) -> None:
-        self.make = lambda: ElasticLoader(
-            DataLoader(stream(source, shuffle_rows=shuffle_rows, seed=3), batch_size=1, num_workers=num_workers),
-            global_batch,
-            training=True,
-            max_workers=4,
-        )
-        self.source = source
-        self.global_batch = global_batch
-        self.hands_over = hands_over
-        self.loaders = [self.make()]
-        self.trained: list[int] = []
-        self.epoch = self.cursor = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        for loader in self.loaders:
-            iter(loader)
-            loader.set_epoch(self.epoch)
-        self._place()
-
-    def _place(self, rewind: int = 0) -> None:
-        for rank, loader in enumerate(self.loaders):
-            loader.reshard(rank, len(self.loaders), rewind)
-
-    @property
-    def num_batches(self) -> int:
-        return -(-len(self.source.all) // self.global_batch)
-
-    def step(self, counts: bool = True) -> None:
-        batches = [numbers(loader.refetch()) for loader in self.loaders]
-        sizes = [loader.split.num_own_samples(self.cursor) for loader in self.loaders]
-        self.cursor += 1
-        if counts:  # a worker without a share computes a placeholder with weight 0
-            self.trained += flat(batch[:size] for batch, size in zip(batches, sizes, strict=True))
-
-    def resize(self, size: int) -> None:
-        state = self.loaders[0].state()
-        while len(self.loaders) > size:
-            self.loaders.pop(0).close()
-        while len(self.loaders) < size:
-            joiner = self.make()
-            iter(joiner)
-            if self.hands_over:
-                joiner.load_state(pickle.loads(pickle.dumps(state)))
-            self.loaders.append(joiner)
-        self._place()
-
-    def lose(self) -> None:
-        """Lose a worker in a step, which the others do again."""
-        self.step(counts=False)
-        if len(self.loaders) > 1:
-            self.loaders.pop().close()
-        self.cursor -= 1
-        self._place(rewind=1)
-
-    def roll_back(self, num_batches: int) -> None:
-        """Go back to a snapshot: what was trained since does not count."""
-        num_batches = min(num_batches, self.cursor)
-        last = min(self.global_batch * self.cursor, len(self.source.all))
-        del self.trained[len(self.trained) - (last - self.global_batch * (self.cursor - num_batches)) :]
-        self.cursor -= num_batches
-        self._place(rewind=num_batches)
-
-    def finish_epoch(self) -> None:
-        while self.cursor < self.num_batches:
-            self.step()
-        assert self.trained == self.expected()
-        self.trained = []
-        self.epoch, self.cursor = self.epoch + 1, 0
-        self._begin()
-
-    def expected(self) -> list[int]:
-        data = self.loaders[0].dataset
-        plan = data.plan(3 + self.epoch, self.loaders[0].order.layout)
-        return [shard * 1000 + row for shard, row in map(plan.row_at, range(plan.num_rows))]
-
-    def close(self) -> None:
-        for loader in self.loaders:
-            loader.close()
-
-
 actions = st.lists(
     st.one_of(
-        st.just("step"),
-        st.just("step"),
-        st.just("lose"),
-        st.just("epoch"),
-        st.integers(1, 5),  # resize
-        st.tuples(st.just("back"), st.integers(1, 3)),
+        st.just(Action("step")),
+        st.just(Action("step")),
+        st.builds(Action, st.just("lose"), st.integers(0, 4)),
+        st.just(Action("epoch")),
+        st.builds(Action, st.just("resize"), st.integers(1, 5)),
+        st.builds(Action, st.just("back"), st.integers(1, 3)),
     ),
     max_size=16,
 )
+SCHEDULE = [
+    Action(kind, number)  # type: ignore[arg-type]
+    for kind, number in [
+        ("step", 1), ("resize", 3), ("step", 1), ("lose", 2), ("step", 1), ("back", 2), ("step", 1), ("resize", 1), ("lose", 0),
+        ("resize", 4), ("epoch", 1), ("step", 1), ("resize", 2), ("back", 1),
+    ]
+]  # fmt: skip
 
 
-def follow(job: Job, todo: list[Any]) -> None:
-    try:
-        for each in [*todo, "epoch", "epoch"]:
-            if job.cursor == job.num_batches or each == "epoch":
-                job.finish_epoch()
-            if each == "step":
-                job.step()
-            elif each == "lose":
-                job.lose()
-            elif isinstance(each, int):
-                job.resize(each)
-            elif isinstance(each, tuple):
-                job.roll_back(each[1])
-    finally:
-        job.close()
+def check_that_it_trains_as_planned(job: SimulatedJob, schedule: list[Action]) -> None:
+    for epoch, trained in enumerate(follow(job, schedule)):
+        assert trained.tolist() == job.planned(epoch).tolist()
 
 
 @settings(max_examples=60)
 @given(
-    actions, st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 17), st.booleans(), st.sampled_from([0, 30])
+    actions,
+    st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    st.integers(1, 17),
+    st.sampled_from([0, 3]),
+    st.sampled_from([0, 30]),
 )
 def test_every_row_is_trained_once_in_each_epoch(
-    todo: list[Any], lengths: list[int], global_batch: int, columnar: bool, shuffle_rows: int
+    todo: list[Action], lengths: list[int], global_batch: int, chunk_rows: int, shuffle_rows: int
 ) -> None:
     if not sum(lengths):
         lengths = [1]
-    follow(Job(Numbered(lengths, columnar), global_batch, 0, shuffle_rows), todo)
+    job = SimulatedJob(Numbered(lengths, chunk_rows), global_batch, 0, shuffle_rows)
+    check_that_it_trains_as_planned(job, todo)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_every_row_is_trained_once_with_loader_workers(num_workers: int) -> None:
-    todo = ["step", 3, "step", "lose", "step", ("back", 2), "step", 1, "lose", 4, "epoch", "step", 2, ("back", 1)]
-    follow(Job(Numbered([90, 31], True), 12, num_workers, 30), todo)
+    check_that_it_trains_as_planned(SimulatedJob(Numbered([90, 31], chunk_rows=3), 12, num_workers, 30), SCHEDULE)
 
 
 def test_rows_would_be_lost_and_doubled_without_the_hand_over() -> None:
-    with pytest.raises(AssertionError):
-        follow(Job(Numbered([90, 31]), 12, 0, 30, hands_over=False), ["step", "step", 3])
+    job = SimulatedJob(Numbered([90, 31]), 12, 0, 30, hands_over=False)
+    first, *_ = (Tally.of(trained, 121) for trained in follow(job, [Action("step", 2), Action("resize", 3)]))
+    assert first.lost > 0
+    assert first.doubled > 0
 
 
 def test_job_goes_on_with_the_layout_of_its_state() -> None:
@@ -301,7 +192,7 @@ def test_plans_loader_workers_are_rounded_to_a_divisor_of_the_cycle() -> None:
 
 
 def test_workers_share_a_batch_as_one_reads_it_whole() -> None:
-    source = Numbered([64, 33], columnar=True)
+    source = Numbered([64, 33], chunk_rows=3)
 
     def job(size: int) -> list[list[int]]:
         loaders = [
@@ -320,13 +211,13 @@ def test_workers_share_a_batch_as_one_reads_it_whole() -> None:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_plain_loop_takes_every_row_once_in_each_epoch(size: int) -> None:
     data = stream(Numbered([20, 11]), shuffle_rows=1000)
-    steps = [[data.share_of_batch(step, 8, rank, size, max_workers=5) for rank in range(size)] for step in range(8)]
-    assert [sum(map(len, step)) for step in steps] == [8, 8, 8, 7] * 2
-    first, second = (flat(chain.from_iterable(steps[i : i + 4])) for i in (0, 4))
-    assert sorted(first) == sorted(second) == data.source.all  # type: ignore[attr-defined]
+    steps = [flat(list(data.share_of_batch(step, 8, rank, size, max_workers=5)) for rank in range(size)) for step in range(8)]
+    assert [len(step) for step in steps] == [8, 8, 8, 7] * 2
+    first, second = flat(steps[:4]), flat(steps[4:])
+    assert sorted(first) == sorted(second) == list(range(31))
     assert first != second
     alone = [list(data.share_of_batch(step, 8, max_workers=5)) for step in range(8)]
-    assert [flat(step) for step in steps] == alone
+    assert steps == alone
 
 
 # --- refused ------------------------------------------------------------------------------------------------------------------
@@ -337,9 +228,9 @@ def test_shuffled_dataloader_of_a_stream_is_refused_with_the_right_option() -> N
         ElasticLoader(DataLoader(stream(Numbered([9])), batch_size=3, shuffle=True), 3, training=True)
 
 
-@pytest.mark.parametrize("columnar", [True, False])
-def test_shard_that_is_shorter_than_counted_is_named(columnar: bool) -> None:
-    data = stream(Numbered([10, 10], columnar, cut={"1": 4}))
+@pytest.mark.parametrize("chunk_rows", [0, 3])
+def test_shard_that_is_shorter_than_counted_is_named(chunk_rows: int) -> None:
+    data = stream(Numbered([10, 10], chunk_rows, cut={"1": 4}))
     with pytest.raises(DataError, match="1 ended after 4 rows, but had 10 when the job counted them"):
         drawn(data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +53,7 @@ def test_a_mirror_reports_changes_by_watch_not_by_polling(client: EtcdClient, ke
 
 
 def test_a_transaction_of_several_keys_is_seen_at_once_or_not_at_all(client: EtcdClient, keys: Keys) -> None:
-    torn: list[dict[str, KeyValue]] = []
+    torn: list[Mapping[str, KeyValue]] = []
     a, b = keys.root + "a", keys.root + "b"
 
     def look() -> None:

@@ -1,0 +1,545 @@
+"""Streams of Parquet: no row lost or doubled, and the cost of that against readers that cannot change their workers.
+
+    python benchmarks/stream.py [--parts schedules,content,speed,...] [--rounds N] [--quick]
+
+    schedules   random resizes, losses and rollbacks of simulated jobs (`stream_schedules.py`), 1 to 16 workers with 0 to 4
+                loader workers each; every row of every epoch is counted. The control does the same without handing over the
+                position to joiners, and has to lose rows.
+    content     global batches are bit-equal for 1, 2 and 3 workers with 0, 1 and 4 loader workers.
+    speed       rows/s of whole epochs of batches of 512 rows, with 0 and 2 loader workers: ours, unshuffled and shuffled; a
+                plain IterableDataset over pyarrow; and others that are installed. `rows_ratio` is ours, unshuffled, over the
+                plain one, the worse of 0 and 2 loader workers. `others_ratio` is the same over the best of the others, nan
+                if there are none.
+    seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
+    memory      resident memory of a process that reads without loader workers, ours and the plain reader.
+    auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
+                the difference of the test AUCs. Both run at once.
+    plan        time and memory until the first rows of 100,000 files with 10^10 rows in all are located. Files are not opened.
+
+The files have 1 label, 13 float32 and 26 int64 columns, like those of Criteo. The others are not needed by our package:
+
+    pip install datasets torchdata litdata polars
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import math
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+from accuracy import EXAMPLES, TRAINING_TIMEOUT_S, train_elastic, train_unresized
+from jobs import BenchmarkError, Workspace, describe_machine, result_line
+from stream_schedules import Numbered, SimulatedJob, Tally, follow, random_schedule
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_dlrover.data import Shard, parquet, stream
+from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data.parquet_source import ROWS_AT_ONCE
+from lightning_dlrover.live.loader import ElasticLoader
+
+PARTS = ("schedules", "content", "speed", "seek", "memory", "plan", "auc")
+BATCH_SIZE = 512
+LOADER_WORKERS = (0, 2)
+MAX_ROWS_WITH_LOADER_WORKERS = 100_000
+"""Rows of an epoch that are read with loader workers. The plain reader is slow with them."""
+
+MIB = 2**20
+NUM_PROCESSES = 2
+"""Processes that run schedules at once."""
+
+
+@dataclass(frozen=True)
+class Size:
+    num_schedules: int
+    rows_per_schedule: int  # approximately, both epochs together
+    schedules_with_loader_workers: int
+    num_files: int
+    rows_per_file: int
+    row_group: int
+    seek_rows: int  # of the large file
+    seek_group: int
+    num_seeks: int
+    trained_rows: int  # of which the AUC comes
+    max_steps: int
+
+
+# In rows of an epoch, the row groups are as large as groups of 180,000 rows in the 45 million of Criteo.
+FULL = Size(1000, 10_000, 16, 8, 250_000, 8_192, 12_600_000, 131_072, 20, 1_000_000, 1500)
+QUICK = Size(40, 4_000, 2, 4, 50_000, 4_096, 262_144, 65_536, 5, 100_000, 700)
+
+# --- files --------------------------------------------------------------------------------------------------------------------
+
+
+def write_files(folder: Path, num_files: int, rows_per_file: int, row_group: int, seed: int = 0) -> list[str]:
+    """Write files like those of Criteo and return their paths."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    dice = np.random.default_rng(seed)
+    cardinalities = np.geomspace(4, 2**22, 26).astype(np.int64)
+    paths = []
+    for number in range(num_files):
+        columns: dict[str, npt.NDArray[Any]] = {"label": dice.integers(0, 2, rows_per_file)}
+        for i in range(13):
+            columns[f"dense_{i}"] = np.log1p(dice.integers(0, 10 ** (1 + i % 5), rows_per_file)).astype(np.float32)
+        for i, cardinality in enumerate(cardinalities):
+            # Few values are frequent, as categories are.
+            columns[f"category_{i}"] = (cardinality * dice.random(rows_per_file) ** 3).astype(np.int64)
+        paths.append(str(folder / f"part-{number:03}.parquet"))
+        pq.write_table(pa.table(columns), paths[-1], row_group_size=row_group, compression="snappy")
+    return paths
+
+
+# --- schedules ----------------------------------------------------------------------------------------------------------------
+
+
+def schedules(size: Size, seed: int) -> dict[str, float | int]:
+    began = time.perf_counter()
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(NUM_PROCESSES, spawning) as pool:
+        rows = size.rows_per_schedule
+        seeds = range(seed, seed + size.num_schedules)
+        alone = list(pool.map(partial(run_schedule, rows, 16, (0,), True), seeds, chunksize=10))
+        seeds = range(seed, seed + size.schedules_with_loader_workers)
+        helped = list(pool.map(partial(run_schedule, rows, 3, (1, 2, 3, 4), True), seeds))
+        control = list(
+            pool.map(partial(run_schedule, rows, 16, (0,), False), range(seed, seed + 10 + size.num_schedules // 10))
+        )
+    kept, not_kept = sum([*alone, *helped], Tally()), sum(control, Tally())
+    print(f"{'':28}{'schedules':>11}{'rows':>12}{'lost':>10}{'doubled':>10}")
+    for label, tallies in [("handed over", [*alone, *helped]), ("control, not handed over", control)]:
+        total = sum(tallies, Tally())
+        print(f"{label:28}{len(tallies):11}{total.rows:12}{total.lost:10}{total.doubled:10}")
+    print(f"{len(helped)} schedules had 1 to 4 loader workers; {time.perf_counter() - began:.0f} s", flush=True)
+    if kept.lost or kept.doubled:
+        raise BenchmarkError(f"{kept.lost} rows were lost and {kept.doubled} doubled")
+    if not not_kept.lost:
+        raise BenchmarkError("the control lost no row: the schedules test nothing")
+    return {"lost": kept.lost, "doubled": kept.doubled, "control_lost": not_kept.lost}
+
+
+def run_schedule(num_rows: int, max_workers: int, loader_workers: Sequence[int], hands_over: bool, seed: int) -> Tally:
+    """Run one random job for at least two epochs and count its rows.
+
+    Args:
+        num_rows: of all its epochs, approximately.
+    """
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    dice = random.Random(seed)
+    cuts = sorted(dice.randrange(num_rows // 2) for _ in range(dice.randint(0, 8)))
+    source = Numbered([b - a for a, b in zip([0, *cuts], [*cuts, num_rows // 2], strict=True)], chunk_rows=512)
+    job = SimulatedJob(
+        source,
+        global_batch=dice.randint(max_workers // 2, 400),
+        num_loader_workers=dice.choice(loader_workers),
+        shuffle_rows=dice.choice((0, num_rows // 10, num_rows)),
+        max_workers=max_workers,
+        hands_over=hands_over,
+    )
+    schedule = random_schedule(dice, job.num_batches, max_workers)
+    return sum((Tally.of(trained, source.num_rows) for trained in follow(job, schedule)), Tally())
+
+
+# --- content ------------------------------------------------------------------------------------------------------------------
+
+
+def content(folder: Path) -> None:
+    """Compare the global batches of several worlds.
+
+    Raises:
+        BenchmarkError: two of them differ.
+    """
+    write_files(folder, num_files=3, rows_per_file=3_000, row_group=1_024)
+    num_batches = 24
+    for shuffle_rows in (0, 5_000):
+        alone = list(global_batches(folder, shuffle_rows, 1, 0, num_batches))
+        for world_size in (1, 2, 3):
+            for num_workers in (0, 1, 4):
+                for number, batch in enumerate(global_batches(folder, shuffle_rows, world_size, num_workers, num_batches)):
+                    if not all(torch.equal(batch[name], alone[number][name]) for name in alone[number]):
+                        raise BenchmarkError(
+                            f"batch {number} of {world_size} workers with {num_workers} loader workers differs from that of "
+                            f"one worker (shuffle_rows={shuffle_rows})"
+                        )
+    print(
+        f"{num_batches} global batches of 252 rows and 40 columns are bit-equal for 1, 2, 3 workers with 0, 1, 4 loader "
+        "workers, unshuffled and shuffled",
+        flush=True,
+    )
+
+
+def global_batches(
+    folder: Path, shuffle_rows: int, world_size: int, num_workers: int, num_batches: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    loaders = [
+        ElasticLoader(
+            DataLoader(stream(parquet(str(folder)), shuffle_rows=shuffle_rows, seed=1), batch_size=1, num_workers=num_workers),
+            global_batch_size=252,
+            training=True,
+            max_workers=4,
+        )
+        for _ in range(world_size)
+    ]
+    for rank, loader in enumerate(loaders):
+        iter(loader)
+        loader.reshard(rank, world_size)
+    for _ in range(num_batches):
+        parts = [loader.refetch() for loader in loaders]
+        yield {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    for loader in loaders:
+        loader.close()
+
+
+# --- speed --------------------------------------------------------------------------------------------------------------------
+
+
+class PlainParquet(IterableDataset[dict[str, torch.Tensor]]):
+    """The reader one writes by hand: files split over loader workers, decoded in order, cut into batches."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = list(paths)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        info = get_worker_info()
+        mine = self._paths[info.id :: info.num_workers] if info is not None else self._paths
+        return chain.from_iterable(map(plain_batches, mine))
+
+
+def plain_batches(path: str) -> Iterator[dict[str, torch.Tensor]]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for decoded in file.iter_batches(ROWS_AT_ONCE, use_threads=False):
+            for first in range(0, decoded.num_rows, BATCH_SIZE):
+                yield tensors(decoded.slice(first, BATCH_SIZE))
+
+
+def tensors(batch: Any) -> dict[str, torch.Tensor]:
+    """Return the columns of a record batch or of a table without a copy."""
+    return {name: torch.from_numpy(column.to_numpy()) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+
+
+def plain(paths: Sequence[str], num_workers: int) -> Any:
+    return DataLoader(PlainParquet(paths), batch_size=None, num_workers=num_workers)
+
+
+def ours(shuffle_rows: int, paths: Sequence[str], num_workers: int) -> Any:
+    return DataLoader(stream(parquet(paths), shuffle_rows=shuffle_rows), batch_size=BATCH_SIZE, num_workers=num_workers)
+
+
+def hugging_face_rows(paths: Sequence[str], num_workers: int) -> Any:
+    """Return what the documentation of `datasets` shows: a streaming dataset in a DataLoader that collates rows."""
+    from datasets import load_dataset  # type: ignore[import-not-found]
+
+    data = load_dataset("parquet", data_files=list(paths), split="train", streaming=True).with_format("torch")
+    return DataLoader(data, batch_size=BATCH_SIZE, num_workers=num_workers)
+
+
+class ArrowBatches(IterableDataset[dict[str, torch.Tensor]]):
+    """Batches of a streaming dataset of `datasets` as Arrow tables, which is its fastest way."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        from datasets import load_dataset
+
+        self._data = load_dataset("parquet", data_files=list(paths), split="train", streaming=True).with_format("arrow")
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        info = get_worker_info()
+        data = self._data if info is None else self._data.shard(info.num_workers, info.id)
+        return map(tensors, data.iter(BATCH_SIZE))
+
+
+def hugging_face_arrow(paths: Sequence[str], num_workers: int) -> Any:
+    return DataLoader(ArrowBatches(paths), batch_size=None, num_workers=num_workers)
+
+
+def torchdata_nodes(paths: Sequence[str], num_workers: int) -> Any:
+    """Return torchdata's nodes: row groups are decoded by threads, as many as there would be loader workers."""
+    import pyarrow.parquet as pq
+    from torchdata.nodes import IterableWrapper, Loader, Mapper, ParallelMapper, Unbatcher  # type: ignore[import-not-found]
+
+    groups = [(path, group) for path in paths for group in range(pq.ParquetFile(path).num_row_groups)]
+    source = IterableWrapper(groups)
+    decoded = (
+        ParallelMapper(source, decoded_group, num_workers, method="thread") if num_workers else Mapper(source, decoded_group)
+    )
+    return Loader(Unbatcher(decoded))
+
+
+def decoded_group(place: tuple[str, int]) -> list[dict[str, torch.Tensor]]:
+    import pyarrow.parquet as pq
+
+    path, group = place
+    table = pq.ParquetFile(path).read_row_group(group, use_threads=False)
+    return [tensors(table.slice(first, BATCH_SIZE)) for first in range(0, table.num_rows, BATCH_SIZE)]
+
+
+def litdata_parquet(paths: Sequence[str], num_workers: int) -> Any:
+    """Return litData's stream of Parquet files, which it indexes first."""
+    from litdata import StreamingDataLoader, StreamingDataset, index_parquet_dataset  # type: ignore[import-not-found]
+    from litdata.streaming.item_loader import ParquetLoader  # type: ignore[import-not-found]
+
+    folder = str(Path(paths[0]).parent)
+    if not (Path(folder) / "index.json").exists():
+        index_parquet_dataset(folder)
+    return StreamingDataLoader(
+        StreamingDataset(folder, item_loader=ParquetLoader()), batch_size=BATCH_SIZE, num_workers=num_workers
+    )
+
+
+Reader = Callable[[Sequence[str], int], Any]
+
+READERS: dict[str, Reader] = {
+    "plain": plain,
+    "stream": partial(ours, 0),
+    "stream, shuffled": partial(ours, 100_000),
+}
+OTHERS: dict[str, tuple[str, Reader, float]] = {  # package, reader, share of the epoch that is read: some are slow
+    "torchdata nodes": ("torchdata", torchdata_nodes, 1.0),
+    "datasets, arrow batches": ("datasets", hugging_face_arrow, 1.0),
+    "datasets, torch rows": ("datasets", hugging_face_rows, 0.02),
+    "litdata": ("litdata", litdata_parquet, 0.02),
+}
+
+
+def rows_per_s(reader: Reader, paths: Sequence[str], num_workers: int, num_rows: int) -> float:
+    """Read an epoch, or its first `num_rows` rows, from the making of the loader on."""
+    gc.collect()
+    began = time.perf_counter()
+    loader = reader(paths, num_workers)
+    rows = 0
+    for batch in loader:
+        rows += len(batch["label"])
+        if rows >= num_rows:
+            break
+    took_s = time.perf_counter() - began
+    if rows < num_rows:
+        raise BenchmarkError(f"{reader} gave {rows} of {num_rows} rows")
+    return rows / took_s
+
+
+def speed(paths: Sequence[str], size: Size, rounds: int) -> dict[str, float | int]:
+    num_rows = size.num_files * size.rows_per_file
+    installed = {
+        name: (reader, share) for name, (package, reader, share) in OTHERS.items() if importlib.util.find_spec(package)
+    }
+    everyone = {name: (reader, 1.0) for name, reader in READERS.items()} | installed
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    measured: dict[tuple[str, int], list[float]] = {(name, n): [] for name in everyone for n in LOADER_WORKERS}
+    rows_per_s(plain, paths, 0, num_rows)  # fills the page cache
+    for number in range(rounds):
+        order = list(measured)
+        for name, num_workers in order[:: 1 if number % 2 == 0 else -1]:
+            reader, share = everyone[name]
+            rows = min(num_rows, MAX_ROWS_WITH_LOADER_WORKERS) if num_workers else num_rows
+            measured[name, num_workers].append(rows_per_s(reader, paths, num_workers, int(rows * share)))
+    medians = {key: statistics.median(rates) for key, rates in measured.items()}
+    print(f"{'reader':26}{'loader workers':>15}{'rows/s':>12}{'min':>12}{'max':>12}{'of plain':>10}")
+    for (name, num_workers), rates in measured.items():
+        ratio = medians[name, num_workers] / medians["plain", num_workers]
+        print(
+            f"{name:26}{num_workers:15}{medians[name, num_workers]:12.0f}{min(rates):12.0f}{max(rates):12.0f}{ratio:10.3f}",
+            flush=True,
+        )
+    best = {n: max((medians[name, n] for name in installed), default=math.nan) for n in LOADER_WORKERS}
+    return {
+        "rows_ratio": min(medians["stream", n] / medians["plain", n] for n in LOADER_WORKERS),
+        "others_ratio": min(medians["stream", n] / best[n] for n in LOADER_WORKERS),
+    }
+
+
+# --- seek ---------------------------------------------------------------------------------------------------------------------
+
+
+def seek(folder: Path, size: Size, seed: int) -> dict[str, float | int]:
+    import pyarrow.parquet as pq
+
+    (path,) = write_files(folder, 1, size.seek_rows, size.seek_group)
+    source = parquet(path)
+    (shard,) = source.shards()
+    dice = random.Random(seed)
+    opened_ms, decoded_ms = [], []
+    for _ in range(size.num_seeks):
+        row = dice.randrange(shard.rows)
+        began = time.perf_counter()
+        with_rows = source.read(shard, row)
+        next(with_rows)
+        opened_ms.append(1e3 * (time.perf_counter() - began))
+        with_rows.close()  # type: ignore[attr-defined]  # a generator
+        with pq.ParquetFile(path) as file:
+            began = time.perf_counter()
+            file.read_row_group(min(row // size.seek_group, file.num_row_groups - 2), use_threads=False)
+            decoded_ms.append(1e3 * (time.perf_counter() - began))
+    opens, decodes = statistics.median(opened_ms), statistics.median(decoded_ms)
+    print(
+        f"open at a random row of a file of {Path(path).stat().st_size / MIB:.0f} MiB: median {opens:.1f} ms (max "
+        f"{max(opened_ms):.1f}) of {size.num_seeks}; decoding one row group of {size.seek_group} rows: {decodes:.1f} ms",
+        flush=True,
+    )
+    return {"seek_ms": opens - decodes}
+
+
+# --- memory and plan: each in a fresh process ---------------------------------------------------------------------------------
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def memory(paths: Sequence[str]) -> None:
+    readers = {"plain": plain, **READERS}
+    mib = {name: apart(resident_mib, name, list(paths)) for name in readers}
+    print("resident memory of a process that reads without loader workers, beyond that before the first batch:")
+    for name, peak in mib.items():
+        print(f"    {name:26}{peak:8.0f} MiB", flush=True)
+
+
+def resident_mib(name: str, paths: Sequence[str]) -> float:
+    """Return the largest resident memory within an epoch."""
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    import pyarrow.parquet  # noqa: F401  # its import is not counted
+
+    process = psutil.Process()
+    before = largest = process.memory_info().rss
+    for number, _ in enumerate(READERS[name](paths, 0)):
+        if number % 16 == 0:
+            largest = max(largest, process.memory_info().rss)
+    return float(largest - before) / MIB
+
+
+class Listed:
+    """A source of many files that are never read."""
+
+    def __init__(self, num_files: int, rows_per_file: int) -> None:
+        self._num_files, self._rows_per_file = num_files, rows_per_file
+
+    def shards(self) -> list[Shard]:
+        return [Shard(f"/data/day/part-{i:06}.parquet", self._rows_per_file, "1 1") for i in range(self._num_files)]
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+def plan() -> dict[str, float | int]:
+    plan_s, plan_mb = apart(plan_cost)
+    print(
+        f"plan of 100,000 files with 10^10 rows, up to the places of the first batch: {plan_s:.2f} s, {plan_mb:.0f} MB",
+        flush=True,
+    )
+    return {"plan_s": plan_s, "plan_mb": plan_mb}
+
+
+def plan_cost() -> tuple[float, float]:
+    """Return seconds and MB for a process that begins an epoch in its middle."""
+    process = psutil.Process()
+    data = stream(Listed(100_000, 100_000), shuffle_rows=1_000_000)
+    before = process.memory_info().rss
+    began = time.perf_counter()
+    layout = Layout(8192, slots=16)
+    order = data.plan(0, layout)
+    middle = order.num_rows // 2
+    pieces = list(order.pieces(middle, middle + layout.batch_size))
+    places = [
+        list(order.intervals(piece.lane, *order.block(piece.lane, order.block_of(piece.lane, piece.first)))) for piece in pieces
+    ]
+    took_s = time.perf_counter() - began
+    if len(data) != 10**10 or not all(places):
+        raise BenchmarkError(f"the plan has {len(data)} rows")
+    return took_s, (process.memory_info().rss - before) / 1e6
+
+
+# --- auc ----------------------------------------------------------------------------------------------------------------------
+
+
+def auc(space: Workspace, size: Size, seed: int) -> dict[str, float | int]:
+    files, script = space.folder / "criteo", EXAMPLES / "train_dlrm.py"
+    convert = [sys.executable, str(EXAMPLES / "criteo_to_parquet.py"), "--generate", str(size.trained_rows), str(files)]
+    subprocess.run(convert, check=True, stdout=subprocess.DEVNULL, timeout=TRAINING_TIMEOUT_S)
+    arguments = [f"--data={files}", "--epochs=1000", f"--max-steps={size.max_steps}", f"--seed={seed + 1}"]
+    folder = space.folder / "resized"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        space.live_job("resized", space.etcd(), "1:4", [*arguments, f"--output={folder}"], script=script) as job,
+    ):
+        other = pool.submit(train_unresized, script, space.folder / "unresized", arguments)
+        resized, num_rounds = train_elastic(job, folder, with_tables=True)
+        unresized = other.result(TRAINING_TIMEOUT_S)
+    if resized["steps"] != unresized["steps"]:
+        raise BenchmarkError(f"{resized['steps']} steps of the resized run against {unresized['steps']}")
+    print(
+        f"test AUC of DLRM on Parquet after {resized['steps']} steps: {resized['test_auc']:.5f} in {num_rounds} rounds "
+        f"with two kills, {unresized['test_auc']:.5f} undisturbed",
+        flush=True,
+    )
+    return {"auc_difference": abs(resized["test_auc"] - unresized["test_auc"])}
+
+
+# --- command line -------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to run, separated by commas; by default everything")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each measurement of speed")
+    parser.add_argument("--quick", action="store_true", help="few and small, under 90 s")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts has {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    size, rounds = (QUICK, 2) if options.quick else (FULL, options.rounds)
+    torch.set_num_threads(1)
+    print(describe_machine(), flush=True)
+    values: dict[str, float | int] = {}
+    with Workspace("stream") as space:
+        if "schedules" in parts:
+            values |= schedules(size, options.seed)
+        if "content" in parts:
+            content(space.folder / "content")
+        paths = []
+        if {"speed", "memory"} & set(parts):
+            paths = write_files(space.folder / "files", size.num_files, size.rows_per_file, size.row_group)
+            bytes_ = sum(Path(path).stat().st_size for path in paths)
+            print(
+                f"{len(paths)} files, {size.num_files * size.rows_per_file} rows in row groups of {size.row_group}, "
+                f"{bytes_ / MIB:.0f} MiB",
+                flush=True,
+            )
+        if "speed" in parts:
+            values |= speed(paths, size, rounds)
+        if "seek" in parts:
+            values |= seek(space.folder / "seek", size, options.seed)
+        if "memory" in parts:
+            memory(paths)
+        if "plan" in parts:
+            values |= plan()
+        if "auc" in parts:
+            values |= auc(space, size, options.seed)
+    print(result_line(values))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
