@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dlrover.data.lane_plan import MIN_SLOTS, LanePlan, Layout, Piece, share
+from lightning_dlrover.data.lane_plan import CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
 from lightning_dlrover.data.reader import LaneReader
 from lightning_dlrover.data.rows import prepare_default_collate
 from lightning_dlrover.data.source import DataError, Shard, Source
@@ -30,6 +30,9 @@ OWN_BATCH_SIZE = 2048
 
 MIN_SHUFFLED_BLOCK = 512
 """Minimum number of rows that are shuffled together in a lane."""
+
+MIN_LANE_ROWS = 65_536
+"""Minimum number of rows in a lane, as far as its readers allow. Where a lane begins, part of a row group is decoded in vain."""
 
 NUM_READERS = 2
 """Orders that a process reads at once: loader workers prepare the next epoch's batches before the last one's are used."""
@@ -95,7 +98,7 @@ class Stream(Dataset[Any]):
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         # Shared with loader workers that outlive an epoch.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, and its first row
-        self._layout = self.layout_for(OWN_BATCH_SIZE)
+        self._layout: Layout | None = None  # once the shards are known
         self._shards: Sequence[Shard] | None = None
         self._forget_readers()
         prepare_default_collate()
@@ -148,10 +151,19 @@ class Stream(Dataset[Any]):
         """
         if self.keep_order:
             return Layout(batch_size, slots=1, cycle=1)
-        layout = Layout(batch_size, slots=min(batch_size, max(MIN_SLOTS, max_workers)))
+        slots = min(batch_size, max(MIN_SLOTS, max_workers))
+        cycle = next((each for each in CYCLES if slots * each * MIN_LANE_ROWS <= len(self)), CYCLES[-1])
+        layout = Layout(batch_size, slots, cycle)
         if not self.shuffle_rows:
             return layout
         return replace(layout, block_rows=max(MIN_SHUFFLED_BLOCK, -(-self.shuffle_rows // layout.num_lanes)))
+
+    @property
+    def layout(self) -> Layout:
+        """The layout without a job: that of a checkpoint, or a common one."""
+        if self._layout is None:
+            self._layout = self.layout_for(OWN_BATCH_SIZE)
+        return self._layout
 
     def plan(self, seed: int, layout: Layout) -> LanePlan:
         """Return the order of one epoch."""
@@ -237,7 +249,7 @@ class Stream(Dataset[Any]):
         ranges = [(first_row + start, first_row + stop) for start, stop in ranges_of(numbers)]
         if first_row:  # a DataLoader asks for as many rows as in a whole epoch
             ranges = [(start, min(stop, len(self))) for start, stop in ranges if start < len(self)]
-        return self._samples(self.seed + epoch, self._layout, ranges)
+        return self._samples(self.seed + epoch, self.layout, ranges)
 
     def _samples(self, seed: int, layout: Layout, ranges: Sequence[tuple[int, int]]) -> Sequence[Any]:
         if not ranges:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from lightning_dlrover.data.counted_files import Count, counted
 from lightning_dlrover.data.locations import Location, located
-from lightning_dlrover.data.source import DataError, Shard
+from lightning_dlrover.data.source import DataError, Shard, check_extra
 
 __all__ = ["Files", "files"]
 
@@ -191,7 +191,9 @@ def files(
 
     Raises:
         ValueError: there is no such format.
+        ModuleNotFoundError: pyarrow is missing.
     """
+    check_extra()
     return Files(paths, format, columns, types, header)
 
 

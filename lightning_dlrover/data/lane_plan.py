@@ -16,10 +16,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CYCLE", "MIN_SLOTS", "STRIDE_OF_LAPS", "LanePlan", "Layout", "Piece", "Place", "share"]
+__all__ = ["CYCLE", "CYCLES", "MIN_SLOTS", "STRIDE_OF_LAPS", "LanePlan", "Layout", "Piece", "Place", "share"]
 
 CYCLE = 12
 """Batches until a lane's next turn. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
+
+CYCLES = (CYCLE, 6, 4, 2, 1)
+"""Cycles for less and less data."""
 
 MIN_SLOTS = 4
 """Minimum number of lanes that a batch takes rows from."""
@@ -37,7 +40,7 @@ class Layout:
     batch_size: int  # rows of a global batch
     slots: int = MIN_SLOTS  # lanes in one batch
     cycle: int = CYCLE
-    block_rows: int = 4096  # rows of a lane that are read, and shuffled, together
+    block_rows: int = 8192  # rows of a lane that are read, and shuffled, together
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "slots", "cycle", "block_rows"):

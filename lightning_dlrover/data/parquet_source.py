@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_dlrover.data.counted_files import Count, counted
 from lightning_dlrover.data.locations import Location, located
-from lightning_dlrover.data.source import DataError, Shard, Skipped
+from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
 __all__ = ["Parquet", "parquet"]
 
@@ -114,7 +114,9 @@ def parquet(paths: str | Sequence[str], columns: Sequence[str] | None = None, on
 
     Raises:
         ValueError: `on_error` is neither.
+        ModuleNotFoundError: pyarrow is missing.
     """
+    check_extra()
     return Parquet(paths, columns, on_error)
 
 

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["DataError", "Shard", "Skipped", "Source"]
+__all__ = ["DataError", "Shard", "Skipped", "Source", "check_extra"]
 
 
 class DataError(RuntimeError):
     """Data cannot be read, or have changed since the job began."""
+
+
+def check_extra() -> None:
+    """Check that the packages that read files are installed.
+
+    Raises:
+        ModuleNotFoundError: one is missing.
+    """
+    missing = [name for name in ("pyarrow", "tqdm") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"streams of files need {' and '.join(missing)}: pip install 'lightning-dlrover[data]'", name=missing[0]
+        )
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,13 @@ def test_many_small_and_empty_files_are_one_stream(tmp_path: Path) -> None:
     assert sorted(rows) == sorted(f"{number} {row}" for number in range(300) for row in range(number % 4))
 
 
+@pytest.mark.parametrize("make", [parquet, files])
+def test_missing_package_is_named_with_the_extra(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dlrover.data.source.find_spec", lambda name: None if name == "pyarrow" else object())
+    with pytest.raises(ModuleNotFoundError, match=r"need pyarrow: pip install 'lightning-dlrover\[data\]'"):
+        make("x")
+
+
 def test_a_format_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="format='xml': give one of lines, csv, tsv, tar"):
         files("x", format="xml")
