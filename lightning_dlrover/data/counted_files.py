@@ -27,7 +27,7 @@ LOCK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Count:
-    """What is remembered of a file."""
+    """Rows of a file, as they are remembered."""
 
     rows: int
     marks: bytes = b""  # places in the file from which it can be read, in the form of its kind

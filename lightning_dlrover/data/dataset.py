@@ -32,7 +32,7 @@ MIN_SHUFFLED_BLOCK = 512
 """Minimum number of rows that are shuffled together in a lane."""
 
 MIN_LANE_ROWS = 65_536
-"""Minimum number of rows in a lane, as far as its readers allow. Where a lane begins, part of a row group is decoded in vain."""
+"""Minimum number of rows in a lane, unless readers need more lanes. Where one begins, part of a row group is decoded in vain."""
 
 NUM_READERS = 2
 """Orders that a process reads at once: loader workers prepare the next epoch's batches before the last one's are used."""
@@ -115,7 +115,7 @@ class Stream(Dataset[Any]):
         self._readers: OrderedDict[tuple[int | None, Layout], LaneReader] = OrderedDict()
         self._pid = os.getpid()
 
-    # --- what is read -------------------------------------------------------------------------------------------------------
+    # --- shards and their order -------------------------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -181,7 +181,7 @@ class Stream(Dataset[Any]):
             max_workers: maximum number of workers in the job. It is part of the order, so it has to stay the same.
 
         Raises:
-            DataError: a shard is not what it was, or cannot be read.
+            DataError: a shard has changed, or cannot be read.
         """
         epoch, batch = divmod(number, -(-len(self) // global_batch_size))
         first = batch * global_batch_size
@@ -241,7 +241,7 @@ class Stream(Dataset[Any]):
         """Return samples by their position in the epoch.
 
         Raises:
-            DataError: a shard is not what it was, or cannot be read.
+            DataError: a shard has changed, or cannot be read.
         """
         if isinstance(numbers, Positions):
             return self._samples(numbers.seed, numbers.layout, numbers.ranges)
@@ -292,7 +292,7 @@ def stream(
 
     Args:
         source: for example `parquet(...)` or `files(...)`, or an object with `shards()` and `read(shard, row)`.
-        transform: makes a sample of a row: a dictionary by column, or what the source yields. None: samples are the rows.
+        transform: makes a sample of a row: a dictionary by column, or an item of the source. None: samples are the rows.
         shuffle_rows: rows that are shuffled together, over all workers; they are in memory meanwhile. 0: no shuffling.
         keep_order: whether rows come in the order of the shards, as predictions want it. Each process then reads everything.
         seed: of the first epoch's order; None: that of `seed_everything`, or 0.

@@ -215,7 +215,7 @@ def patiently(
     """Return the result of a request to a store; repeat it, with growing pauses, while the store fails.
 
     Args:
-        key: what is read, for errors.
+        key: name of the file for errors.
         between: called after each failure.
         timeout_s: seconds after which the request has failed; None: `REQUEST_TIMEOUT_S`.
         at_start: whether the file was never seen before.

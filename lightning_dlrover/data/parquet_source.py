@@ -110,7 +110,7 @@ def parquet(paths: str | Sequence[str], columns: Sequence[str] | None = None, on
     Args:
         paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
         columns: names of the columns to read; None: all.
-        on_error: what to do with a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and log that.
+        on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and log that.
 
     Raises:
         ValueError: `on_error` is neither.

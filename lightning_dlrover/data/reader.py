@@ -1,6 +1,6 @@
 """Read the rows of lanes in one process: each lane by blocks, from the place where it was left.
 
-A process holds one block of each lane that it reads, and what its source needs to go on behind that block. At most `max_open`
+A process holds one block of each lane that it reads, and a cursor of the source behind that block. At most `max_open`
 lanes are held; the one that was not used for the longest time is closed for another.
 """
 
@@ -93,10 +93,10 @@ class LaneReader:
         self._lanes: OrderedDict[int, _Lane] = OrderedDict()
 
     def read(self, pieces: Sequence[Piece]) -> Rows | list[Any]:
-        """Return the rows of these pieces: columns if the source yields record batches, else a list of what it yields.
+        """Return the rows of these pieces: columns if the source yields record batches, else a list of its items.
 
         Raises:
-            DataError: a shard is not what it was when it was counted.
+            DataError: a shard has changed since it was counted.
         """
         parts: list[tuple[Block, int, int]] = []
         rows: list[Any] = []
@@ -130,7 +130,7 @@ class LaneReader:
             lane = self._lanes[number] = _Lane()
         self._lanes.move_to_end(number)
         if lane.number != block:
-            lane.number = -1  # what follows may fail
+            lane.number = -1  # loading may fail
             self._load(lane, number, block)
             lane.number = block
         return lane

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 __all__ = ["DataError", "Shard", "Skipped", "Source", "check_extra"]
