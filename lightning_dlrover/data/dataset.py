@@ -32,7 +32,7 @@ MIN_SHUFFLED_BLOCK = 512
 """Minimum number of rows that are shuffled together in a lane."""
 
 MIN_LANE_ROWS = 65_536
-"""Minimum number of rows in a lane, unless readers need more lanes. Where one begins, part of a row group is decoded in vain."""
+"""Minimum rows of a lane, unless workers need more lanes. Where a lane begins, part of a row group is decoded in vain."""
 
 NUM_READERS = 2
 """Orders that a process reads at once: loader workers prepare the next epoch's batches before the last one's are used."""
@@ -115,7 +115,7 @@ class Stream(Dataset[Any]):
         self._readers: OrderedDict[tuple[int | None, Layout], LaneReader] = OrderedDict()
         self._pid = os.getpid()
 
-    # --- shards and their order -------------------------------------------------------------------------------------------------------
+    # --- shards and their order ---
 
     @property
     def shards(self) -> Sequence[Shard]:

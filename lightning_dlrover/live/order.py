@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import Positions, Stream, ranges_of
-from lightning_dlrover.data.lane_plan import STRIDE_OF_LAPS, Layout
+from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout
 
 __all__ = ["EpochOrder", "SampleOrder", "StreamOrder", "epoch_order"]
 
@@ -111,8 +111,13 @@ class StreamOrder:
         return _Planned(self.seed + lap * STRIDE_OF_LAPS + epoch, self.layout)
 
     def fitting_loader_workers(self, wanted: int) -> int:
-        """Return the largest number of loader workers up to `wanted` of which no two read the same lane."""
+        """Return the largest number of loader workers up to `wanted` of which no two read the same lane.
+
+        Small data, with shorter cycles, are decoded fast enough that several may.
+        """
         assert self.layout is not None
+        if self.layout.cycle < CYCLE:
+            return wanted
         return next(number for number in range(wanted, -1, -1) if not number or self.layout.cycle % number == 0)
 
 

@@ -187,7 +187,7 @@ def test_state_of_another_script_is_refused() -> None:
 
 
 def test_plans_loader_workers_are_rounded_to_a_divisor_of_the_cycle() -> None:
-    loader = ElasticLoader(DataLoader(stream(Numbered([9])), batch_size=3), 3, training=True)
+    loader = ElasticLoader(DataLoader(stream(Numbered([4_000_000])), batch_size=64), 64, training=True)
     assert [loader.order.fitting_loader_workers(n) for n in (0, 1, 4, 5, 7, 11, 12, 13)] == [0, 1, 4, 4, 6, 6, 12, 12]
 
 
