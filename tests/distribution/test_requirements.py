@@ -27,7 +27,7 @@ INSTALLED_APART = {"torchrec"}
 IMPORTED_BY_NAME = {"lightning", "pytorch-lightning"}
 """Distributions of which the package takes the one that the user's script imports."""
 
-NEEDED_BY_OTHERS = {"tensordict", "pyre-extensions", "tqdm"}
+NEEDED_BY_OTHERS = {"tensordict", "pyre-extensions"}
 """Distributions that etcd-sdk-python does not declare, or that torchrec would bring if it were installed with them."""
 
 

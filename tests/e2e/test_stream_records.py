@@ -35,6 +35,7 @@ def test_steps_on_record_are_those_that_were_trained(
     job.start()
     second = job.start()
     job.wait_for_step(2)
+    job.wait_until(lambda: job.events("stream"), "the record of the stream")
     answer = asked(capsys, etcd, job)
     assert answer["guarantee"] == "each row exactly once"
     assert (answer["num_rows"], answer["num_files"], answer["has_finished"]) == (101, 5, False)

@@ -120,7 +120,7 @@ class Membership:
         self._own = OwnRecord(client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, self._on_new_lease)
         self._decoder = Decoder(self.keys, self._report_garbage)
         self._records = WorkerRecords(client, self.keys, lambda: not self._mirror.healthy)
-        self._mirror = Mirror(client, self.keys.shared, self._on_mirror, CHECK_S)
+        self._mirror = Mirror(client, self.keys.shared, self._wake, CHECK_S)
         self._office = Office(
             client,
             self.keys,
@@ -128,7 +128,7 @@ class Membership:
             self._own.lease,
             config.patience,
             self._mirror,
-            self._on_mirror,
+            self._wake,
             self._decoder,
             self._announce,
         )
@@ -163,7 +163,7 @@ class Membership:
             since=time.time(),
         )
         self._own.create(record)
-        self._own_mirror = Mirror(self._client, self._own.key, self._on_mirror, 2 * CHECK_S)
+        self._own_mirror = Mirror(self._client, self._own.key, self._wake, 2 * CHECK_S)
         if self._own_mirror.get(self._own.key) is None:
             raise EvictedError(self._own.evicted_text)  # the lease may have expired, as while the process is stopped
         self._thread.start()
@@ -381,8 +381,9 @@ class Membership:
         self._own.drain(reason)
 
     def event(self, event: Event, text: str) -> None:
-        """Queue one line for the job's history; never blocks."""
+        """Queue one line for the job's history, which the background thread writes at once; never waits for etcd."""
         self._outbox.add(record_of(event, text))
+        self._wake()
 
     def flush(self) -> None:
         """Write queued events now."""
@@ -505,7 +506,8 @@ class Membership:
         log.error("run %s: ignored a record: %s", self._config.run_id, error)
         self.event(RecordIgnored(key), f"ignored a record: {error}")
 
-    def _on_mirror(self) -> None:
+    def _wake(self) -> None:
+        """Let the background thread take a turn now. Also called by mirrors."""
         with self._changed:
             self._dirty = True
             self._changed.notify_all()
