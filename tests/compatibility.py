@@ -109,7 +109,7 @@ ROWS: list[Row] = [
         (
             "Streams of CSV, TSV, lines and tar archives",
             "works",
-            f"{_UNIT}/data/test_files.py::test_columns_are_read_from_every_row[-True-a.tsv]",
+            f"{_UNIT}/data/test_files.py::test_columns_are_read_from_every_row",
         ),
         (
             "A checkpoint of a stream's epoch, resumed by plain Lightning",

@@ -54,9 +54,8 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
     if isinstance(loader.dataset, IterableDataset):
         raise UnsupportedLoaderError(
             f"{type(loader.dataset).__name__} is an IterableDataset: it cannot be split anew when workers join or leave. "
-            "Read its files with lightning_dlrover.data.stream(parquet(...)) or a source with the methods shards() and "
-            "read(shard, row), use a map-style dataset (__getitem__ and __len__), or strategy='ddp' with a fixed number of "
-            "workers"
+            "Use lightning_dlrover.data.stream(...) for its files or a source with the methods shards() and read(shard, row), "
+            "a map-style dataset (__getitem__ and __len__), or strategy='ddp' with a fixed number of workers"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UnsupportedLoaderError(

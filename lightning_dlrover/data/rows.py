@@ -26,8 +26,11 @@ ALIGNMENT = 64
 """Bytes. Each type's columns of a batch begin at a multiple of it."""
 
 
-NAMES: Names = {"torch.utils.data._utils.collate": ("default_collate_fn_map",)}
-"""Private names of torch that streams use. torch documents this one as the place for further types."""
+NAMES: Names = {
+    "torch.utils.data._utils.collate": ("default_collate_fn_map",),  # documented as the place for further types
+    "torch:UntypedStorage": ("_new_shared",),
+}
+"""Private names of torch that streams use."""
 
 
 class Row(dict[str, Any]):

@@ -64,7 +64,7 @@ OF_OTHERS = {
         "_workers_done_event",
     ),
     *("_computed", "_num_samples", "_defaults", "_forward_cache", "_reductions", "_update_count"),
-    *("_SubParsersAction", "_current_frames", "_exit", "_getframe"),
+    *("_SubParsersAction", "_current_frames", "_exit", "_getframe", "_new_shared"),
     *("_dlrover_agreed", "_dlrover_drops", "_dlrover_step"),
 }
 """Names of torch, torchmetrics and Python, and attributes that we set on objects of theirs."""
