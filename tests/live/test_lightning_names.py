@@ -21,6 +21,14 @@ from lightning_dlrover.live.lightning_names import NAMES, later_names
 from lightning_dlrover.packages import PACKAGES, default_package, submodule
 from lightning_dlrover.private_names import MissingNamesError, missing_names
 
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """Import both packages: their releases are asked for, and other test files may not have done it."""
+    for package in PACKAGES:
+        importlib.import_module(package)
+
+
 INSTANCES: dict[str, str] = {
     "trainer.trainer:Trainer": "trainer",
     "trainer.setup": "trainer",
