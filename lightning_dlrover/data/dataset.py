@@ -100,6 +100,7 @@ class Stream(Dataset[Any]):
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, and its first row
         self._layout: Layout | None = None  # once the shards are known
         self._shards: Sequence[Shard] | None = None
+        self._num_rows = 0  # in all shards, once they are known; asked for several times in each batch
         self._forget_readers()
         prepare_default_collate()
 
@@ -133,7 +134,7 @@ class Stream(Dataset[Any]):
                 )
             if not any(shard.rows for shard in shards):
                 raise DataError(f"{self.source!r:.120} has no rows (in {len(shards)} shards): check the path or the pattern")
-            self._shards = shards
+            self._shards, self._num_rows = shards, sum(shard.rows for shard in shards)
         return self._shards
 
     @property
@@ -194,7 +195,8 @@ class Stream(Dataset[Any]):
     # --- the interface to a DataLoader by itself -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return sum(shard.rows for shard in self.shards)
+        _ = self.shards  # counts the rows
+        return self._num_rows
 
     @property
     def epoch(self) -> int:

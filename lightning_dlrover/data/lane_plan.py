@@ -188,13 +188,8 @@ class LanePlan:
 
     def row_at(self, position: int) -> tuple[int, int]:
         """Return the shard and the row at one of the epoch's positions."""
-        (piece,) = self.pieces(position, position + 1)
-        number = self.block_of(piece.lane, piece.first)
-        first, _ = self.block(piece.lane, number)
-        order = self.order(piece.lane, number)
-        row = piece.first if order is None else first + int(order[piece.first - first])
-        ((shard, start, _),) = self.intervals(piece.lane, row, row + 1)
-        return shard, start
+        shards, rows = self.rows_between(position, position + 1)
+        return int(shards[0]), int(rows[0])
 
     def rows_between(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Return the shards and the rows at the epoch's positions from `start` to `stop`, shape ``(stop - start,)`` each."""
