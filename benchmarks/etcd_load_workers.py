@@ -85,7 +85,7 @@ class _Worker:
                 round_ = self.membership.view.round
                 if round_ is not None and round_.number > self._entered and self.membership.worker_id in round_.members:
                     self._entered = round_.number
-                    self.membership.update("active", round_.number)
+                    self.membership.own.update("active", round_.number)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
 
@@ -109,9 +109,9 @@ class _Host:
     def ready(self) -> tuple[float, str]:
         """Let the newest worker ask for admission; return the time and its id."""
         worker = self._workers[-1]
-        worker.membership.update("standby")
+        worker.membership.own.update("standby")
         began = time.monotonic()
-        worker.membership.update("ready")
+        worker.membership.own.update("ready")
         return began, worker.membership.worker_id
 
     def kill_one(self) -> tuple[float, str]:

@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+from lightning_dlrover.addresses import free_port
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
@@ -25,7 +26,6 @@ from lightning_dlrover.rdzv.etcd.config import (
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.server import (
     _LAUNCHER,
-    _free_port,
     find_binary,
 )
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
@@ -118,7 +118,7 @@ class EtcdCluster:
 
     def __init__(self, size: int = 3) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="dlrover-etcd-cluster-"))
-        self._ports = [(_free_port("127.0.0.1"), _free_port("127.0.0.1")) for _ in range(size)]  # clients, peers
+        self._ports = [(free_port("127.0.0.1"), free_port("127.0.0.1")) for _ in range(size)]  # clients, peers
         self._servers: list[subprocess.Popen[bytes] | None] = [None] * size
 
     def __enter__(self) -> EtcdCluster:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_dlrover.addresses import own_address
 from lightning_dlrover.cli.errors import UsageError
-from lightning_dlrover.observe.addresses import own_address
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.config import parse_endpoints
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError

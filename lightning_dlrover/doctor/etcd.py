@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lightning_dlrover.addresses import address_of_name
 from lightning_dlrover.doctor.host import is_here, port_holder
 from lightning_dlrover.finding import Finding, error, ok
-from lightning_dlrover.observe.addresses import address_of_name
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig, parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.inspection import EtcdCondition, inspect

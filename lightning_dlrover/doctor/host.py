@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from lightning_dlrover.addresses import address_of_name, interface_of, own_address, route_address
 from lightning_dlrover.finding import Finding, error, ok, warning
-from lightning_dlrover.observe.addresses import address_of_name, interface_of, own_address, route_address
 from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders
 from lightning_dlrover.observe.resources import available_bytes, available_cores
 from lightning_dlrover.rdzv.etcd.config import is_loopback

@@ -246,7 +246,7 @@ class Analyst:
         payload = encode(profile)
         if self._published.is_due(profile, stored_bytes(payload), time.monotonic()):
             try:
-                membership.put_profile(payload)
+                membership.shared.put_profile(payload)
             except EtcdError:
                 self._published.was_lost()
                 raise
@@ -254,7 +254,7 @@ class Analyst:
     def _log(self, windows: Sequence[StepProfile]) -> None:
         if self._membership is not None:
             for window in windows:
-                self._membership.event(WindowMeasured(dataclasses.asdict(rounded(window))), "")
+                self._membership.shared.event(WindowMeasured(dataclasses.asdict(rounded(window))), "")
 
     def _is_failed_trial(self, profile: StepProfile) -> bool:
         last = self._memory.decisions[-1] if self._memory.decisions else None
@@ -303,10 +303,10 @@ class Analyst:
             job, wish = membership.view.job, membership.view.plan
             if job is None:
                 return
-            events = membership.past_events()
-        followed = membership is not None and membership.has_controller()
+            events = membership.shared.journal.events()
+        followed = membership is not None and membership.shared.has_controller()
         by_hand = wish is not None and wish.source == "user"
-        nodes = membership.nodes if membership is not None and followed else None
+        nodes = membership.shared.nodes if membership is not None and followed else None
         limits = self._limits(news, job, events, nodes, by_hand)
         now = time.time()
         windows = self._memory.windows
@@ -380,7 +380,7 @@ class Analyst:
         if self._decisions.is_due(decision, num_bytes, time.monotonic(), is_carried_out=is_carried_out):
             self._memory.decide(decision)
             if membership is not None:
-                membership.event(event, decision.reason)
+                membership.shared.event(event, decision.reason)
 
     def _write_plan(
         self,
@@ -423,7 +423,7 @@ class Analyst:
                 wanted = replace(proposed, num_workers=now.num_workers, binding=now.binding)
             return replace(wanted, node_memory_mb=max(found_mb, math.ceil(decision.node_memory_bytes / 2**20)) or None)
 
-        membership.update_plan(planned)
+        membership.shared.update_plan(planned)
 
     def _abandon(self, failure: _Failure) -> None:
         trial, membership = failure.trial, self._membership
@@ -432,7 +432,7 @@ class Analyst:
             return
         if wish.source != "planner" or wish.decision_id != trial.decision_id:
             return  # something else is planned already
-        followed = membership.has_controller()
+        followed = membership.shared.has_controller()
         decision = retreat(trial, failure.step_time_s, decision_id=self._memory.next_id, at=time.time())
         advice = None if followed else self._last
         # First, as etcd may not take it. The next slow step repeats the request then.
@@ -458,7 +458,7 @@ class Analyst:
         found = outcome(decision, step_time_s)
         self._memory.outcomes.append(found)
         if self._membership is not None:
-            self._membership.event(OutcomeJudged(dataclasses.asdict(found)), found.text)
+            self._membership.shared.event(OutcomeJudged(dataclasses.asdict(found)), found.text)
 
     # --- the history of jobs -----------------------------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class Analyst:
         if self._membership is None:
             return JobMemory()
         past = self._history.past(self._job_key) if self._history is not None else Past()
-        return JobMemory.of(self._membership.past_events(), past)
+        return JobMemory.of(self._membership.shared.journal.events(), past)
 
     def _neighbours(self, profile: StepProfile) -> Sequence[PastJob]:
         return self._history.similar(profile, self._node_cores, self._job_key) if self._history is not None else ()

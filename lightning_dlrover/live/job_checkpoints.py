@@ -57,7 +57,7 @@ class JobCheckpoints:
         with suppress(TimeoutError, EtcdError):  # then both may write the file, which appears only when it is complete
             membership.wait_until_gone(before, self._fit.world.config.wait_timeout_s, "to save the job's last checkpoint")
         with suppress(EtcdError, RecordError):
-            record = membership.newest_checkpoint()
+            record = membership.shared.newest_checkpoint()
             if record is not None and record.global_step >= self._fit.trainer.global_step:
                 return
         self._fit.position.formation = Formation(replace(former.round, members=[self._fit.world.worker_id]), {}, rank=0)
@@ -69,7 +69,7 @@ class JobCheckpoints:
         if self._fit.position.rank != 0 or not self._fit.position.has_entered:
             return
         try:
-            self._fit.world.membership.put_checkpoint(CheckpointRecord(path=path, global_step=global_step))
+            self._fit.world.membership.shared.put_checkpoint(CheckpointRecord(path=path, global_step=global_step))
         except EtcdError as error:
             log.warning("run %s: checkpoint %s is not on record: %s", self._fit.world.config.run_id, path, error)
 
@@ -77,7 +77,7 @@ class JobCheckpoints:
 
     def unread(self) -> CheckpointRecord | None:
         """The job's newest checkpoint, if it is ahead of this worker."""
-        record = self._fit.world.membership.newest_checkpoint()
+        record = self._fit.world.membership.shared.newest_checkpoint()
         if record is None or record.global_step <= self._fit.trainer.global_step:
             return None
         if not os.path.isabs(record.path) and "://" not in record.path:  # this job writes no such path
@@ -118,7 +118,7 @@ class JobCheckpoints:
 
     def resume_with_tables(self, step: int) -> None:
         """Continue from the job's or the user's checkpoint if it is newer. Each worker reads its own part of the tables."""
-        record = self._fit.world.membership.newest_checkpoint() if self._fit.position.rank == 0 else None
+        record = self._fit.world.membership.shared.newest_checkpoint() if self._fit.position.rank == 0 else None
         found = [(record.global_step, record.path)] if record is not None and os.path.isdir(record.path) else []
         found += [self._fit.strategy.unread_checkpoint] if self._fit.strategy.unread_checkpoint is not None else []
         newest, path = self._fit.collectives.gathered(max(found, default=(0, "")))[0]
@@ -141,7 +141,7 @@ class JobCheckpoints:
         self._fit.position.updates = self._fit.trainer.global_step
         self._fit.position.batch = self._fit.loaders.batch_number
         resumed = FitResumed(record.global_step)
-        self._fit.world.membership.event(resumed, f"went on from {record.path} at step {record.global_step}")
+        self._fit.world.membership.shared.event(resumed, f"went on from {record.path} at step {record.global_step}")
 
     def _cannot_read(self, path: str, problem: str) -> str:
         return (

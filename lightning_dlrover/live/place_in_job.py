@@ -160,7 +160,7 @@ class PlaceInJob:
         if formation is not None and formation.rank == 0:
             # A resumed checkpoint has its own number.
             number, lanes = self.start_workers or formation.size, self.lane_workers or self.config.max_workers
-            membership.record(
+            membership.shared.record(
                 f"run {self.config.run_id}: the number of workers at the start",
                 lambda job: job if job.start_workers else replace(job, start_workers=number, lane_workers=lanes),
             )

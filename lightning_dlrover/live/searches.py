@@ -61,7 +61,7 @@ class Searches:
             found = finder.optimal_lr  # set even if Tuner.lr_find ends its `fit` with an exception
             if found is not None and self._fit.position.formation is not None and self._fit.position.rank == 0:
                 results = json.dumps(lightning_names.search_results(found))
-                self._fit.world.membership.put_search(self.num_begun, SearchRecord(results))
+                self._fit.world.membership.shared.put_search(self.num_begun, SearchRecord(results))
 
     def _take(self, finder: Any, trainer: Any, module: Any) -> None:
         """Do the same as Lightning after a search, with the result of the training workers."""
@@ -73,7 +73,7 @@ class Searches:
         membership = self._fit.world.membership
 
         def look(view: Outlook) -> str | None:
-            if (record := membership.search(self.num_begun)) is not None:
+            if (record := membership.shared.search(self.num_begun)) is not None:
                 return record.results
             # Once the searching workers are gone, no result can appear any more.
             return "" if view.round is not None and len(view.lost) == len(view.round.members) else None

@@ -41,7 +41,7 @@ class Votes:
         said = self._pulse.say(formation.round.number, position.rank, position.size)
         tables = self._fit.strategy.elastic_tables
         digest = rates_digest(self._fit.trainer.optimizers)
-        request = self._fit.world.membership.checkpoint_request()
+        request = self._fit.world.membership.shared.checkpoint_request()
         return [*(tables.wishes() if tables is not None else []), -int(self._wants_stop), digest, -digest, request, *said]
 
     def count(self, step_time_s: float) -> bool:

@@ -206,8 +206,9 @@ class _Hangs:
     def __init__(self, fit: FitProgress, patience: HangPatience) -> None:
         self._fit = fit
         self._membership: Membership = fit.world.membership
+        self._shared = self._membership.shared
         self._patience = patience
-        request = self._membership.stacks_request()
+        request = self._shared.stacks_request()
         self._answered = request.number if request is not None else 0
         self._asked: tuple[StacksRequest, float] | None = None  # this worker's own request, and its time
         self._told_at: float | None = None  # report of this hang, by any worker
@@ -218,7 +219,7 @@ class _Hangs:
         progress = self._fit.now
         if progress != self._progress or was_stopped:
             self._progress, self._since, self._told_at = progress, now, None
-        request = self._membership.stacks_request()
+        request = self._shared.stacks_request()
         if request is not None and request.number > self._answered:
             self._answer(request, now)
             self._told_at = now
@@ -232,12 +233,12 @@ class _Hangs:
 
     def _ask(self, now: float) -> None:
         usual = f"{self._fit.step_time_s:.3g} s are usual" if self._fit.step_time_s else "none was made before"
-        asked = self._membership.ask_for_stacks(self._answered, f"no step for {now - self._since:.0f} s, {usual}")
+        asked = self._shared.ask_for_stacks(self._answered, f"no step for {now - self._since:.0f} s, {usual}")
         self._asked = (asked, now) if asked is not None else None
 
     def _answer(self, request: StacksRequest, now: float) -> None:
         formation = self._fit.formation
-        self._membership.put_stacks(
+        self._shared.put_stacks(
             StacksRecord(
                 worker_id=self._membership.worker_id,
                 request=request.number,
@@ -257,7 +258,7 @@ class _Hangs:
         """Report the hang once all answers are there or the wait for them is over."""
         assert self._asked is not None
         request, asked_at = self._asked
-        answers = self._membership.stacks(request.number)
+        answers = self._shared.stacks(request.number)
         view = self._membership.view
         members = [w for w in view.round.members if w not in view.lost] if view.round is not None else []
         missing = [worker for worker in members if worker not in answers]
@@ -270,7 +271,7 @@ class _Hangs:
             log.info("no hang: %s", ", ".join(f"rank {a.global_rank} is in {a.phase}" for a in found))
             return
         event, text = hang_event(request, found, missing)
-        self._membership.event(event, text)
+        self._shared.event(event, text)
         log.error("%s", text)
 
 
@@ -341,17 +342,17 @@ class _Stragglers:
         self._judge(found, worker, now)
 
     def _judge(self, found: Straggler, worker: str, now: float) -> None:
-        membership = self._membership
-        past = membership.past_events()
+        membership, shared = self._membership, self._membership.shared
+        past = shared.journal.events()
         num_earlier = sum(straggler.act == "replace" for _, straggler in events_of(past, StragglerFound))
         known = [stall.seconds for _, stall in events_of(past, TrainingStalled) if 0 <= stall.seconds < 3600]
         replacement = judge_replacement(
             found, self._fit.remaining_steps, median(known) if known else DEFAULT_RESIZE_COST_S, num_earlier
         )
         act, why = "none", replacement.reason
-        if replacement.pays and not membership.has_controller():
+        if replacement.pays and not shared.has_controller():
             act, why = "recommend", f"{replacement.reason} (a recommendation: no controller starts or ends nodes)"
-        elif replacement.pays and not membership.view.replacements and membership.replace(worker, f"a straggler: {found.text}"):
+        elif replacement.pays and not membership.view.replacements and shared.replace(worker, f"a straggler: {found.text}"):
             act = "replace"
         self._asked_for = worker if act == "replace" else ""
         if act != "replace" and now - self._told_at.get((worker, act), -math.inf) < TELL_AGAIN_S:
@@ -369,7 +370,7 @@ class _Stragglers:
             cost_s=replacement.cost_s,
             **asdict(found),
         )
-        membership.event(event, f"{worker} ({where}) makes the others wait: {found.text}; {why}")
+        shared.event(event, f"{worker} ({where}) makes the others wait: {found.text}; {why}")
         log.warning("%s is a straggler: %s; %s", worker, found.text, why)
 
 
@@ -396,10 +397,10 @@ class _Memory:
         if not windows or windows[-1].at == self._looked_at:
             return
         self._looked_at = windows[-1].at
-        membership, view = self._membership, self._membership.view
+        membership, shared, view = self._membership, self._membership.shared, self._membership.view
         forecast = forecast_memory(windows)
         self._first_round = self._first_round or windows[0].round_number
-        past = membership.past_events() if forecast is not None or len(windows) == NUM_SETTLING + 1 else []
+        past = shared.journal.events() if forecast is not None or len(windows) == NUM_SETTLING + 1 else []
         if forecast is None and (earlier := self._of_replaced(past)) is not None:
             forecast = inherited_forecast(windows[-1], earlier)
         if forecast is None:
@@ -414,8 +415,8 @@ class _Memory:
         awaited_since = self._awaited[1] if view.replacements else self._acted_at
         if awaits_worker and now - awaited_since < (lead_s if is_urgent else LEADS * lead_s):
             return
-        can_replace = membership.has_controller() and not awaits_worker
-        nodes = membership.nodes
+        can_replace = shared.has_controller() and not awaits_worker
+        nodes = shared.nodes
         remedy = choose_remedy(
             forecast,
             Situation(
@@ -442,7 +443,7 @@ class _Memory:
             **asdict(remedy),
             **asdict(forecast),
         )
-        membership.event(event, f"{membership.worker_id}: {remedy.reason}")
+        shared.event(event, f"{membership.worker_id}: {remedy.reason}")
         log.warning("memory of this worker: %s", remedy.reason)
 
     def _of_replaced(self, past: list[EventRecord]) -> MemoryForecast | None:
@@ -470,11 +471,11 @@ class _Memory:
         return MemoryForecast(**{f.name: getattr(newest, f.name) for f in fields(MemoryForecast)})
 
     def _carry_out(self, remedy: Remedy) -> bool:
-        membership = self._membership
+        membership, shared = self._membership, self._membership.shared
         if remedy.act == "replace":
-            return membership.replace(membership.worker_id, f"memory: {remedy.reason}")
+            return shared.replace(membership.worker_id, f"memory: {remedy.reason}")
         if remedy.act == "checkpoint":
-            membership.ask_for_checkpoint(remedy.reason)
+            shared.ask_for_checkpoint(remedy.reason)
         if remedy.act == "enlarge":
             memory_mb = math.ceil(remedy.node_memory_bytes / 2**20)
 
@@ -483,8 +484,8 @@ class _Memory:
                     return None
                 return replace(now, node_memory_mb=memory_mb)
 
-            membership.update_plan(larger)
-            return membership.replace(membership.worker_id, f"memory: {remedy.reason}")  # other changes can wait for their turn
+            shared.update_plan(larger)
+            return shared.replace(membership.worker_id, f"memory: {remedy.reason}")  # other changes can wait for their turn
         if remedy.act == "add_workers":
             plan = PlanRecord(remedy.num_workers, "planner", remedy.reason, binding=True, created_at=time.time())
 
@@ -502,7 +503,7 @@ class _Memory:
                     created_at=plan.created_at,
                 )
 
-            membership.update_plan(more)
+            shared.update_plan(more)
         return True
 
     def _tried(self, past: list[EventRecord], windows: list[StepProfile]) -> list[Act]:

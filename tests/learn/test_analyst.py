@@ -65,7 +65,7 @@ class RunningJob:
             profile = window(truth, self.settings, self._rng, 0.03, at=time.time())
             self.analyst.submit(dataclasses.replace(profile, global_rank=rank, cores=self.cores), 1e9, tunable=True)
             self._wait_until_digested()
-            self.membership.flush()
+            self.membership.shared.outbox.write()
             plan = self.membership.view.plan
             if plan is not None:
                 self.cores = max(self.cores, float(plan.node_cpus or 0))
@@ -86,7 +86,7 @@ class RunningJob:
         return entry is None or (plan is not None and encode(plan) == entry.value)
 
     def events(self, kind: str) -> list[EventRecord]:
-        return [event for event in self.membership.past_events() if event.kind == kind]
+        return [event for event in self.membership.shared.journal.events() if event.kind == kind]
 
     def decisions(self) -> list[Decision]:
         return [Decision.from_data(event.data) for event in self.events("decision")]
@@ -127,7 +127,7 @@ def start(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> Iterator[StartJob]:
             membership.register()
             membership.wait_for(lambda view: view.job, 15.0, "the job's record")
             if with_controller:
-                membership.wait_for(lambda _: membership.has_controller() or None, 15.0, "the controller's record")
+                membership.wait_for(lambda _: membership.shared.has_controller() or None, 15.0, "the controller's record")
             job = RunningJob(client, own, history, membership)
             stack.callback(job.analyst.close, "running")
             return job
@@ -257,7 +257,7 @@ def test_job_without_controller_starts_with_known_loader_workers(start: StartJob
 def test_settings_made_by_hand_stay(start: StartJob) -> None:
     job = start(history=None)
     by_hand = PlanRecord(1, "user", "set by hand", True, loader_workers=0, created_at=0.0)
-    job.membership.update_plan(lambda _: by_hand)
+    job.membership.shared.update_plan(lambda _: by_hand)
     job.membership.wait_for(lambda view: view.plan, 15.0, "the plan")
     job.run(12)
     assert job.settings == START
@@ -336,7 +336,7 @@ def test_failed_trial_is_left_without_a_window_or_a_fit(start: StartJob, monkeyp
     for _ in range(3):
         job.analyst.give_up(trial, 9.0)  # three slow steps in a row
     job._wait_until_digested()
-    job.membership.flush()
+    job.membership.shared.outbox.write()
     plan = job.membership.view.plan
     assert plan is not None
     assert (plan.loader_workers, plan.intra_op_threads) == (START.loader_workers, START.intra_op_threads)
@@ -348,7 +348,7 @@ def test_failed_trial_is_left_without_a_window_or_a_fit(start: StartJob, monkeyp
     assert (failed.data["step_time_s"], failed.data["intra_op_threads"]) == (9.0, trial.chosen.intra_op_threads)
     job.analyst.give_up(trial, 9.0)
     job._wait_until_digested()
-    job.membership.flush()
+    job.membership.shared.outbox.write()
     assert len(job.events("outcome")) == 1
 
 
@@ -363,7 +363,7 @@ def test_manual_plan_is_not_overruled_by_a_failed_trial(start: StartJob, client:
     job.membership.wait_for(lambda view: view.plan == by_hand or None, 15.0, "the plan")
     job.analyst.give_up(trial, 9.0)
     job._wait_until_digested()
-    job.membership.flush()
+    job.membership.shared.outbox.write()
     assert job.membership.view.plan == by_hand
 
 
@@ -379,7 +379,7 @@ def test_workers_that_were_planned_for_memory_survive_a_failed_trial(start: Star
     job.membership.wait_for(lambda view: view.plan == more or None, 15.0, "the plan")
     job.analyst.give_up(trial, 9.0)
     job._wait_until_digested()
-    job.membership.flush()
+    job.membership.shared.outbox.write()
     left = job.membership.wait_for(lambda view: view.plan if view.plan != more else None, 15.0, "the next plan")
     assert (left.num_workers, left.intra_op_threads) == (more.num_workers, START.intra_op_threads)
 

@@ -34,8 +34,13 @@ class Records:
     def records(self, worker_ids: Sequence[str]) -> dict[str, WorkerRecord]:
         return {worker: record_of_worker(MEMBERS.index(worker)) for worker in worker_ids}
 
-    def past_events(self) -> list[EventRecord]:
-        return self.events
+    @property
+    def shared(self) -> Records:
+        return self
+
+    @property
+    def journal(self) -> SimpleNamespace:
+        return SimpleNamespace(events=lambda: self.events)
 
     def has_controller(self) -> bool:
         return False

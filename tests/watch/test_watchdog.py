@@ -46,8 +46,13 @@ class FakeMembership:
     num_checkpoints: int = 0
     nodes: NodesRecord | None = None
 
-    def past_events(self) -> list[EventRecord]:
-        return self.events
+    @property
+    def shared(self) -> FakeMembership:
+        return self
+
+    @property
+    def journal(self) -> SimpleNamespace:
+        return SimpleNamespace(events=lambda: self.events)
 
     def has_controller(self) -> bool:
         return True

@@ -20,7 +20,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -35,6 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from lightning_dlrover.addresses import free_port, route_address
 from lightning_dlrover.rdzv.agents import environment
 from lightning_dlrover.rdzv.agents.barrier_store import LiveAgentStore, RoundStore
 from lightning_dlrover.rdzv.agents.c10d_store import is_in_use
@@ -42,7 +42,7 @@ from lightning_dlrover.rdzv.agents.config import HandlerConfig
 from lightning_dlrover.rdzv.agents.convener import AgentConvener, RecordReader
 from lightning_dlrover.rdzv.agents.registration import Registration
 from lightning_dlrover.rdzv.agents.rounds import why_over
-from lightning_dlrover.rdzv.agents.run_records import RunRecords
+from lightning_dlrover.rdzv.agents.run_records import Known, RunRecords
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError, EtcdUnavailableError
@@ -51,7 +51,7 @@ from lightning_dlrover.rdzv.etcd.operations import Delete, Put
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
 from lightning_dlrover.rdzv.group import left_state
-from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord, Keys, RecordError
+from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, JobRecord, Keys, RecordError
 
 __all__ = ["BACKEND", "EtcdRendezvousHandler", "RunIsOverError", "create_backend"]
 
@@ -90,41 +90,15 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return EtcdRendezvousHandler(HandlerConfig.from_parameters(params))
 
 
-@dataclass(frozen=True)
-class _Known:
-    """An agent's view of all others: the same few records, whatever their number."""
-
-    round: AgentRound | None
-    notice: AgentNotice | None
-    term: int  # term of the convener in office; 0: there is none
-
-    @property
-    def round_number(self) -> int:
-        return self.round.number if self.round is not None else 0
-
-    @property
-    def members(self) -> list[str]:
-        return self.round.agents if self.round is not None else []
-
-    @property
-    def counts(self) -> AgentNotice | None:
-        """The notice if its counts hold, which is the case while its writer is in office."""
-        return self.notice if self.notice is not None and self.notice.term == self.term else None
-
-    @property
-    def over(self) -> str:
-        return why_over(self.round, None) or (self.counts.over if self.counts is not None else "")
-
-
 class _Patience:
     """An agent's deadline for a round: `timeout_s` after a controller was last present.
 
     A controller starts missing nodes as soon as its scheduler has room, which may take hours.
     """
 
-    def __init__(self, client: EtcdClient, controller_key: str, timeout_s: float) -> None:
+    def __init__(self, client: EtcdClient, keys: Keys, timeout_s: float) -> None:
         self._client = client
-        self._controller_key = controller_key
+        self._keys = keys
         self._timeout_s = timeout_s
         self._ends_at = time.monotonic() + timeout_s
         self._next_look = 0.0  # each look costs a request, and there may be many agents
@@ -134,9 +108,25 @@ class _Patience:
         if now >= self._next_look:
             self._next_look = now + self._timeout_s / 10
             with contextlib.suppress(EtcdUnavailableError):  # a controller that cannot be seen starts no nodes
-                if self._client.get(self._controller_key) is not None:
+                if self._client.get(self._keys.controller) is not None:
                     self._ends_at = now + self._timeout_s
         return self._ends_at - now
+
+    def answer_to(self, request: Callable[[], T]) -> T:
+        """Return the result of a request, repeated while etcd is full or away. It has answered this agent before."""
+        is_reported = False
+        while True:
+            try:
+                return request()
+            except EtcdUnavailableError as error:
+                remaining_s = self.remaining_s()
+                if remaining_s <= 0:
+                    raise
+                if not is_reported and not isinstance(error, EtcdFullError):  # its client reports that etcd is full
+                    logger.warning(
+                        "run %r: this agent waits for etcd, for up to %.0f s: %s", self._keys.run_id, remaining_s, error
+                    )
+                    is_reported = True
 
 
 class EtcdRendezvousHandler(RendezvousHandler):
@@ -158,7 +148,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"run {config.run_id!r} cannot start: {error}") from error
         host = socket.gethostname()
         self._agent_id = f"{re.sub(r'[^A-Za-z0-9.-]', '-', host)}-{uuid.uuid4().hex[:8]}"
-        self._address = config.local_address or _address_towards(config.etcd.endpoints)
+        routes = (route_address(*endpoint) for endpoint in parse_endpoints(config.etcd.endpoints))  # other nodes use them too
+        self._address = config.local_address or next(filter(None, routes), None) or socket.getfqdn()
+        self._all_addresses = "::" if ":" in self._address else ""
         record = AgentRecord(
             agent_id=self._agent_id,
             host=host,
@@ -310,19 +302,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _next_rendezvous(self) -> RendezvousInfo:
         has_worked = self._mirror is not None  # if so, its workers have failed or were ended for another round
-        patience = _Patience(self._client, self._keys.controller, self._config.join_timeout_s)
+        patience = _Patience(self._client, self._keys, self._config.join_timeout_s)
         if self._mirror is None:
             self._mirror = Mirror(self._client, self._keys.for_agents, _weakly(self._on_change), check_interval_s=_CHECK_S)
             # torchrun does not call shutdown() when it ends by a signal.
             atexit.register(self._shutdown_at_exit)
         else:
             # The agent has already ended all its workers, so the others need not wait for their leases to expire.
-            self._patiently(patience, self._run.delete_own_workers)
+            patience.answer_to(self._run.delete_own_workers)
         self._drop_store()
         self._has_finished = self._must_restart = False
         self._convener_error = None
         # From now on the convener's notices report the state of the job.
-        job = self._run.read(JobRecord, self._patiently(patience, lambda: self._client.get(self._keys.job)))
+        job = self._run.read(JobRecord, patience.answer_to(lambda: self._client.get(self._keys.job)))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
         self._raise_if_over(why_over(self._known().round, job), has_waited=False)
@@ -342,7 +334,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                     return self._start(known.members, known.notice)
                 if self._own.record.round_number != known.round_number or self._own.record.state == "waiting":
                     is_first = known.members[0] == self._agent_id
-                    port = _free_port(self._address) if is_first else 0
+                    port = free_port(self._all_addresses) if is_first else 0
                     self._enter(patience, "running", known.round_number, port)
             elif self._own.record.state != "waiting":
                 logger.warning("run %r: a round broke up before it began", self._config.run_id)
@@ -353,7 +345,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 self._give_up(known)
             self._wake.wait(min(_POLL_S, remaining_s))
 
-    def _may_join_at_once(self, known: _Known, is_admitted: bool) -> bool:
+    def _may_join_at_once(self, known: Known, is_admitted: bool) -> bool:
         others_run = known.counts is not None and known.counts.num_inside > 0
         return self._is_live or (self._config.live and others_run and not is_admitted)
 
@@ -371,7 +363,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _join_live(self, patience: _Patience, round_number: int) -> RendezvousInfo:
         """Return ranks that are true now; the workers assign themselves the ranks that count."""
-        others = self._patiently(patience, self._run.other_agents)
+        others = patience.answer_to(self._run.other_agents)
         self._is_live = True
         self._enter(patience, "running", round_number)
         self._export()
@@ -380,29 +372,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
             LiveAgentStore(sum(record.num_workers for record in others), self.starts),
             len(others),
             len(others) + 1,
-            RendezvousStoreInfo(self._address, _free_port(self._address)),
+            RendezvousStoreInfo(self._address, free_port(self._all_addresses)),
         )
 
     def _enter(self, patience: _Patience, state: Literal["waiting", "running"], round_number: int, port: int = 0) -> None:
-        self._patiently(patience, lambda: self._register(state=state, round_number=round_number, port=port))
+        patience.answer_to(lambda: self._register(state=state, round_number=round_number, port=port))
 
-    def _patiently(self, patience: _Patience, request: Callable[[], T]) -> T:
-        """Return the result of a request, repeated while etcd is full or away. It has answered this agent before."""
-        is_reported = False
-        while True:
-            try:
-                return request()
-            except EtcdUnavailableError as error:
-                remaining_s = patience.remaining_s()
-                if remaining_s <= 0:
-                    raise
-                if not is_reported and not isinstance(error, EtcdFullError):  # its client reports that etcd is full
-                    logger.warning(
-                        "run %r: this agent waits for etcd, for up to %.0f s: %s", self._config.run_id, remaining_s, error
-                    )
-                    is_reported = True
-
-    def _give_up(self, known: _Known) -> None:
+    def _give_up(self, known: Known) -> None:
         limits, run_id = self._config.limits, self._config.run_id
         num_running = known.counts.num_inside if known.counts is not None else 0
         num_waiting = max(1, known.counts.num_waiting) if known.counts is not None else 1
@@ -533,15 +509,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._convener_error = error
         self._wake.set()
 
-    def _known(self) -> _Known:
+    def _known(self) -> Known:
         """Return this agent's view of the others."""
-        keys, entries = self._keys, self._mirror.snapshot() if self._mirror is not None else {}
-        convener = entries.get(keys.agent_convener)
-        known = _Known(
-            round=self._run.read(AgentRound, entries.get(keys.agent_round)),
-            notice=self._run.read(AgentNotice, entries.get(keys.agent_notice)),
-            term=convener.create_revision if convener is not None else 0,
-        )
+        known = self._run.known(self._mirror.snapshot() if self._mirror is not None else {})
         if known.counts is not None:
             self._num_agents = known.counts.num_agents
             self._is_live |= known.counts.live
@@ -583,23 +553,3 @@ def _end_threads(client: EtcdClient, convener: AgentConvener, pid: int) -> None:
     # Done in a thread, because the code that triggered the collection may hold any lock.
     with contextlib.suppress(RuntimeError):  # the interpreter is ending, and all threads with it
         threading.Thread(target=end, name="dlrover-end", daemon=True).start()
-
-
-def _address_towards(endpoints: str) -> str:
-    """Return the address of this host on the route to etcd, which other nodes use as well."""
-    for host, port in parse_endpoints(endpoints):
-        try:
-            family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # only chooses the route, without sending anything
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return socket.getfqdn()
-
-
-def _free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
@@ -17,6 +19,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, absent
 from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable
 from lightning_dlrover.rdzv.job.records import (
+    AgentNotice,
     AgentRecord,
     AgentRound,
     JobRecord,
@@ -28,9 +31,35 @@ from lightning_dlrover.rdzv.job.records import (
 from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
 from lightning_dlrover.rdzv.live.convener import burial
 
-__all__ = ["RunRecords"]
+__all__ = ["Known", "RunRecords"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Known:
+    """An agent's view of all others: the same few records, whatever their number."""
+
+    round: AgentRound | None
+    notice: AgentNotice | None
+    term: int  # term of the convener in office; 0: there is none
+
+    @property
+    def round_number(self) -> int:
+        return self.round.number if self.round is not None else 0
+
+    @property
+    def members(self) -> list[str]:
+        return self.round.agents if self.round is not None else []
+
+    @property
+    def counts(self) -> AgentNotice | None:
+        """The notice if its counts hold, which is the case while its writer is in office."""
+        return self.notice if self.notice is not None and self.notice.term == self.term else None
+
+    @property
+    def over(self) -> str:
+        return why_over(self.round, None) or (self.counts.over if self.counts is not None else "")
 
 
 class RunRecords:
@@ -54,6 +83,15 @@ class RunRecords:
             return self._reader.read(record_type, entry)
         except RecordError as error:
             raise RendezvousStateError(f"run {self._run_id!r}: {error}") from error
+
+    def known(self, entries: Mapping[str, KeyValue]) -> Known:
+        """Return the view of an agent whose mirror holds these entries. Raises as `read` does."""
+        convener = entries.get(self._keys.agent_convener)
+        return Known(
+            round=self.read(AgentRound, entries.get(self._keys.agent_round)),
+            notice=self.read(AgentNotice, entries.get(self._keys.agent_notice)),
+            term=convener.create_revision if convener is not None else 0,
+        )
 
     def why_over(self) -> str:
         """Read from etcd the reason why no agent can join any more."""

@@ -93,10 +93,8 @@ class Caller:
                             if attempts is not None:
                                 attempts.append(None)
                             # We enforce the deadline ourselves; gRPC's own comes after it.
-                            future = connection.method(service, method).future(
-                                request, timeout=remaining_s + 1.0, metadata=metadata
-                            )
-                            pending[connection] = future
+                            send = connection.method(service, method).future
+                            pending[connection] = future = send(request, timeout=remaining_s + 1.0, metadata=metadata)
                             future.add_done_callback(functools.partial(_put_answer, answers, connection))
                     connection, future = answers.get(timeout=wait_s)
                     pending.pop(connection, None)

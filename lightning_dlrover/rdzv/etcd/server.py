@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from lightning_dlrover.addresses import free_port
 from lightning_dlrover.rdzv.etcd import server_failure
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 
@@ -123,7 +123,7 @@ class EmbeddedEtcd:
                 self._temporary = OwnedFolder("dlrover-etcd-")
                 self.data_dir = Path(self._temporary.name)
             self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._start_on_free_ports()
+            self._start_onfree_ports()
         except OSError as error:
             self.stop()
             where = error.filename or self.data_dir or tempfile.gettempdir()
@@ -136,12 +136,12 @@ class EmbeddedEtcd:
             raise
         return self
 
-    def _start_on_free_ports(self) -> None:
+    def _start_onfree_ports(self) -> None:
         # Another process can take a port between our choice and etcd's bind. Choose again, unless the user chose it.
         for attempt in range(_NUM_PORT_ATTEMPTS):
             if not self._fixed_port:
-                self.port = _free_port(self.host)
-            self._peer_port = _free_port("127.0.0.1")
+                self.port = free_port(self.host)
+            self._peer_port = free_port("127.0.0.1")
             deadline = time.monotonic() + self._start_timeout_s
             self._spawn()
             if self._wait_until_healthy(deadline):
@@ -261,7 +261,7 @@ class EmbeddedEtcd:
     def restart(self) -> None:
         """Start again on the same port with the same data."""
         self._end_process()
-        self._start_on_free_ports()
+        self._start_onfree_ports()
 
     def _end_process(self, how: signal.Signals = signal.SIGTERM) -> None:
         process, self._process = self._process, None
@@ -325,10 +325,3 @@ def _problem_of(path: str) -> str:
         return str(error)
     ending = server_failure.ending(ran.returncode)
     return f"{ending}: {server_failure.reason(ran.stderr) or ran.stdout[:80].strip() or 'it printed no version'}"
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -119,7 +119,7 @@ class Forming:
         finally:
             self._sockets.end_forming(connects_late=len(target.members) > FEW)
         # The round may have ended before its sockets were recorded.
-        self._sockets.follow(self._membership.view, self._membership.evicted)
+        self._sockets.follow(self._membership.view, self._membership.own.evicted)
         formation = Formation(target, hellos, rank)
         if not control:
             return formation, None
@@ -145,7 +145,7 @@ class Forming:
 
         def raise_if_over() -> None:
             view = self._membership.view
-            if self._member.must_cut_off(view, target.number, False, self._membership.evicted):
+            if self._member.must_cut_off(view, target.number, False, self._membership.own.evicted):
                 raise RoundEndedError(f"round {target.number} ended while {name} was being connected")
             members = set(target.members)
             if view.round is not None and view.round.number > target.number:
@@ -260,7 +260,7 @@ class Forming:
     def _raise_if_void(self, target: RoundRecord) -> None:
         if self._member.will_never_form(self._membership.view, target.number):
             raise VoidRoundError
-        if self._membership.evicted:
+        if self._membership.own.evicted:
             me = self._membership.worker_id
             raise EvictedError(f"worker {me} was removed from the job while forming round {target.number}")
 

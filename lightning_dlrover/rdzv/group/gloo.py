@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from lightning_dlrover.addresses import interface_of
 from lightning_dlrover.rdzv.etcd.config import parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group import torch_names
@@ -269,10 +269,8 @@ def own_address(endpoints: str) -> str:
 
 def use_interface_of(address: str) -> None:
     """Make gloo use the interface of `address`, unless the user chose one."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address == address for a in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            return
+    if (name := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def inet_sockets() -> dict[int, int]:

@@ -37,9 +37,9 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float, agent_pid: i
         # While etcd is unavailable training goes on, and a change of membership waits.
         began, is_explained = time.monotonic(), False
         deadline = began + wait_timeout_s
-        while not membership.evicted:
+        while not membership.own.evicted:
             try:
-                membership.drain("the worker received SIGTERM")
+                membership.own.drain("the worker received SIGTERM")
                 return
             except (EtcdUnavailableError, LeaseLostError) as error:
                 problem: EtcdError = error

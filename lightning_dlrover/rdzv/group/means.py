@@ -96,7 +96,7 @@ class BlockingMeans:
         deadline = time.monotonic() + self._config.wait_timeout_s
         while True:
             try:
-                self._membership.update(state, number, fingerprint, unreachable)
+                self._membership.own.update(state, number, fingerprint, unreachable)
                 return
             except EtcdUnavailableError as error:
                 if time.monotonic() > deadline:

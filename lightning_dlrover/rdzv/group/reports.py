@@ -54,8 +54,8 @@ class Reports:
         worker_id, formation = self._membership.worker_id, self._formation()
         with contextlib.suppress(EtcdError):
             failed = WorkerFailed(worker_id, formation.rank if formation is not None else 0, text[-20000:], time.time())
-            self._membership.event(failed, f"worker {worker_id}: {type(error).__name__}: {error}"[:500])
-            self._membership.flush()
+            self._membership.shared.event(failed, f"worker {worker_id}: {type(error).__name__}: {error}"[:500])
+            self._membership.shared.outbox.write()
 
     def wait(self, what: str) -> None:
         """Log the reason for this worker's wait, and the failure that led to it."""
@@ -98,7 +98,7 @@ class Reports:
         formation = self._formation()
         peers = set(formation.round.members) - {self._membership.worker_id} if formation is not None else set()
         with contextlib.suppress(EtcdError):
-            events = self._membership.past_events() if peers else []
+            events = self._membership.shared.journal.events() if peers else []
             return next(((r.text, failed) for r, failed in events_of(events, WorkerFailed) if failed.worker_id in peers), None)
         return None
 

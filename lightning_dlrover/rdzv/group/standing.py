@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import FitFinished, StateClosed
-from lightning_dlrover.rdzv.job.records import JobRecord, RecordError
+from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, RecordError
 from lightning_dlrover.rdzv.live.member import Formation, MembershipError
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.probe import dead_workers
@@ -34,6 +34,7 @@ class JobStanding:
         self, membership: Membership, run_id: str, wait_timeout_s: float, formation: Callable[[], Formation | None]
     ) -> None:
         self._membership = membership
+        self._journal = membership.shared.journal
         self._run_id = run_id
         self._wait_timeout_s = wait_timeout_s
         self._formation = formation
@@ -65,11 +66,11 @@ class JobStanding:
         if job is None or job.unjoinable == reason[:1000]:
             return
         try:
-            self._membership.update_job(lambda job: dataclasses.replace(job, unjoinable=reason[:1000]))
+            self._membership.shared.update_job(lambda job: dataclasses.replace(job, unjoinable=reason[:1000]))
         except (EtcdError, RecordError) as error:
             log.warning("run %s: could not record that no worker can join: %s", self._run_id, error)
         if reason:
-            self._membership.event(StateClosed(reason[:1000]), f"no worker can join: {reason}"[:500])
+            self._membership.shared.event(StateClosed(reason[:1000]), f"no worker can join: {reason}"[:500])
 
     def consequence_of_refusal(self) -> str:
         """Describe how a job that refuses this worker continues, and the remedy if no worker trains it any more."""
@@ -82,7 +83,7 @@ class JobStanding:
             return "The job goes on without it"
         weights = ""
         with contextlib.suppress(EtcdError, RecordError):  # without the record the remedy is the same
-            if (record := self._membership.newest_checkpoint()) is not None:
+            if (record := self._membership.shared.newest_checkpoint()) is not None:
                 weights = f"; to keep what was learned, give its fit ckpt_path={record.path!r}"
         return (
             f"All workers of job {self._run_id!r} have ended before it was done, and under its name it goes on with the "
@@ -110,7 +111,7 @@ class JobStanding:
             # trains on later does not matter to joiners.
             return dataclasses.replace(job, data=data) if job.phase == "training" and job.data != data else job
 
-        self._membership.record(f"run {self._run_id}: the start of the training", announced)
+        self._membership.shared.record(f"run {self._run_id}: the start of the training", announced)
         self._announcement = None
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -128,14 +129,15 @@ class JobStanding:
         if not self._has_ended:
             job = self._membership.view.job
             with contextlib.suppress(EtcdError, RecordError):
-                job = self._membership.newest_job()
+                job = self._journal.get(JobRecord, self._membership.keys.job).record
             self._has_ended = job is not None and job.phase == "finished" and not job.unfinished_fit
         return self._has_ended
 
     def ask_whether_cancelled(self) -> bool:
         """Read from etcd whether the whole job was asked to end for good; False while etcd is unavailable."""
         with contextlib.suppress(EtcdError, RecordError):
-            return self._membership.was_cancelled()
+            nodes = self._journal.get(NodesRecord, self._membership.keys.nodes).record
+            return nodes is not None and bool(nodes.stop)
         return False
 
     def has_finished_fit(self, number: int) -> bool:
@@ -151,7 +153,7 @@ class JobStanding:
         """
         self._has_ended = False
         try:
-            self._membership.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))
+            self._membership.shared.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))
             # A recovery that still saw the end of the former `fit` would treat the job as finished.
             self._membership.wait_for(
                 lambda view: True if view.job is not None and view.job.fits_begun >= number else None,
@@ -165,15 +167,15 @@ class JobStanding:
         """See `World.finish`."""
         formation = self._formation()
         try:
-            self.is_recorded = self._membership.record(
+            self.is_recorded = self._membership.shared.record(
                 f"run {self._run_id}: the end of the training",
                 lambda job: dataclasses.replace(job, phase="finished", fits_finished=max(job.fits_finished, fit)),
             )
             self._has_finished = self._has_ended = True  # the view may lag behind when this process ends
             if formation is not None and formation.rank == 0:
-                self._membership.event(FitFinished(num_steps), f"finished after {num_steps} steps")
+                self._membership.shared.event(FitFinished(num_steps), f"finished after {num_steps} steps")
                 if self.is_recorded:
-                    self._membership.flush()
+                    self._membership.shared.outbox.write()
         except (EtcdError, RecordError) as error:
             # The work is done. Garbage in etcd must not turn it into a failure.
             log.warning("run %s: could not mark the job as finished: %s", self._run_id, error)

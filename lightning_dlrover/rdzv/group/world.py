@@ -326,7 +326,7 @@ class World:
     def resign(self) -> None:
         """Leave the job at once because this worker is about to end with an error."""
         with contextlib.suppress(EtcdError):
-            self.membership.leave()
+            self.membership.own.leave()
         self._sockets.sever(self._member.number, quietly=True)
 
     def listen_for_sigterm(self) -> None:
@@ -335,7 +335,7 @@ class World:
 
     def event(self, event: Event, text: str) -> None:
         """Queue one line for the job's history; never blocks."""
-        self.membership.event(event, text)
+        self.membership.shared.event(event, text)
 
     def report_error(self, error: BaseException) -> None:
         """Report to the job and to the agent why this worker is about to fail, and to the user which worker failed first."""
@@ -450,7 +450,7 @@ class World:
     def _on_view(self, view: Outlook) -> None:
         """Sever the group when it cannot complete any more collectives. Runs in the membership thread."""
         for sockets in self._watched:
-            sockets.follow(view, self.membership.evicted)
+            sockets.follow(view, self.membership.own.evicted)
 
 
 AnyWorld: TypeAlias = World | LoneWorld

@@ -161,9 +161,8 @@ class Journal:
                 value = encode(updated)
                 may_arrive_late = value in lost
                 lost[value] = updated
-                done = self.client.txn(
-                    [*fence, modified(key) == now.revision], [Put(key, value)], [Get(each.key) for each in fence]
-                )
+                condition = [*fence, modified(key) == now.revision]
+                done = self.client.txn(condition, [Put(key, value)], [Get(each.key) for each in fence])
             except EtcdUnavailableError:
                 if timeout_s is None or time.monotonic() >= deadline:
                     raise

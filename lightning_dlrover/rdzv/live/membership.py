@@ -26,40 +26,29 @@ from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError, EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.job.events import Event, RecordIgnored, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, read, readable, readable_folder
+from lightning_dlrover.rdzv.job.events import RecordIgnored
+from lightning_dlrover.rdzv.job.journal import Journal, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
-    CheckpointRecord,
-    CheckpointRequest,
-    EventRecord,
     JobRecord,
     Keys,
-    NodesRecord,
-    PlanRecord,
     RecordError,
     RoundRecord,
-    SearchRecord,
-    StacksRecord,
-    StacksRequest,
     WorkerRecord,
     WorkerState,
-    encode,
     worker_name_of,
 )
 from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
 from lightning_dlrover.rdzv.live.announcement import announce
 from lightning_dlrover.rdzv.live.convener import burial
-from lightning_dlrover.rdzv.live.member import EvictedError, MembershipError
+from lightning_dlrover.rdzv.live.member import EvictedError
 from lightning_dlrover.rdzv.live.office import Office
-from lightning_dlrover.rdzv.live.outbox import Outbox
 from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.overview import WorkerRecords
 from lightning_dlrover.rdzv.live.own_record import OwnRecord
 from lightning_dlrover.rdzv.live.probe import dead_workers
-from lightning_dlrover.rdzv.live.requests import ask_for_replacement, ask_for_stacks, read_stacks
 from lightning_dlrover.rdzv.live.rounds import View, awaited
+from lightning_dlrover.rdzv.live.shared_records import SharedRecords
 from lightning_dlrover.rdzv.live.view import Decoder, read_view
 
 __all__ = ["Membership"]
@@ -115,24 +104,26 @@ class Membership:
         self._view = Outlook()
         self._buried: set[str] = set()  # workers that this one has buried
         self._journal = Journal(client, self.keys)
-        self._outbox = Outbox(self._journal, self.worker_id)
         self._closing = False
-        self._own = OwnRecord(client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, self._on_new_lease)
+        self.own = OwnRecord(
+            client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, lambda lease: self._office.came_back(lease)
+        )
         self._decoder = Decoder(self.keys, self._report_garbage)
         self._records = WorkerRecords(client, self.keys, lambda: not self._mirror.healthy)
         self._mirror = Mirror(client, self.keys.shared, self._wake, CHECK_S)
+        self.shared = SharedRecords(self._journal, self._mirror, self.worker_id, lambda: self.own.lease, self._wake)
         self._office = Office(
             client,
             self.keys,
             self.worker_id,
-            self._own.lease,
+            self.own.lease,
             config.patience,
             self._mirror,
             self._wake,
             self._decoder,
             self._announce,
         )
-        self._own_mirror: Mirror | None = None  # from the registration on
+        self._own_mirror: Mirror | None = None  # None: not registered yet
         self._refresh()
         self._thread = threading.Thread(target=self._run, name="dlrover-membership", daemon=True)
 
@@ -162,29 +153,12 @@ class Membership:
             version=self._config.version,
             since=time.time(),
         )
-        self._own.create(record)
-        self._own_mirror = Mirror(self._client, self._own.key, self._wake, 2 * CHECK_S)
-        if self._own_mirror.get(self._own.key) is None:
-            raise EvictedError(self._own.evicted_text)  # the lease may have expired, as while the process is stopped
+        self.own.create(record)
+        self._own_mirror = Mirror(self._client, self.own.key, self._wake, 2 * CHECK_S)
+        if self._own_mirror.get(self.own.key) is None:
+            raise EvictedError(self.own.evicted_text)  # the lease may have expired, as while the process is stopped
         self._thread.start()
         return state
-
-    def update(
-        self, state: WorkerState, round_number: int = 0, fingerprint: str | None = None, unreachable: Sequence[str] = ()
-    ) -> None:
-        """Write this worker's state.
-
-        Args:
-            unreachable: workers that this one could not reach, see `WorkerRecord.unreachable`.
-
-        Raises:
-            EvictedError: the record is gone because the job went on without this worker.
-        """
-        self._own.update(state, round_number, fingerprint, unreachable)
-
-    def leave(self) -> None:
-        """Remove this worker's records. From then on the others treat it as gone."""
-        self._own.leave()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Leave if still registered and end the background thread."""
@@ -194,10 +168,10 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         try:
-            for step in (self._outbox.write, self.leave, self._tidy_up):
+            for step in (self.shared.outbox.write, self.own.leave, self._tidy_up):
                 with contextlib.suppress(EtcdFullError):  # a full etcd still ends leases, and thereby removes our record
                     step()
-            self._own.lease.revoke()
+            self.own.lease.revoke()
         except EtcdError as error:
             # The lease expires by itself. An error at the worker's exit would turn a finished job into a failed one.
             log.warning("run %s: could not sign off: %s", self._config.run_id, error)
@@ -209,14 +183,14 @@ class Membership:
 
     def deliver(self, timeout_s: float) -> None:
         """Wait until etcd holds the queued changes of records, for at most `timeout_s`; at once if there are none."""
-        deadline = time.monotonic() + timeout_s
-        if names := self._outbox.waiting:
+        deadline, outbox = time.monotonic() + timeout_s, self.shared.outbox
+        if names := outbox.waiting:
             log.warning(
                 "run %s: worker %s waits for up to %.0f s until etcd takes what is not recorded yet: %s",
                 *(self._config.run_id, self.worker_id, timeout_s, ", ".join(names)),
             )
         with self._changed:
-            while self._outbox.waiting and self._thread.is_alive() and time.monotonic() < deadline and not self.evicted:
+            while outbox.waiting and self._thread.is_alive() and time.monotonic() < deadline and not self.own.evicted:
                 self._changed.wait(0.05)
 
     def _tidy_up(self) -> None:
@@ -292,8 +266,8 @@ class Membership:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
-                if self._own.evicted:
-                    raise EvictedError(self._own.evicted_text)
+                if self.own.evicted:
+                    raise EvictedError(self.own.evicted_text)
                 result = found(self._view)
                 if result is not None:
                     return result
@@ -370,128 +344,13 @@ class Membership:
             # A dead worker stays dead: the next probe or its lease expiry removes the record.
             log.debug("run %s: could not bury the dead: %s", self._config.run_id, error)
 
-    # --- records for others ---------------------------------------------------------------------------------------------
-
-    def drain(self, reason: str) -> None:
-        """Ask to leave the job: the next planned round is formed without this worker.
-
-        Raises:
-            LeaseLostError: this worker's lease has expired; the request is repeated if the worker registers again.
-        """
-        self._own.drain(reason)
-
-    def event(self, event: Event, text: str) -> None:
-        """Queue one line for the job's history, which the background thread writes at once; never waits for etcd."""
-        self._outbox.add(record_of(event, text))
-        self._wake()
-
-    def flush(self) -> None:
-        """Write queued events now."""
-        self._outbox.write()
-
-    def update_job(self, change: Callable[[JobRecord], JobRecord]) -> None:
-        """Compare-and-swap the job record until `change` of its newest version is stored."""
-        self._swap(JobRecord, self.keys.job, lambda job: change(job) if job else None)
-
-    def record(self, name: str, change: Callable[[JobRecord], JobRecord]) -> bool:
-        """Update the job record now, or once etcd is available. Return whether it was done.
-
-        Args:
-            name: what is recorded, for people. A change that waits under the same name is replaced.
-        """
-        return self._outbox.change(name, lambda: self.update_job(change))
-
-    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
-        """Compare-and-swap the plan; `change` returns None to leave it unchanged."""
-        self._swap(PlanRecord, self.keys.plan, change)
-
-    def put_checkpoint(self, record: CheckpointRecord) -> None:
-        """Record the newest checkpoint now, or once etcd is available."""
-        self._outbox.change(
-            f"run {self._config.run_id}: the newest checkpoint",
-            lambda: self._swap(CheckpointRecord, self.keys.checkpoint, lambda _: record),
-        )
-
-    def checkpoint_request(self) -> int:
-        """Return the number of the newest checkpoint request, 0 if there is none."""
-        request = readable(CheckpointRequest, self._mirror.get(self.keys.checkpoint_request))
-        return request.number if request is not None else 0
-
-    def ask_for_checkpoint(self, reason: str) -> None:
-        """Ask all workers to save a checkpoint between two steps."""
-        self._swap(
-            CheckpointRequest,
-            self.keys.checkpoint_request,
-            lambda now: CheckpointRequest(now.number + 1 if now is not None else 1, reason),
-        )
-
-    def newest_job(self) -> JobRecord | None:
-        """Read the job's record from etcd, bypassing the view."""
-        return self._journal.get(JobRecord, self.keys.job).record
-
-    def was_cancelled(self) -> bool:
-        """Read from etcd whether the whole job was asked to end for good, as by `dlrover cancel`."""
-        nodes = self._journal.get(NodesRecord, self.keys.nodes).record
-        return nodes is not None and bool(nodes.stop)
-
-    def newest_checkpoint(self) -> CheckpointRecord | None:
-        return self._journal.get(CheckpointRecord, self.keys.checkpoint).record
-
-    def put_search(self, number: int, record: SearchRecord) -> None:
-        """Queue a search's result until etcd accepts it. Joiners wait for it; the workers that found it train on."""
-        key, payload = f"{self.keys.searches}{number}", encode(record)
-        self._outbox.add_change(f"run {self._config.run_id}: result of search {number}", lambda: self._client.put(key, payload))
-        with self._changed:
-            self._changed.notify_all()
-
-    def search(self, number: int) -> SearchRecord | None:
-        """Return the result of the script's search with this number, None before there is one."""
-        return read(SearchRecord, self._mirror.get(f"{self.keys.searches}{number}"))
-
-    def has_controller(self) -> bool:
-        return self._mirror.get(self.keys.controller) is not None
-
     def is_being_staffed(self) -> bool:
         """Whether the job has too few workers, and a live controller to start more.
 
         That may take long in a full cluster, but the state in the survivors' memory is worth the wait.
         """
         # Until the next convener has written its first notice, nothing is known of the other workers.
-        return self.has_controller() and (self._view.lacks_workers or not self._view.is_told)
-
-    @property
-    def nodes(self) -> NodesRecord | None:
-        """A controller's record of the job's nodes; None if there is none or it cannot be read."""
-        return readable(NodesRecord, self._mirror.get(self.keys.nodes))
-
-    def past_events(self) -> list[EventRecord]:
-        """Return the job's history so far, oldest first. Lines that cannot be read are left out."""
-        return self._journal.events()
-
-    def replace(self, worker_id: str, reason: str) -> bool:
-        """Request a worker's replacement; False if it is gone or was drained already."""
-        return ask_for_replacement(self._journal, worker_id, reason)
-
-    def stacks_request(self) -> StacksRequest | None:
-        """Return the newest request for stack traces, None if there is none."""
-        return readable(StacksRequest, self._mirror.get(self.keys.stacks_request))
-
-    def ask_for_stacks(self, after: int, reason: str) -> StacksRequest | None:
-        """Request a stack trace from every worker; see `ask_for_stacks`."""
-        return ask_for_stacks(self._journal, self.worker_id, reason, after)
-
-    def put_stacks(self, record: StacksRecord) -> None:
-        """Publish this worker's stack traces, bound to its lease."""
-        self._client.put(self.keys.stacks + self.worker_id, encode(record), self._own.lease)
-
-    def stacks(self, request: int) -> dict[str, StacksRecord]:
-        """Return the responses to a request so far, by worker."""
-        answers = read_stacks(self._journal)
-        return {worker: answer for worker, answer in answers.items() if answer.request == request}
-
-    def put_profile(self, payload: bytes) -> None:
-        """Publish this worker's newest step profile, bound to its lease."""
-        self._client.put(self.keys.profiles + self.worker_id, payload, self._own.lease)
+        return self.shared.has_controller() and (self._view.lacks_workers or not self._view.is_told)
 
     # --- background ------------------------------------------------------------------------------------------------------
 
@@ -504,7 +363,7 @@ class Membership:
 
     def _report_garbage(self, key: str, error: RecordError) -> None:
         log.error("run %s: ignored a record: %s", self._config.run_id, error)
-        self.event(RecordIgnored(key), f"ignored a record: {error}")
+        self.shared.event(RecordIgnored(key), f"ignored a record: {error}")
 
     def _wake(self) -> None:
         """Let the background thread take a turn now. Also called by mirrors."""
@@ -512,18 +371,15 @@ class Membership:
             self._dirty = True
             self._changed.notify_all()
 
-    def _on_new_lease(self, lease: Lease) -> None:
-        self._office.came_back(lease)
-
     def _refresh(self) -> None:
         self._dirty = False
         view = self._decoder.outlook(self._mirror.snapshot())
-        if self._own.has_asked_to_leave:
+        if self.own.has_asked_to_leave:
             view = dataclasses.replace(view, leaver=self.worker_id)
         self._view = view
         if self._own_mirror is not None:
             with contextlib.suppress(EtcdFullError):  # it registers again once there is room, and follows the others meanwhile
-                self._own.check(self._own_mirror.get(self._own.key))
+                self.own.check(self._own_mirror.get(self.own.key))
         with self._changed:
             self._changed.notify_all()
         if self._on_view is not None:
@@ -540,27 +396,19 @@ class Membership:
                 if self._on_tick is not None:
                     self._on_tick()
                 self._convene()
-                self._outbox.write()
+                self.shared.outbox.write()
             except EtcdError as error:
                 log.debug("run %s: etcd is away: %s", self._config.run_id, error)
             except Exception:
                 # Without its membership thread a worker would never detect another round.
                 log.error("run %s: membership thread: %s", self._config.run_id, traceback.format_exc())
 
-    @property
-    def evicted(self) -> bool:
-        return self._own.evicted
-
     def _convene(self) -> None:
-        if self._own.is_in_force:
+        if self.own.is_in_force:
             self._office.act(len(self._view.round.members) if self._view.round is not None else 0)
         else:
             self._office.step_down()
 
     def _announce(self, view: View, round_: RoundRecord, decided_s: float) -> None:
         log.info("run %s: round %d: %s, %d workers", self._config.run_id, round_.number, round_.reason, len(round_.members))
-        announce(view, round_, round(decided_s, 3), self._buried, self.event)
-
-    def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> None:
-        if self._journal.swap(record_type, key, change).record is None:
-            raise MembershipError(f"run {self._config.run_id!r}: {key!r} does not exist")
+        announce(view, round_, round(decided_s, 3), self._buried, self.shared.event)

@@ -182,7 +182,7 @@ class OwnRecord:
         return True
 
     def leave(self) -> None:
-        """Remove this worker's records."""
+        """Remove this worker's records. From then on the others treat it as gone."""
         with self._write_lock:
             if self._record is not None:
                 self._record = None

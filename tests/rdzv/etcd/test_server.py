@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
+from lightning_dlrover.addresses import free_port
 from lightning_dlrover.rdzv.etcd import server, server_failure
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -71,9 +72,8 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_port_lost_to_another_program_is_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        free_port = server._free_port
         stolen = iter([taken.getsockname()[1]])
-        monkeypatch.setattr(server, "_free_port", lambda host: next(stolen, None) or free_port(host))
+        monkeypatch.setattr(server, "free_port", lambda host: next(stolen, None) or free_port(host))
         with EmbeddedEtcd() as embedded:
             assert embedded.port != taken.getsockname()[1]
 

@@ -24,6 +24,7 @@ class Membership:
     evicted = False
 
     def __init__(self, num_refusals: int) -> None:
+        self.own = self
         self.num_refusals = num_refusals
         self.has_asked = threading.Event()
 
@@ -64,7 +65,7 @@ def test_worker_ends_itself_when_neither_etcd_nor_its_agent_is_left(
 
     def end(code: int) -> None:
         codes.append(code)
-        membership.evicted = True  # ends the thread
+        membership.own.evicted = True  # ends the thread
         has_ended.set()
 
     monkeypatch.setattr(leaving, "AGENT_GRACE_S", 0.2)
@@ -76,6 +77,6 @@ def test_worker_ends_itself_when_neither_etcd_nor_its_agent_is_left(
         drain_on_sigterm(membership, 60.0, agent.pid)
         os.kill(os.getpid(), signal.SIGTERM)
         assert has_ended.wait(0.6 if has_agent else 10) is not has_agent
-        membership.evicted = True
+        membership.own.evicted = True
     assert codes == ([] if has_agent else [128 + signal.SIGTERM])
     assert ("cannot announce that it leaves" in caplog.text) is not has_agent

@@ -51,7 +51,7 @@ def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
 
 
 def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
-    assert world_of(lease_ttl_s=9.0).membership._own.lease.ttl_s == 9.0
+    assert world_of(lease_ttl_s=9.0).membership.own.lease.ttl_s == 9.0
 
 
 @pytest.mark.parametrize("given", ["mpi", "cuda:nccl", "cpu:mpi,cuda:nccl"])
@@ -98,7 +98,7 @@ def test_leaver_asks_etcd_whether_the_job_has_finished(world_of: WorldOf) -> Non
     leaver.start()
     assert not leaver.standing.ask_whether_finished()
     with leaver.membership._changed:
-        other.membership.update_job(lambda job: dataclasses.replace(job, phase="finished"))
+        other.membership.shared.update_job(lambda job: dataclasses.replace(job, phase="finished"))
         assert not leaver.has_finished
         assert leaver.standing.ask_whether_finished()
 

@@ -46,18 +46,18 @@ class BusyJob:
         self.minute += 1
         for worker in self.workers:
             for window in range(6):
-                worker.put_profile(encode(profile_of(worker, 10 * self.minute + window)))
+                worker.shared.put_profile(encode(profile_of(worker, 10 * self.minute + window)))
         rank_0 = self.workers[0]
         for line in range(EVENTS_A_MINUTE):
-            rank_0.event(WindowMeasured(dataclasses.asdict(profile_of(rank_0, line))), "")
-        rank_0.flush()
+            rank_0.shared.event(WindowMeasured(dataclasses.asdict(profile_of(rank_0, line))), "")
+        rank_0.shared.outbox.write()
         plan = PlanRecord(NUM_WORKERS, "planner", f"minute {self.minute}" * 20, False, self.minute)
-        rank_0.update_plan(lambda _: plan)
-        rank_0.put_checkpoint(CheckpointRecord(f"/checkpoints/{self.minute}.ckpt", self.minute))
-        rank_0.update_job(lambda job: dataclasses.replace(job, global_batch_size=8))
+        rank_0.shared.update_plan(lambda _: plan)
+        rank_0.shared.put_checkpoint(CheckpointRecord(f"/checkpoints/{self.minute}.ckpt", self.minute))
+        rank_0.shared.update_job(lambda job: dataclasses.replace(job, global_batch_size=8))
         for rank, worker in enumerate(self.workers):
             stacks = StacksRecord(worker.worker_id, self.minute, rank, "host", 1, "step", 0.0, False, "", "stack\n" * 1000)
-            worker.put_stacks(stacks)
+            worker.shared.put_stacks(stacks)
         self.keys.add(self.client.count(rank_0.keys.root))
         self.sizes.append(self._status().dbSize)
 

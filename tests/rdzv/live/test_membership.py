@@ -89,7 +89,7 @@ class Worker:
     def enter(self, number: int) -> RoundRecord:
         """Take part in a round as a worker that has formed it."""
         round_ = self.wait_for_round(number)
-        self.membership.update("active", round_.number)
+        self.membership.own.update("active", round_.number)
         return round_
 
     def stop(self) -> None:
@@ -147,7 +147,7 @@ def test_a_late_worker_stands_by_until_it_is_ready(start: Callable[..., Worker])
     first.wait_for_records(lambda view: view.workers.get(late.worker_id))
     assert first.membership.view.round is not None
     assert first.membership.view.round.number == 1
-    late.membership.update("ready")
+    late.membership.own.update("ready")
     assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
 
 
@@ -155,8 +155,8 @@ def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: Callab
     first, second = job_of(start, 2, max_workers=2)
     spare = start(min_workers=2, max_workers=2)
     spare.membership.register()
-    spare.membership.update("ready")
-    second.membership.drain("preemption notice")
+    spare.membership.own.update("ready")
+    second.membership.own.drain("preemption notice")
     round_ = first.wait_for_round(2)
     assert second.worker_id not in round_.members or first.worker_id not in round_.members
     assert spare.worker_id in round_.members
@@ -200,7 +200,7 @@ def test_election_key_without_a_holder_is_removed(start: Callable[..., Worker], 
     client.put(first.membership.keys.convener, b"\xff nobody")
     late = start()
     late.membership.register()
-    late.membership.update("ready")
+    late.membership.own.update("ready")
     assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
 
 
@@ -212,7 +212,7 @@ def test_when_the_convener_leaves_another_worker_convenes(start: Callable[..., W
     other = next(worker for worker in workers if worker is not convener)
     late = start(min_workers=1)
     late.membership.register()
-    late.membership.update("ready")
+    late.membership.own.update("ready")
     convener.membership.close()
     new = other.wait_for(lambda view: view.round if view.round and convener.worker_id not in view.round.members else None)
     assert new.convener in (other.worker_id, late.worker_id)
@@ -228,7 +228,7 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
     dead = next(worker for worker in workers if worker.worker_id == round_.convener)
     survivor = next(worker for worker in workers if worker is not dead)
     keys = dead.membership.keys
-    dead.membership.drain("about to die")
+    dead.membership.own.drain("about to die")
     survivor.wait_for(lambda view: True if dead.worker_id in view.drains else None)
     dead.stop()
     dead.port.close()
@@ -244,9 +244,9 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
 def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
     first.membership.bury([second.worker_id])
-    eventually(lambda: second.membership.evicted, "the eviction")
+    eventually(lambda: second.membership.own.evicted, "the eviction")
     with pytest.raises(EvictedError, match="has to start again as a new worker"):
-        second.membership.update("active", 2)
+        second.membership.own.update("active", 2)
     with pytest.raises(EvictedError):
         second.wait_for(lambda view: None)
     second.membership.close()
@@ -269,39 +269,39 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
     first, second = job_of(start, 2)
     third = start(min_workers=2)  # the first worker can continue with this one
     third.membership.register()
-    third.membership.update("ready")
+    third.membership.own.update("ready")
     for worker in (first, second, third):
         worker.enter(2)
-    with second.membership._own._write_lock:  # behaves as if stopped
-        second.membership._own.lease.revoke()
+    with second.membership.own._write_lock:  # behaves as if stopped
+        second.membership.own.lease.revoke()
         first.wait_for_round(3)
-    eventually(lambda: second.membership.evicted, "the eviction")
+    eventually(lambda: second.membership.own.evicted, "the eviction")
     new = first.wait_for_records(lambda view: True if second.worker_id not in view.workers else None)
     assert new
 
 
 def test_worker_that_must_leave_at_once_does_not_wait(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
-    second.membership.drain("its host is taken away")
-    assert not first.membership.replace(second.worker_id, "slow")
+    second.membership.own.drain("its host is taken away")
+    assert not first.membership.shared.replace(second.worker_id, "slow")
     assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
     assert first.membership.view.replacements == frozenset()
 
 
 def test_a_worker_that_was_to_be_replaced_leaves_at_once_when_it_must(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
-    assert first.membership.replace(second.worker_id, "slow")
-    second.membership.drain("its host is taken away")
+    assert first.membership.shared.replace(second.worker_id, "slow")
+    second.membership.own.drain("its host is taken away")
     assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
     assert first.membership.view.replacements == frozenset()
 
 
 def test_ended_worker_does_not_block_other_replacements(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
-    assert first.membership.replace(second.worker_id, "slow")
+    assert first.membership.shared.replace(second.worker_id, "slow")
     first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
-    with second.membership._own._write_lock:  # its host is gone
-        second.membership._own.lease.revoke()
+    with second.membership.own._write_lock:  # its host is gone
+        second.membership.own.lease.revoke()
         first.wait_for_records(lambda view: True if second.worker_id not in view.workers else None)
     assert first.wait_for(lambda view: True if not view.replacements else None)
 
@@ -311,15 +311,15 @@ def test_worker_with_an_expired_lease_registers_again_if_still_awaited(
 ) -> None:
     first, second = job_of(start, 2)
     before = first.membership.view.round
-    second.membership.drain("leave when another one is there")
-    leases = [worker.membership._own.lease for worker in (first, second)]
+    second.membership.own.drain("leave when another one is there")
+    leases = [worker.membership.own.lease for worker in (first, second)]
     for lease in leases:  # both leases, as after an outage of etcd
         lease.revoke()
-    eventually(lambda: all(worker.membership._own.lease not in leases for worker in (first, second)), "leases of their own")
+    eventually(lambda: all(worker.membership.own.lease not in leases for worker in (first, second)), "leases of their own")
     for worker in (first, second):
         worker.wait_for_records(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
-        assert not worker.membership.evicted
-        worker.membership.update("active", 1)
+        assert not worker.membership.own.evicted
+        worker.membership.own.update("active", 1)
     assert first.membership.view.round == before
 
 
@@ -337,8 +337,8 @@ def test_late_repetition_of_a_write_restores_no_old_state(
 
     monkeypatch.setattr(worker.client, "txn", txn)
     worker.membership.register()
-    worker.membership.update("standby")
-    worker.membership.update("ready")
+    worker.membership.own.update("standby")
+    worker.membership.own.update("ready")
     key = worker.membership.keys.workers + worker.worker_id
     earlier = [(compare, ops) for compare, ops in sent if [op.key for op in ops] == [key]]
     assert len(earlier) == 3
@@ -363,9 +363,9 @@ def test_worker_continues_after_a_write_without_an_answer(
     with monkeypatch.context() as patch:
         patch.setattr(worker.client, "txn", txn)
         with pytest.raises(EtcdUnavailableError):
-            worker.membership.update("standby")
-    worker.membership.update("standby")
-    worker.membership.update("ready", 3)
+            worker.membership.own.update("standby")
+    worker.membership.own.update("standby")
+    worker.membership.own.update("ready", 3)
     assert worker.wait_for_records(lambda view: view.workers[worker.worker_id].round_number or None)
 
 
@@ -380,11 +380,11 @@ def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Wor
     private_etcd.start()
     late = start(endpoint=private_etcd.endpoint, min_workers=2, lease_ttl_s=10)
     assert late.membership.register() == "standby"
-    late.membership.update("ready")
+    late.membership.own.update("ready")
     round_ = first.wait_for_round(2)
     assert set(round_.members) == {first.worker_id, second.worker_id, late.worker_id}
     for worker in (first, second, late):
-        assert not worker.membership.evicted
+        assert not worker.membership.own.evicted
         worker.end()  # ends while its etcd is up
 
 
@@ -394,7 +394,7 @@ def test_notice_of_a_convener_that_is_gone_keeps_nobody_from_starting(start: Cal
     for worker in (first, second):
         worker.stop()
         worker.port.close()
-        worker.membership._own.lease.revoke()
+        worker.membership.own.lease.revoke()
     new, other = start(min_workers=2), start(min_workers=2)
     assert new.membership.register() == "starting"
     assert not new.membership.view.is_past_start
@@ -435,18 +435,18 @@ def test_worker_writes_its_record_again_over_garbage(start: Callable[..., Worker
     pass_office_on(client, convener)
     late = start(min_workers=3)
     late.membership.register()
-    late.membership.update("ready")
+    late.membership.own.update("ready")
     assert victim.worker_id in other.wait_for_round(2).members
-    assert not victim.membership.evicted
+    assert not victim.membership.own.evicted
 
 
 def test_next_convener_knows_the_last_readable_round(start: Callable[..., Worker], client: EtcdClient) -> None:
     workers = job_of(start, 3)
-    workers[0].membership.update_job(lambda job: dataclasses.replace(job, min_workers=1))
+    workers[0].membership.shared.update_job(lambda job: dataclasses.replace(job, min_workers=1))
     convener, (one, other) = convener_of(workers)
     keys = convener.membership.keys
     client.put(keys.round, b"garbage")
-    eventually(lambda: any(event.kind == "error" for event in one.membership.past_events()), "the report of garbage")
+    eventually(lambda: any(event.kind == "error" for event in one.membership.shared.journal.events()), "the report of garbage")
     convener.end()
     round_ = one.wait_for_round(2)
     assert set(round_.members) == {one.worker_id, other.worker_id}
@@ -508,8 +508,8 @@ def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]
         return dataclasses.replace(job, global_batch_size=job.global_batch_size + 1)
 
     for _ in range(10):
-        first.membership.update_job(one_more)
-        second.membership.update_job(one_more)
+        first.membership.shared.update_job(one_more)
+        second.membership.shared.update_job(one_more)
     entry = first.client.get(first.membership.keys.job)
     assert entry is not None
     assert decode(JobRecord, entry.value, entry.key).global_batch_size == 20
@@ -518,18 +518,18 @@ def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]
 def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
     (worker,) = job_of(start, 1)
     for number in range(5):
-        worker.membership.event(UnknownEvent({}, "test"), str(number))
-    worker.membership.flush()
-    texts = [event.text for event in worker.membership.past_events() if event.kind == "test"]
+        worker.membership.shared.event(UnknownEvent({}, "test"), str(number))
+    worker.membership.shared.outbox.write()
+    texts = [event.text for event in worker.membership.shared.journal.events() if event.kind == "test"]
     assert texts == [str(number) for number in range(5)]
 
 
 def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
     (worker,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=10)
     private_etcd.kill()
-    worker.membership.put_search(1, SearchRecord("{}"))  # must not raise: training goes on
+    worker.membership.shared.put_search(1, SearchRecord("{}"))  # must not raise: training goes on
     private_etcd.start()
-    found = eventually(lambda: worker.membership.search(1), "the search")
+    found = eventually(lambda: worker.membership.shared.search(1), "the search")
     assert found == SearchRecord("{}")
     worker.end()  # ends while its etcd is up
 
@@ -540,9 +540,9 @@ def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monke
     keys = workers[0].membership.keys
     for number in range(60):
         workers[0].client.put(f"{keys.events}{number:020d}-gone", encode(EventRecord("test", float(number), str(number))))
-    workers[1].membership.event(UnknownEvent({}, "test"), "newest")
-    workers[1].membership.flush()
-    texts = [event.text for event in workers[1].membership.past_events()]
+    workers[1].membership.shared.event(UnknownEvent({}, "test"), "newest")
+    workers[1].membership.shared.outbox.write()
+    texts = [event.text for event in workers[1].membership.shared.journal.events()]
     assert len(texts) <= 22  # two workers may write at the same time
     assert "newest" in texts
     assert "0" not in texts
@@ -552,7 +552,7 @@ def test_a_line_of_the_history_that_cannot_be_read_is_left_out(start: Callable[.
     (worker,) = job_of(start, 1)
     client.put(worker.membership.keys.events + "0", b"garbage")
     client.put(worker.membership.keys.events + "1", encode(EventRecord("test", 1.0, "kept")))
-    assert "kept" in [event.text for event in worker.membership.past_events()]
+    assert "kept" in [event.text for event in worker.membership.shared.journal.events()]
 
 
 def other_host(worker_id: str, address: str, port: int = 1) -> WorkerRecord:
@@ -596,12 +596,12 @@ def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
         membership.register()
         with full(other):
             for step in (1, 2):
-                membership.put_checkpoint(CheckpointRecord(f"/checkpoints/{step}", step))
-            assert not membership.record("the end", lambda job: dataclasses.replace(job, phase="finished"))
+                membership.shared.put_checkpoint(CheckpointRecord(f"/checkpoints/{step}", step))
+            assert not membership.shared.record("the end", lambda job: dataclasses.replace(job, phase="finished"))
             membership.deliver(0.2)
-            assert membership.newest_checkpoint() is None
+            assert membership.shared.newest_checkpoint() is None
         membership.deliver(15.0)
-        found, job = membership.newest_checkpoint(), membership.newest_job()
+        found, job = membership.shared.newest_checkpoint(), membership.shared.journal.get(JobRecord, membership.keys.job).record
         assert found is not None
         assert found.global_step == 2
         assert job is not None

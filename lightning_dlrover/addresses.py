@@ -1,4 +1,4 @@
-"""This host's addresses and network interfaces."""
+"""This host's addresses, network interfaces and free ports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 import psutil
 
-__all__ = ["address_of_name", "interface_of", "own_address", "route_address"]
+__all__ = ["address_of_name", "free_port", "interface_of", "own_address", "route_address"]
 
 
 def address_of_name(name: str) -> str | None:
@@ -36,6 +36,14 @@ def own_address() -> str:
         if not address.startswith("127."):
             return address
     return route_address("10.255.255.255", 1) or "127.0.0.1"
+
+
+def free_port(host: str) -> int:
+    """Return a free port of an address of this host. An empty address stands for all of IPv4, `::` for all of IPv6."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def interface_of(address: str) -> str | None:

@@ -1,0 +1,146 @@
+"""The records that all workers of a job share, as one worker reads and writes them.
+
+The mirror answers what it holds without a request. Writes that no worker waits for go through the outbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lightning_dlrover.rdzv.etcd.lease import Lease
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.job.events import Event, record_of
+from lightning_dlrover.rdzv.job.journal import Journal, read, readable
+from lightning_dlrover.rdzv.job.records import (
+    CheckpointRecord,
+    CheckpointRequest,
+    JobRecord,
+    NodesRecord,
+    PlanRecord,
+    SearchRecord,
+    StacksRecord,
+    StacksRequest,
+    encode,
+)
+from lightning_dlrover.rdzv.live.member import MembershipError
+from lightning_dlrover.rdzv.live.outbox import Outbox
+from lightning_dlrover.rdzv.live.requests import ask_for_replacement, ask_for_stacks, read_stacks
+
+__all__ = ["SharedRecords"]
+
+R = TypeVar("R")
+
+
+class SharedRecords:
+    """A job's history, plan, checkpoints, searches, nodes, requests and figures.
+
+    Args:
+        mirror: mirror of the job's shared records.
+        lease: returns the lease of the worker's own record.
+        wake: makes the thread that writes the outbox take a turn.
+    """
+
+    def __init__(
+        self, journal: Journal, mirror: Mirror, worker_id: str, lease: Callable[[], Lease], wake: Callable[[], None]
+    ) -> None:
+        self.journal = journal
+        self.outbox = Outbox(journal, worker_id)
+        self._keys = journal.keys
+        self._mirror = mirror
+        self._worker_id = worker_id
+        self._lease = lease
+        self._wake = wake
+
+    def event(self, event: Event, text: str) -> None:
+        """Queue one line for the job's history, which the background thread writes at once; never waits for etcd."""
+        self.outbox.add(record_of(event, text))
+        self._wake()
+
+    def update_job(self, change: Callable[[JobRecord], JobRecord]) -> None:
+        """Compare-and-swap the job record until `change` of its newest version is stored."""
+        self._swap(JobRecord, self._keys.job, lambda job: change(job) if job else None)
+
+    def record(self, name: str, change: Callable[[JobRecord], JobRecord]) -> bool:
+        """Update the job record now, or once etcd is available. Return whether it was done.
+
+        Args:
+            name: what is recorded, for people. A change that waits under the same name is replaced.
+        """
+        return self.outbox.change(name, lambda: self.update_job(change))
+
+    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
+        """Compare-and-swap the plan; `change` returns None to leave it unchanged."""
+        self._swap(PlanRecord, self._keys.plan, change)
+
+    def newest_checkpoint(self) -> CheckpointRecord | None:
+        return self.journal.get(CheckpointRecord, self._keys.checkpoint).record
+
+    def put_checkpoint(self, record: CheckpointRecord) -> None:
+        """Record the newest checkpoint now, or once etcd is available."""
+        self.outbox.change(
+            f"run {self._keys.run_id}: the newest checkpoint",
+            lambda: self._swap(CheckpointRecord, self._keys.checkpoint, lambda _: record),
+        )
+
+    def checkpoint_request(self) -> int:
+        """Return the number of the newest checkpoint request, 0 if there is none."""
+        request = readable(CheckpointRequest, self._mirror.get(self._keys.checkpoint_request))
+        return request.number if request is not None else 0
+
+    def ask_for_checkpoint(self, reason: str) -> None:
+        """Ask all workers to save a checkpoint between two steps."""
+        self._swap(
+            CheckpointRequest,
+            self._keys.checkpoint_request,
+            lambda now: CheckpointRequest(now.number + 1 if now is not None else 1, reason),
+        )
+
+    def search(self, number: int) -> SearchRecord | None:
+        """Return the result of the script's search with this number, None before there is one."""
+        return read(SearchRecord, self._mirror.get(f"{self._keys.searches}{number}"))
+
+    def put_search(self, number: int, record: SearchRecord) -> None:
+        """Queue a search's result until etcd accepts it. Joiners wait for it; the workers that found it train on."""
+        key, payload = f"{self._keys.searches}{number}", encode(record)
+        self.outbox.add_change(
+            f"run {self._keys.run_id}: result of search {number}", lambda: self.journal.client.put(key, payload)
+        )
+        self._wake()
+
+    def has_controller(self) -> bool:
+        return self._mirror.get(self._keys.controller) is not None
+
+    @property
+    def nodes(self) -> NodesRecord | None:
+        """A controller's record of the job's nodes; None if there is none or it cannot be read."""
+        return readable(NodesRecord, self._mirror.get(self._keys.nodes))
+
+    def replace(self, worker_id: str, reason: str) -> bool:
+        """Request a worker's replacement; False if it is gone or was drained already."""
+        return ask_for_replacement(self.journal, worker_id, reason)
+
+    def stacks_request(self) -> StacksRequest | None:
+        """Return the newest request for stack traces, None if there is none."""
+        return readable(StacksRequest, self._mirror.get(self._keys.stacks_request))
+
+    def ask_for_stacks(self, after: int, reason: str) -> StacksRequest | None:
+        """Request a stack trace from every worker; see `ask_for_stacks`."""
+        return ask_for_stacks(self.journal, self._worker_id, reason, after)
+
+    def put_stacks(self, record: StacksRecord) -> None:
+        """Publish this worker's stack traces, bound to its lease."""
+        self.journal.client.put(self._keys.stacks + self._worker_id, encode(record), self._lease())
+
+    def stacks(self, request: int) -> dict[str, StacksRecord]:
+        """Return the responses to a request so far, by worker."""
+        answers = read_stacks(self.journal)
+        return {worker: answer for worker, answer in answers.items() if answer.request == request}
+
+    def put_profile(self, payload: bytes) -> None:
+        """Publish this worker's newest step profile, bound to its lease."""
+        self.journal.client.put(self._keys.profiles + self._worker_id, payload, self._lease())
+
+    def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> None:
+        if self.journal.swap(record_type, key, change).record is None:
+            raise MembershipError(f"run {self._keys.run_id!r}: {key!r} does not exist")
