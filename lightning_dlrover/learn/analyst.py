@@ -29,9 +29,8 @@ from typing import Any, Literal
 
 from lightning_dlrover.learn.allowance import stored_bytes
 from lightning_dlrover.learn.decision_log import DecisionLog
-from lightning_dlrover.learn.history import JobEntry, JobHistory
 from lightning_dlrover.learn.history_access import HistoryAccess
-from lightning_dlrover.learn.job_memory import JobMemory, Past
+from lightning_dlrover.learn.job_memory import JobMemory
 from lightning_dlrover.learn.profile_log import DIGITS, PublishedProfile, WindowLog, rounded
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
@@ -43,7 +42,7 @@ from lightning_dlrover.planner.plan import Candidate, Decision, Settings, outcom
 from lightning_dlrover.planner.situation import Situation
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.trial import STEPS_OF_PROOF, has_failed, retreat
-from lightning_dlrover.planner.warm_start import PastJob, Suggestion, descriptor_of, suggest
+from lightning_dlrover.planner.warm_start import PastJob, Suggestion, suggest
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import (
     DecisionMade,
@@ -130,7 +129,7 @@ class Analyst:
         self._planned_at = 0.0
         self._place: tuple[int, Settings] | None = None  # round and settings of the newest windows
         self._num_in_place = 0
-        self._history = HistoryAccess(JobHistory(intentions.history_url)) if intentions.history_url else None
+        self._history = HistoryAccess(intentions.history_url, node_cores)
         self._started_at = time.time()
         self._is_rank_0 = False
         self._num_submitted = self._num_digested = 0
@@ -233,7 +232,7 @@ class Analyst:
         has_failed = self._num_in_place < WINDOWS_PER_DECISION and self._is_failed_trial(profile)
         if self._num_in_place == WINDOWS_PER_DECISION or has_failed:
             self._judge(place[1])
-        if self._history is not None and self._history.is_due:
+        if self._history.is_due:
             self._remember("running")
         every_s = self._intentions.plan_every_s
         waited = time.monotonic() - self._planned_at >= every_s or self._last is None
@@ -310,7 +309,7 @@ class Analyst:
         limits = self._limits(news, job, events, nodes, by_hand)
         now = time.time()
         windows = self._memory.windows
-        neighbours = self._neighbours(profile)
+        neighbours = self._history.similar(profile, self._job_key)
         model = StepTimeModel.fit(windows, node_cores=self._node_cores, earlier=_thinned(neighbours))
         memory = MemoryModel.fit(windows) if any(w.memory_bytes or w.peak_memory_bytes for w in windows) else None
         situation = Situation(
@@ -478,11 +477,7 @@ class Analyst:
         """Return the state of earlier rank 0s: from the job's events, and from the history for events already deleted."""
         if self._membership is None:
             return JobMemory()
-        past = self._history.past(self._job_key) if self._history is not None else Past()
-        return JobMemory.of(self._membership.shared.journal.events(), past)
-
-    def _neighbours(self, profile: StepProfile) -> Sequence[PastJob]:
-        return self._history.similar(profile, self._node_cores, self._job_key) if self._history is not None else ()
+        return JobMemory.of(self._membership.shared.journal.events(), self._history.past(self._job_key))
 
     def _suggestion(self, profile: StepProfile, neighbours: Sequence[PastJob], limits: Limits) -> Suggestion | None:
         if any(d.is_change for d in self._memory.decisions):
@@ -491,19 +486,7 @@ class Analyst:
         return suggest(profile, neighbours, limits, node_cores=self._node_cores, at=time.time(), objective=objective)
 
     def _remember(self, end: Literal["running", "finished", "failed"]) -> None:
-        windows = self._memory.windows
-        if self._history is None or not windows:
-            return
-        key = self._job_key
-        entry = JobEntry(
-            key=key,
-            run_id=key.rpartition("@")[0],
-            started_at=self._began_at,
-            updated_at=time.time(),
-            outcome=end,
-            descriptor=descriptor_of(windows[-1], self._node_cores),
-        )
-        self._history.record(entry, self._memory)
+        self._history.record(self._job_key, self._began_at, end, self._memory)
 
 
 def _window_of(settings: Settings, step_time_s: float, like: StepProfile) -> StepProfile:

@@ -150,8 +150,8 @@ def test_a_job_is_tuned_recorded_judged_and_remembered(start: StartJob) -> None:
     assert decisions[-1].spent >= decisions[0].spent >= 0  # type: ignore[operator]
 
     job.analyst.close("finished")
-    assert job.analyst._history is not None
-    history: JobHistory = job.analyst._history._history
+    history = job.analyst._history._history
+    assert history is not None
     (entry,) = history.jobs()
     assert entry.outcome == "finished"
     assert entry.num_settings == len({d.chosen for d in changes} | {START})
@@ -304,8 +304,9 @@ def test_other_ranks_only_publish(start: StartJob) -> None:
     assert not job.events("profile")
     assert not job.events("decision")
     job.analyst.close("finished")
-    assert job.analyst._history is not None
-    assert job.analyst._history._history.jobs() == []
+    history = job.analyst._history._history
+    assert history is not None
+    assert history.jobs() == []
 
 
 def test_failed_trial_ends_after_one_window(start: StartJob) -> None:
