@@ -47,8 +47,8 @@ from jobs import AUTO_CONFIG_JOBS, START_TIMEOUT_S, STEP_TIMEOUT_S, LiveJob, Ste
 from lightning_dlrover.planner.plan import Decision, Settings
 
 NONE = "none"
-BAD = 1.5  # slowdown from which a trial is bad
-STEPS_BEFORE = 50  # steps before a trial with which it is compared
+BAD = 1.5  # minimum slowdown of a bad trial
+STEPS_BEFORE = 50  # steps before a trial, for comparison
 NUM_WINDOWS = 3  # windows that judge a trial which is not given up
 BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6): pass"
 

@@ -154,7 +154,7 @@ class Job:
         self._etcd = etcd
         self._client = EtcdClient(EtcdConfig(etcd.endpoint, timeout_s=60))
         self._keys = Keys(run_id)
-        self._mirror = Mirror(self._client, self._keys.live)  # as a controller has it
+        self._mirror = Mirror(self._client, self._keys.live)  # a controller has the same
         self._decoder = Decoder(self._keys, lambda key, error: None)
         self._num_workers = num_workers
         self._arguments = (etcd.endpoint, run_id, num_workers, num_workers + 1)

@@ -88,7 +88,7 @@ class Workers:
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self._folder = folder
-        self.pids: dict[int, int] = {}  # by index
+        self.pids: dict[int, int] = {}  # process id by index
         self._offsets: dict[int, int] = {}
         self._steps: dict[int, list[Made]] = {}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

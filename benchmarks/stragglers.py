@@ -25,7 +25,7 @@ from jobs import BenchmarkError, ControlledJob, Workspace, describe_machine, res
 from lightning_dlrover.rdzv.job.records import EventRecord
 
 NUM_WORKERS = 3
-NUM_MEASURED = 120  # steps in which a rate is measured
+NUM_MEASURED = 120  # steps of a measured rate
 NUM_SETTLED = 20  # steps before the measurement: the first ones of a process are slower
 NAMING_TIMEOUT_S = 90.0
 REPLACING_TIMEOUT_S = 90.0

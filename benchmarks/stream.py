@@ -75,10 +75,10 @@ class Size:
     num_files: int
     rows_per_file: int
     row_group: int
-    seek_rows: int  # of the large file
+    seek_rows: int  # rows of the large file
     seek_group: int
     num_seeks: int
-    trained_rows: int  # of which the AUC comes
+    trained_rows: int  # rows behind the AUC
     max_steps: int
 
 

@@ -1,6 +1,6 @@
 """A live job's loaders of a stream, simulated in one process: resized, reduced by losses, rolled back to snapshots.
 
-Rows are numbers, so whoever runs a job can count which rows were trained, and compare their order with the plan's.
+Rows are numbers, so a check can count which rows were trained, and compare their order with the plan's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Action:
 class Tally:
     """Rows of epochs by how often they were trained."""
 
-    rows: int = 0  # that should have been trained
+    rows: int = 0  # rows that should have been trained
     lost: int = 0
     doubled: int = 0  # times that a row was trained again
 
@@ -173,7 +173,7 @@ class SimulatedJob:
         self._place(rewind=num_batches)
 
     def finish_epoch(self) -> npt.NDArray[np.int64]:
-        """Return all rows of the epoch in the order in which they were trained."""
+        """Return all rows of the epoch in the order of training."""
         while self.cursor < self.num_batches:
             self.step()
         trained = np.concatenate(self.trained)

@@ -51,7 +51,7 @@ from jobs import describe_machine, result_line
 from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.trial import FAR_OUT, PROOF_S, STEPS_OF_PROOF, TrialWatch
 
-GOOD = 1.1  # slowdown up to which a trial is good
+GOOD = 1.1  # maximum slowdown of a good trial
 MAX_WRONG = 0.1  # fraction of good trials that limits may give up
 MIN_STEPS = 3  # steps that a trial and the stretch before it must have
 TRIAL_S = 6.0  # seconds of the windows that judge a trial which is not given up

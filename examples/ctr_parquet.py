@@ -49,8 +49,8 @@ class Description:
     """What a model needs to know of the rows before it reads them."""
 
     source: str  # where the rows came from
-    rows: tuple[int, int, int]  # in each of `SETS`
-    means: tuple[float, ...]  # of `NUMBERS`, over the training rows
+    rows: tuple[int, int, int]  # rows of each of `SETS`
+    means: tuple[float, ...]  # means of `NUMBERS` over the training rows
     deviations: tuple[float, ...]
     cardinalities: tuple[int, ...]  # ids of each of `CATEGORIES`
     best_auc: float | None = None  # test AUC of the model that made the labels, if known

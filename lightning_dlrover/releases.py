@@ -25,7 +25,7 @@ class Triple:
     """Minor releases that are built for each other."""
 
     torchrec: str
-    fbgemm: str  # of fbgemm-gpu, and of fbgemm-gpu-cpu for CPU builds of torch
+    fbgemm: str  # fbgemm-gpu, and fbgemm-gpu-cpu for CPU builds of torch
     torch: str
 
 

@@ -25,7 +25,7 @@ CHECKED_FOR_LEAKS = {
 }
 """Test folders that must leave nothing behind."""
 
-# Keep the history of the user who runs the tests from warm-starting or recording their jobs.
+# Keep the user's own history from warm-starting or recording the jobs of tests.
 os.environ["DLROVER_HISTORY"] = "off"
 
 # An example's time says nothing while other tests run beside it.

@@ -18,9 +18,9 @@ WORKER, AGENT, NODE, COMMAND = "rdzv/group/config.py", "rdzv/agents/config.py", 
 READERS = {
     "ENDPOINT": {WORKER, COMMAND},
     "PREFIX": {WORKER, COMMAND},
-    "ACCESS": {"rdzv/etcd/config.py"},  # for both
+    "ACCESS": {"rdzv/etcd/config.py"},  # read for workers and commands
     **{key: {WORKER} for key in ["RUN_ID", "AGENT_ID", "AGENT_PID", "MIN_NODES", "MAX_NODES", "HISTORY_TTL_S", "LEFT_STATE"]},
-    "timeout": {"rdzv/timeouts.py"},  # for workers
+    "timeout": {"rdzv/timeouts.py"},  # read for workers
     "NODE": {WORKER, AGENT, "observe/cgroups.py", "components/targets/local.py"},  # the target reads it of other processes
     "STARTED_BY": {"observe/cgroups.py", "components/targets/local.py"},
     **{key: {NODE} for key in ["PARENT_PID", "MEMORY_GROUP", "EXIT_FILE", "NOTICE_S", "LEAVE_ON_SIGTERM"]},

@@ -32,7 +32,7 @@ _MEANT_FOR = {
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
     **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
 }
-"""Targets to which each option applies; options that are not listed apply to all."""
+"""Targets of each option; options that are not listed apply to all."""
 
 
 def surrounding_target(options: argparse.Namespace) -> str:

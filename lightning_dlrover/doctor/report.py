@@ -42,11 +42,11 @@ class Case:
     prefix: str = "/dlrover"
     script: Path | None = None
     arguments: Sequence[str] = ()
-    deadline_s: float = 120.0  # of the script's first batch
+    deadline_s: float = 120.0  # seconds until the script's first batch
 
 
 def examine(case: Case, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Yield the findings in the order in which they are shown."""
+    """Yield the findings in display order."""
     installed = installed_versions()
     yield from check_versions(installed)
     is_safe = is_safe_to_import(installed)

@@ -12,7 +12,7 @@ __all__ = ["DLRoverEnvironment"]
 
 
 class DLRoverEnvironment:
-    """Cluster environment of a job in which workers join and leave. The strategy sets ranks and size at every round.
+    """Cluster environment of a job with changing workers. The strategy sets ranks and size at every round.
 
     Lightning's own TorchElastic environment reads both from variables that are frozen when the process starts.
     This class is registered as a `ClusterEnvironment` of `lightning` and of `pytorch_lightning`.

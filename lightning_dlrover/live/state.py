@@ -89,7 +89,7 @@ class RunningState:
     should_stop: bool
     accumulate_grad_batches: int
     limits: tuple[int | None, int]  # epochs and steps
-    train_reload_epoch: float  # epoch in which the training loader was last made anew; -inf: never
+    train_reload_epoch: float  # epoch of the training loader's last renewal; -inf: never
     val_reload_epoch: float
     val_age_s: float | None  # seconds since the last validation; None: validation does not follow the clock
     first_loop_iter: bool | None

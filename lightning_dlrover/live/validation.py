@@ -463,7 +463,7 @@ class _Committed:
 
 
 def _tensors_of(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
-    """Return a state in the parts in which torchmetrics exchanges it."""
+    """Return a state in the parts that torchmetrics exchanges."""
     value = getattr(metric, attr)
     if isinstance(value, torch.Tensor):
         return [value]

@@ -26,7 +26,7 @@ class Votes:
         self._fit = fit
         self._pulse = pulse
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
-        self._fit_of_vote = 0  # `fit` of the script in which the newest vote began
+        self._fit_of_vote = 0  # `fit` of the script at the newest vote's beginning
         self.saved_request = 0  # newest request for a checkpoint that was carried out
 
     def begin_fit(self) -> None:

@@ -80,7 +80,7 @@ class Configuration:
 
 
 def configuration_of(profile: StepProfile, node_cores: float = 0.0) -> Configuration:
-    """Return the configuration in which `profile` was measured; a profile does not contain `node_cores`."""
+    """Return the configuration of a measured profile, which does not contain `node_cores`."""
     return Configuration(
         num_workers=profile.num_workers,
         num_nodes=profile.num_nodes,

@@ -72,7 +72,7 @@ def resources_of(configuration: Configuration, peak_memory_bytes: float = 0.0) -
 
 @dataclass(frozen=True)
 class Objective:
-    """The criterion by which a plan is chosen.
+    """The criterion for the choice of a plan.
 
     fastest: ends soonest; with `budget`, among the settings that the budget allows. Twice the resources have to bring at
     least 2 ** 0.05 = 1.035 times the throughput, or they are left to others.

@@ -93,7 +93,7 @@ def tunable_axes(node_cores: float, cores: float) -> dict[str, tuple[int, ...]]:
 
 
 def settings_of(profile: StepProfile) -> Settings:
-    """Return the settings in which `profile` was measured."""
+    """Return the settings of a measured profile."""
     prefetch_factor = profile.prefetch_factor if profile.loader_workers else 0
     return Settings(profile.num_workers, profile.loader_workers, profile.intra_op_threads, prefetch_factor)
 

@@ -52,7 +52,7 @@ class TrialWatch:
     def __init__(self, min_steps: int = STEPS_OF_PROOF, min_s: float = PROOF_S) -> None:
         self._min_steps, self._min_s = min_steps, min_s
         self._trial: Decision | None = None
-        self._limit_s = math.inf  # step time from which the trial has failed
+        self._limit_s = math.inf  # minimum step time of a failed trial
         self._newest_s: deque[float] = deque()
         # Steps may take a fraction of a millisecond, so each one costs a comparison, and no median of some thousand.
         self._span_s = 0.0

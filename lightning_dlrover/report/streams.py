@@ -32,7 +32,7 @@ class Standing:
     """A fit's position.
 
     Attributes:
-        batches: global batches since the beginning of the epoch in which the fit began.
+        batches: global batches since the beginning of the epoch of the fit's beginning.
         age_s: seconds since it was measured.
         batches_per_s: None: not known.
     """

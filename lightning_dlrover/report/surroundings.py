@@ -19,7 +19,7 @@ class Surroundings:
 
     endpoint: str | None
     prefix: str
-    access: Mapping[str, str]  # as in `EtcdConfig.access`
+    access: Mapping[str, str]  # see `EtcdConfig.access`
 
     @classmethod
     def of_this_process(cls) -> Surroundings:

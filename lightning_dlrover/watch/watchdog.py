@@ -316,7 +316,7 @@ class _Stragglers:
         self._membership: Membership = fit.world.membership
         self._num_heard = 0
         self._asked_for = ""  # the worker whose replacement was requested last, if it is still the straggler
-        self._judged_at: dict[str, float] = {}  # by worker
+        self._judged_at: dict[str, float] = {}  # monotonic clock, by worker
         self._told_at: dict[tuple[str, str], float] = {}  # time of the newest event, by worker and act
         self._next_look = 0.0
 

@@ -23,7 +23,7 @@ def test_trials_are_stretches_without_a_change_and_changes_to_more_threads() -> 
     assert trials_of([one, two, one]) == [Trial(0.1, (0.1,) * 10), Trial(0.1, (0.1,) * 10), Trial(0.1, (0.4,) * 4)]
     assert trials_of([Stretch(1, (0.1,) * 50), Stretch(2, (0.4,) * 2)]) == []  # too few steps to judge
     (long,) = trials_of([Stretch(1, (1.0,) * 100)])
-    assert len(long.durations_s) == 6  # as long as the windows of a trial
+    assert len(long.durations_s) == 6  # the length of a trial's windows
 
 
 def test_figures_count_good_trials_given_up_and_what_bad_ones_cost() -> None:

@@ -150,7 +150,7 @@ def test_newest_fit_counts(
 ) -> None:
     second = replace(opened, fit=2, epoch_batches=5)
     put(line(opened), line(replace(opened, number=1)), line(FitFinished(20), BEGAN + 10), line(second, BEGAN + 20))
-    put_window(client, job, at=BEGAN + 15)  # of the first one
+    put_window(client, job, at=BEGAN + 15)  # a window of the first fit
     (answer,) = asked(dlrover, etcd, job)
     assert answer["epoch"] is None
     assert answer["guarantee"] == "each row at most once, 60 left out of each epoch"

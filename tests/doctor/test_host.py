@@ -145,7 +145,7 @@ def test_interface_that_does_not_exist_is_named(variable: str, value: str, verdi
 
 
 def test_name_with_the_address_of_another_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "own_address", lambda: "198.51.100.7")  # of the block for documentation
+    monkeypatch.setattr(host, "own_address", lambda: "198.51.100.7")  # an address reserved for documentation
     [found] = host.check_interfaces(None, {})
     assert found.verdict == "error"
     assert "does not reach its own address 198.51.100.7" in found.text

@@ -364,14 +364,14 @@ def _windows(settings: ToySettings) -> Iterator[_Window]:
 
 
 def _order(job: Job, settings: ToySettings, epoch: int) -> list[int]:
-    """Return the ids of an epoch's rows, in the order in which they must be trained."""
+    """Return the ids of an epoch's rows, in training order."""
     if settings.streams:
         return streamed_order(streamed(job.folder / "train", settings.shuffle), epoch, settings.batch_size, job.max_workers)
     return epoch_order(settings.num_rows, settings.shuffle, SEED, epoch).tolist()
 
 
 def streamed_order(data: Stream, epoch: int, global_batch_size: int, max_workers: int) -> list[int]:
-    """Return the ids of an epoch's rows, in the order in which a job of so many workers must train them."""
+    """Return the ids of an epoch's rows, in the training order of a job of so many workers."""
     plan = data.plan(SEED + epoch, data.layout_for(global_batch_size, max_workers))
     firsts = [0, *itertools.accumulate(shard.rows for shard in data.shards)]
     return [firsts[shard] + row for shard, row in map(plan.row_at, range(plan.num_rows))]

@@ -152,7 +152,7 @@ def test_kubernetes_job_without_a_controller_is_cancelled(
     run.process.kill()
     run.process.wait()
     elsewhere = ("--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere")
-    assert dlrover("logs", run_id, *elsewhere).stdout == "[node1] here\n[node2] here\n"  # from the pods
+    assert dlrover("logs", run_id, *elsewhere).stdout == "[node1] here\n[node2] here\n"  # read from the pods
     eventually(lambda: client.get(keys.controller) is None, "the end of the controller's lease")
     assert "controller: none; nodes on kubernetes/training train on" in dlrover("status", run_id, *elsewhere).stdout
     done = dlrover("cancel", run_id, *elsewhere)

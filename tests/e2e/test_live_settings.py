@@ -67,7 +67,7 @@ def losses(job: Job) -> list[float]:
 
 
 def modes(job: Job) -> set[tuple[int, int]]:
-    """Pairs of loader workers and threads with which steps ran."""
+    """Pairs of loader workers and threads of all steps."""
     return {(r["loader_workers"][0], r["threads"]) for r in job.records("done")}
 
 

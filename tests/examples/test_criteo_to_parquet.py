@@ -30,7 +30,7 @@ def row(label: str = "0", numbers: str = "1", category: str = "68fd1e64") -> str
 
 
 def many_rows(num_rows: int, seed: int = 0) -> list[str]:
-    """Rows with gaps, whose categories have more values than a vocabulary of ctr_data holds."""
+    """Rows with gaps, and with more values of each category than a vocabulary of ctr_data holds."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(num_rows):

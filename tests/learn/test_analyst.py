@@ -375,7 +375,7 @@ def test_workers_that_were_planned_for_memory_survive_a_failed_trial(start: Star
     trial, plan = job.analyst.trial, job.membership.view.plan
     assert trial is not None
     assert plan is not None
-    more = dataclasses.replace(plan, num_workers=(plan.num_workers or 1) + 2)  # as the watchdog writes it
+    more = dataclasses.replace(plan, num_workers=(plan.num_workers or 1) + 2)  # a plan of the watchdog's
     client.put(keys.plan, encode(more))
     job.membership.wait_for(lambda view: view.plan == more or None, 15.0, "the plan")
     job.analyst.give_up(trial, 9.0)

@@ -20,7 +20,7 @@ SHARED_PROCESSES = ("resource_tracker", "forkserver", "compile_worker", "elastic
 """Parts of the command lines of helpers that this process starts once and keeps. Processes forked from them belong to tests."""
 
 STARTED_BY = "TEST_PROCESS"
-"""Environment variable by which descendants of this process are found, also those whose parent has died."""
+"""Environment variable that marks descendants of this process, also orphans."""
 
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "socket.sendmsg")
 """Audit events after which this process may have new descendants. With the last one a helper is asked to fork."""

@@ -510,7 +510,7 @@ def test_leftovers_of_dead_jobs_are_swept_only_when_old(new_store: MakeStore) ->
     dead, mine = new_store(job="/dlrover/dead"), new_store()
     write(dead, 1)
     write(mine, 1)
-    dead.close()  # as the end of its process does
+    dead.close()  # does the same as the end of its process
     mine.sweep(older_than_s=60)
     assert names(dead) == [(1, 1)]
     _age(dead, 120)
@@ -560,7 +560,7 @@ def test_snapshots_of_killed_workers_are_removed_by_another_process(tmp_path: Pa
     remove_snapshots(Keys("over"), root=tmp_path)
     assert not over.folder.exists()
     assert [folder.name for folder in (tmp_path / "disk").iterdir()] == [other.folder.name]
-    assert names(other) == [(1, 1), (1, 1)]  # in memory and on disk
+    assert names(other) == [(1, 1), (1, 1)]  # one in memory, one on disk
 
 
 @pytest.mark.parametrize("content", ["", "relative", "{victim}", "{victim}\0", "{victim}/../victim"])

@@ -50,7 +50,7 @@ class Records:
 
 
 class SlowJob:
-    """Three workers, of which one is slow; the test says how many seconds have passed."""
+    """Two fast workers and a slow one; the test passes the seconds."""
 
     def __init__(self) -> None:
         self.records = Records()

@@ -32,7 +32,7 @@ def read_tail(file: Path, num_bytes: int = TAIL_BYTES) -> str:
 
 
 def log_files(folder: Path) -> dict[str, list[Path]]:
-    """Return each node's output files in a job's log folder, in the order in which the nodes were started."""
+    """Return each node's output files in a job's log folder, in the order of the nodes' start."""
     found: dict[str, list[Path]] = {}
     for name in ("stdout", "stderr"):
         for file in sorted(folder.rglob(f"{name}.log")):

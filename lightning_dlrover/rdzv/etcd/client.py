@@ -62,7 +62,7 @@ class EtcdClient:
             EtcdUnavailableError: no endpoint responded as etcd v3 within `timeout_s`.
             EtcdError: the server refused the user, the password or the certificate.
         """
-        with contextlib.suppress(PermissionDeniedError):  # the server knows this user, who may not ask about the server itself
+        with contextlib.suppress(PermissionDeniedError):  # this user may not ask about the server itself
             self.caller.call("check the connection", "Maintenance", "Status", etcdrpc.StatusRequest())
 
     def get(self, key: str) -> KeyValue | None:

@@ -17,7 +17,7 @@ class EtcdError(RuntimeError):
 
 
 class PermissionDeniedError(EtcdError):
-    """etcd has authenticated the user, who may not do this."""
+    """etcd refuses this to the authenticated user."""
 
 
 class EtcdUnavailableError(EtcdError):

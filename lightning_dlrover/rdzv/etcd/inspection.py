@@ -48,7 +48,7 @@ class EtcdCondition:
 
     version: str
     has_leader: bool
-    size_bytes: int  # of the database's file
+    size_bytes: int  # the database's file
     used_bytes: int | None  # without free pages, which only `etcdctl defrag` gives back
     quota_bytes: int | None
     revision: int

@@ -56,7 +56,7 @@ class Mirror:
         self._stream: WatchStream | None = None
         self._revision, found = client.get_prefix(prefix)
         self._keys = {kv.key: kv for kv in found}
-        self._snapshot: MappingProxyType[str, KeyValue] | None = None  # as `snapshot` has returned it; None: since changed
+        self._snapshot: MappingProxyType[str, KeyValue] | None = None  # result of `snapshot`; None: changed since
         client.adopt(self)
         name = f"etcd-mirror-{prefix.rstrip('/').rsplit('/', 1)[-1]}"
         self._threads = [

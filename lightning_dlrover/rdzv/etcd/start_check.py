@@ -20,7 +20,7 @@ __all__ = ["troubles_of", "warn_of_troubles"]
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 2.0  # for each request, a dozen in all; a server that is slower has troubles of its own
+_TIMEOUT_S = 2.0  # seconds for each of a dozen requests; a server that is slower has troubles of its own
 
 
 def warn_of_troubles(config: EtcdConfig, warn: Callable[[str], None]) -> threading.Thread:

@@ -1,7 +1,7 @@
 """Exchange the hellos of a round's members through its store, in a few requests of each member.
 
 Each member writes its hello and counts itself. The one that is counted last writes the list of all hellos, and the others only
-look for that list. A store whose every member read every hello would serve as many requests as members, squared.
+look for that list. If every member read every hello, the store would serve as many requests as members, squared.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Handover:
-    """Transfers of the job's state as pairs of worker ids (from, to), in the order in which all workers run them."""
+    """Transfers of the job's state as pairs of worker ids (from, to), in the order of all workers."""
 
     behind: list[tuple[str, str]]  # transfers to workers that lack updates
     joining: list[tuple[str, str]]  # later transfers to workers without a state, spread over all senders

@@ -524,7 +524,7 @@ class Meeting:
         return found
 
     def _whereabouts(self, now: Counts) -> Sighting:
-        """Return the collective in which this worker's thread waits, as far as its stack shows."""
+        """Return the collective that this worker's thread waits for, as far as its stack shows."""
         frame = current_frames().get(self._thread)
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):

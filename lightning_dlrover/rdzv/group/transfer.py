@@ -238,7 +238,7 @@ def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable
 
 
 def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
-    """Serialize the object without its large tensors; return these beside it, in the order in which `_replaced` visits them."""
+    """Serialize the object without its large tensors; return these beside it, in the order of `_replaced`."""
     large: list[torch.Tensor] = []
 
     def outline(tensor: torch.Tensor) -> torch.Tensor:

@@ -299,16 +299,16 @@ class StreamOpened(Event):
 
     KIND = "stream"
     fit: int
-    number: int  # of the training loader, from 0
+    number: int  # index of the training loader
     source: str  # the expression that makes it, if that is short, else its type
     folder: str  # working folder of the script, which relative paths are in
     num_shards: int
     num_rows: int
-    digest: str  # of the shards' names and rows
+    digest: str  # hash of the shards' names and rows
     own_batches: int  # global batches of one pass over the rows
     epoch_batches: int  # global batches of the Trainer's epoch
     cycles: bool  # whether the rows begin again within the Trainer's epoch
-    epoch: int  # epoch in which the fit began
+    epoch: int  # epoch of the fit's beginning
     batches_before: int  # global batches before that epoch
     steps_before: int  # optimizer updates before that epoch
     accumulate: int  # global batches of an optimizer update; 0: they vary
@@ -317,7 +317,7 @@ class StreamOpened(Event):
     slots: int
     cycle: int
     block_rows: int
-    seed: int | None = None  # of epoch 0; None: rows are not shuffled
+    seed: int | None = None  # seed of epoch 0; None: rows are not shuffled
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Keys:
 
     root = _Key("")
     live = _Key("live/")  # conveners and controllers watch these keys; the job's other keys change too often for that
-    shared = _Key("live/shared/")  # of these, every worker watches the ones below: a change costs it the same in any job
+    shared = _Key("live/shared/")  # every worker watches these: a change costs it the same in any job
     job = _Key("live/shared/job")
     round = _Key("live/shared/round")
     notice = _Key("live/shared/notice")
@@ -215,7 +215,7 @@ class RoundRecord:
     convener: str = ""
     created_at: float = 0.0  # seconds since the epoch; for people and pictures, never compared
     apart_attempts: int = 0  # consecutive earlier rounds that did not form because members could not reach each other
-    hosts: list[int] = field(default_factory=list)  # for each member a number of its host, from 0 in the order of ranks
+    hosts: list[int] = field(default_factory=list)  # each member's host as a number, from 0 in the order of ranks
 
 
 @dataclass(frozen=True)

@@ -302,7 +302,7 @@ class Membership:
                     self._changed.wait(GONE_CHECK_S)
 
     def _missing(self) -> str:
-        """Describe for people who is awaited."""
+        """Describe the missing workers for people."""
         try:
             missing = awaited(self.all_records()) if self._mirror.healthy else []
         except EtcdError:

@@ -130,7 +130,7 @@ class Office:
                 self._shared.wait_for(lambda now: True if now.get(self._keys.convener) != before else None, SIGHT_S)
 
     def _is_vacant(self, shared: Entries) -> bool:
-        """Whether the election key's holder has no record. Checked rarely: whoever removes its record also unseats it."""
+        """Whether the election key's holder has no record. Checked rarely: removing its record also unseats it."""
         election = shared.get(self._keys.convener)
         if election is None or time.monotonic() < self._holder_is_checked_at:
             return False

@@ -24,7 +24,7 @@ class Outbox:
         self._journal = journal
         self._worker_id = worker_id
         self._events: deque[EventRecord] = deque()
-        self._changes: dict[str, Callable[[], object]] = {}  # by name, oldest first
+        self._changes: dict[str, Callable[[], object]] = {}  # writes by name, oldest first
         self._lock = threading.Lock()
 
     @property
