@@ -203,7 +203,7 @@ class MemoryWatch:
         self._sample_s = sample_s
         self.children: Sequence[int] = ()
         """Process ids at the last sample."""
-        self._resident = self._of_children = self._peak_of_children = 0
+        self._of_children = self._peak_of_children = 0
         self._closing = threading.Event()
         self._forget_peak()
         self._thread = threading.Thread(target=self._run, name="dlrover-memory", daemon=True)

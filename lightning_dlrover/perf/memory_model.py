@@ -131,11 +131,6 @@ class MemoryModel:
         width = math.exp(NORMAL_WIDTH * math.hypot(self.sigma, UNTESTED_SIGMA * beyond))
         return MemoryPrediction(round(peak), round(peak / width), round(peak * width))
 
-    def parts_bytes(self, configuration: Configuration) -> dict[str, float]:
-        """Return the bytes of each term, by its name."""
-        amounts = _amounts(Columns.of([configuration]))[0]
-        return {t.name: float(k * a) for t, k, a in zip(MEMORY_TERMS, self.coefficients, amounts, strict=True)}
-
 
 def _peak_bytes(sample: StepProfile) -> int:
     return max(sample.peak_memory_bytes, sample.memory_bytes)

@@ -82,14 +82,6 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Measurements in one configuration of this job."""
-
-    num_samples: int
-    log_residual: float  # mean log of measured over predicted, before this configuration corrects the prediction
-
-
-@dataclass(frozen=True)
 class _Observed:
     """Measurements, one row for each configuration."""
 
@@ -228,7 +220,7 @@ class StepTimeModel:
     """Step time of one job on one kind of device; create it with `fit`."""
 
     node_cores: float
-    evidence: Mapping[Configuration, Evidence]  # configurations of this job, newest last
+    evidence: Sequence[Configuration]  # configurations of this job, newest last
     width: float  # half width of the log interval in a configuration that was not measured, at a size that was
     tested_distance: float  # distance from measurements up to which that width was tested
     share_sigma: Floats  # deviation of the parts' shares in a configuration that was not measured, in the order of `PARTS`
@@ -288,7 +280,7 @@ class StepTimeModel:
         there = layers.prior.predict(observed.columns).log_s + _bent(layers.trees, observed.columns)
         return cls(
             node_cores=node_cores,
-            evidence={c: Evidence(len(own[c]), float(layers.residuals[i])) for i, c in enumerate(own)},
+            evidence=list(own),
             width=max(width, NORMAL_WIDTH * MIN_SIGMA),
             tested_distance=tested.distance if tested else 0.0,
             share_sigma=tested.share_sigma if tested else np.full(len(PARTS), UNTESTED_SHARE_SIGMA),
@@ -360,7 +352,7 @@ class StepTimeModel:
 
     def measured(self, num_workers: int, local_batch: int) -> Configuration | None:
         """Return the newest configuration in which this size was measured with this batch, None if it never was."""
-        for configuration in reversed(list(self.evidence)):
+        for configuration in reversed(self.evidence):
             if configuration.num_workers == num_workers and configuration.local_batch == local_batch:
                 return configuration
         return None

@@ -161,7 +161,8 @@ class Forming:
         return group
 
     def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
-        patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S)
+        suspects = target.members if len(target.members) > FEW else target.members[:1]  # not all of many bury rank 0 at once
+        patrol = Patrol(self._membership, suspects, interval_s=0.0)
         while True:
             check()
             # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
@@ -171,10 +172,7 @@ class Forming:
                 store = _store_at(target, 1.0, CONNECT_TIMEOUT_S * max(1.0, len(target.members) / FEW))
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
                 return store
-            if len(target.members) > FEW:
-                patrol.look()  # not all workers at once bury rank 0
-            else:
-                self._membership.bury_the_dead(target.members[:1])
+            patrol.look()
             self._reach.raise_if_silent(target)
             if time.monotonic() > deadline:
                 raise self._reach.too_late(

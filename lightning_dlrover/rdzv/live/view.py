@@ -38,9 +38,8 @@ class Decoder:
         self._keys = keys
         self._bad = bad
         self._read: dict[str, tuple[int, Any]] = {}  # revision and last readable record of each key
-        # The last result and the snapshot that gave it. A mirror's is the same object until a key changes, and is read-only.
+        # The last view and the snapshot that gave it. A mirror's is the same object until a key changes, and is read-only.
         self._last_view: tuple[Mapping[str, KeyValue], View] | None = None
-        self._last_outlook: tuple[Mapping[str, KeyValue], Outlook] | None = None
 
     def view(self, entries: Mapping[str, KeyValue]) -> View:
         """Decode a snapshot of `keys.live`."""
@@ -66,12 +65,6 @@ class Decoder:
 
     def outlook(self, entries: Mapping[str, KeyValue]) -> Outlook:
         """Decode a snapshot of `keys.shared`."""
-        if self._last_outlook is not None and self._last_outlook[0] is entries and isinstance(entries, MappingProxyType):
-            return self._last_outlook[1]
-        self._last_outlook = entries, self._decoded_outlook(entries)
-        return self._last_outlook[1]
-
-    def _decoded_outlook(self, entries: Mapping[str, KeyValue]) -> Outlook:
         keys = self._keys
         return Outlook(
             job=self._record(entries, keys.job, JobRecord),
