@@ -358,7 +358,7 @@ class _Stragglers:
         if act != "replace" and now - self._told_at.get((worker, act), -math.inf) < TELL_AGAIN_S:
             return
         self._told_at[worker, act] = now
-        record = membership.records([worker]).get(worker)
+        record = membership.workers.of([worker]).get(worker)
         where = f"rank {found.global_rank}, {record.host}:{record.pid}" if record is not None else f"rank {found.global_rank}"
         event = StragglerFound(
             worker_id=worker,
@@ -456,7 +456,7 @@ class _Memory:
             for _, short in events_of(past, MemoryShort)
             if short.act in ("replace", "enlarge") and 0 < short.round < self._first_round
         ]
-        present = self._membership.present({short.worker_id for short in asked})
+        present = self._membership.workers.present({short.worker_id for short in asked})
         asked = [short for short in asked if short.worker_id not in present]
         if not asked:
             return None

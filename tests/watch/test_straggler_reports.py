@@ -31,7 +31,11 @@ class Records:
     view: Outlook = field(default_factory=Outlook)
     events: list[EventRecord] = field(default_factory=list)
 
-    def records(self, worker_ids: Sequence[str]) -> dict[str, WorkerRecord]:
+    @property
+    def workers(self) -> Records:
+        return self
+
+    def of(self, worker_ids: Sequence[str]) -> dict[str, WorkerRecord]:
         return {worker: record_of_worker(MEMBERS.index(worker)) for worker in worker_ids}
 
     @property

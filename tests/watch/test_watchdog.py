@@ -6,7 +6,7 @@ import faulthandler
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,8 +64,9 @@ class FakeMembership:
     def to_be_replaced(self, *workers: str) -> None:
         self.view = replace(self.view, notice=Notice(1, replacements=list(workers)))
 
-    def present(self, workers: Collection[str]) -> set[str]:
-        return set()
+    @property
+    def workers(self) -> SimpleNamespace:
+        return SimpleNamespace(present=lambda workers: {})
 
     def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
         self.view = replace(self.view, plan=change(self.view.plan) or self.view.plan)

@@ -108,7 +108,7 @@ class Reach:
     def silent(self, members: Sequence[str], timeout_s: float = 1.0) -> list[str]:
         """Return the members whose port neither accepts nor refuses a connection from here."""
         me, lost = self._membership.worker_id, set(self._membership.view.lost)
-        records = self._membership.records(w for w in members if w != me and w not in lost)
+        records = self._membership.workers.of(w for w in members if w != me and w not in lost)
         return silent_workers(records.values(), timeout_s)
 
 
@@ -139,7 +139,7 @@ class Neighbour:
         answer: Answer = "accepts"
         with contextlib.suppress(EtcdUnavailableError):  # see `Patrol`
             if neighbour not in self._membership.view.lost:
-                answer = answers(self._membership.records([neighbour]).values(), DEAD_S).get(neighbour, answer)
+                answer = answers(self._membership.workers.of([neighbour]).values(), DEAD_S).get(neighbour, answer)
             if answer == "refuses":
                 self._membership.bury([neighbour])
         if answer != "silent":

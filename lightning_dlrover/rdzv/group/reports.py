@@ -89,7 +89,7 @@ class Reports:
                     "the loss of a worker",
                 )
             if len(members) <= MANY:
-                present = self._membership.present(members)
+                present = self._membership.workers.present(members)
                 return [member for member in members if member not in present]
         return [member for member in members if member in self._membership.view.lost]
 

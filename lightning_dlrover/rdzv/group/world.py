@@ -299,10 +299,10 @@ class World:
         """
         if self._left_state is None or self.formation is None:
             return
-        records = self.membership.records(self.formation.round.members)
+        records = self.membership.workers.of(self.formation.round.members)
         mates = [w for w, record in records.items() if record.agent_id == self.config.agent_id]
         with contextlib.suppress(EtcdError):
-            present = self.membership.present(mates)
+            present = self.membership.workers.present(mates)
             mates = [w for w in mates if w in present]
         first = next(iter(mates), self.worker_id)
         if first == self.worker_id:

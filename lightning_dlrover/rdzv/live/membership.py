@@ -76,12 +76,17 @@ NUM_SAMPLED = 8
 
 
 class Membership:
-    """One worker's record, its view of the job, and its turn as convener.
+    """One worker's view of the job, and its turn as convener.
 
     Args:
         client: a connected client; its owner closes it.
         on_view: called from the background thread after every change, with the new view. Must return quickly.
         on_tick: called from the background thread about every 100 ms, even without a change.
+
+    Attributes:
+        own: this worker's own record.
+        workers: the records of single workers.
+        shared: the records that all workers share.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class Membership:
             client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, lambda lease: self._office.came_back(lease)
         )
         self._decoder = Decoder(self.keys, self._report_garbage)
-        self._records = WorkerRecords(client, self.keys, lambda: not self._mirror.healthy)
+        self.workers = WorkerRecords(client, self.keys, lambda: not self._mirror.healthy)
         self._mirror = Mirror(client, self.keys.shared, self._wake, CHECK_S)
         self.shared = SharedRecords(self._journal, self._mirror, self.worker_id, lambda: self.own.lease, self._wake)
         self._office = Office(
@@ -218,13 +223,6 @@ class Membership:
         """
         return read_view({entry.key: entry for entry in self._client.get_prefix(self.keys.live)[1]}, self.keys)
 
-    def records(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
-        """Return what is constant in the records of workers that were registered when they were read, by worker id.
-
-        While etcd does not answer, these are the workers that were read before.
-        """
-        return self._records.of(worker_ids)
-
     def on_this_host(self) -> dict[str, WorkerRecord]:
         """Read from etcd the records of the workers on this host, by worker id.
 
@@ -236,14 +234,6 @@ class Membership:
         host = socket.gethostname()
         found = readable_folder(self._client, WorkerRecord, self.keys.workers, worker_name_of(host))
         return {worker: record for worker, record in found.items() if record.host == host}
-
-    def present(self, worker_ids: Iterable[str]) -> set[str]:
-        """Read from etcd which workers are registered.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
-        return set(self._records.present(worker_ids))
 
     def wait_for(
         self,
@@ -293,9 +283,9 @@ class Membership:
             EtcdError: etcd does not answer.
         """
         deadline = time.monotonic() + timeout_s
-        while here := self._records.present(worker_ids):
+        while here := self.workers.present(worker_ids):
             last = next(w for w in reversed(worker_ids) if w in here)  # the others may be asked for when this one is gone
-            while self._records.present([last]):
+            while self.workers.present([last]):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"run {self._config.run_id!r}: waited {timeout_s:.0f} s for worker {last} {purpose}")
                 with self._changed:
@@ -319,12 +309,12 @@ class Membership:
         Raises:
             EtcdError: etcd does not answer.
         """
-        for worker_id, entry in self._records.entries(worker_ids).items():
+        for worker_id, entry in self.workers.entries(worker_ids).items():
             self._buried.add(worker_id)
             log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
             for write in burial(entry, self._client.get(self.keys.convener), self.keys):
                 self._client.txn(write.compare, write.ops)
-            self._records.forget(worker_id)
+            self.workers.forget(worker_id)
 
     def whose_refusal_counts(self, worker_ids: Iterable[str]) -> list[WorkerRecord]:
         """Return the records of those other workers that are certainly dead if their port refuses a connection.
@@ -332,7 +322,7 @@ class Membership:
         A refusal from another host proves nothing until that address was reached once: it may come from a firewall.
         """
         lost, host = set(self._view.lost), socket.gethostname()
-        records = self.records(w for w in worker_ids if w != self.worker_id and w not in lost).values()
+        records = self.workers.of(w for w in worker_ids if w != self.worker_id and w not in lost).values()
         return [r for r in records if r.host == host or r.worker_id in self.reached]
 
     def bury_the_dead(self, worker_ids: Iterable[str]) -> None:

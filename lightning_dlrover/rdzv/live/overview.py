@@ -114,7 +114,11 @@ class WorkerRecords:
         return {worker: entry for worker, entry in entries if entry is not None}
 
     def present(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
-        """Read which workers are registered now, and return their entries."""
+        """Read which workers are registered now, and return their entries.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
         wanted = list(worker_ids)
         found: dict[str, KeyValue] = {}
         for first in range(0, len(wanted), GETS_PER_REQUEST):
@@ -133,7 +137,7 @@ class WorkerRecords:
         return [entry for key in keys if (entry := self._client.get(key)) is not None]
 
     def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
-        """Return the records of `entries` that can be read."""
+        """Return what is constant in the records of `entries` that can be read."""
         records = {worker: self._decode(worker, entry) for worker, entry in self.entries(worker_ids).items()}
         return {worker: record for worker, record in records.items() if record is not None}
 

@@ -256,7 +256,7 @@ def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Cal
 def test_returned_worker_is_not_buried_for_its_former_life(start: Callable[..., Worker], client: EtcdClient) -> None:
     first, second = job_of(start, 2)
     key = first.membership.keys.workers + second.worker_id
-    assert first.membership.records([second.worker_id])
+    assert first.membership.workers.of([second.worker_id])
     entry = client.get(key)
     assert entry is not None
     client.delete(key)
@@ -491,9 +491,9 @@ def test_joiner_outwaits_an_outage_of_etcd(start: Callable[..., Worker], private
     late = start(endpoint=private_etcd.endpoint, lease_ttl_s=30)
     assert late.membership.register() == "standby"
     private_etcd.kill()
-    assert late.membership.records([first.worker_id]) == {}  # not read before, and no error
+    assert late.membership.workers.of([first.worker_id]) == {}  # not read before, and no error
     private_etcd.start()
-    assert eventually(lambda: late.membership.records([first.worker_id]), "the record")
+    assert eventually(lambda: late.membership.workers.of([first.worker_id]), "the record")
     for worker in (first, late):
         worker.end()  # ends while its etcd is up
 
