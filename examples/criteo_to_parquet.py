@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -30,6 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from ctr_auc import Floats
 from ctr_data import CRITEO_LABELS, MAX_IDS, UNSEEN, ClickRows, DataError, Ids, load, signed_log, split_in_order
+from ctr_options import at_least
 from ctr_parquet import CATEGORIES, LABEL, NUMBERS, SETS, Description
 from pyarrow import csv
 from tqdm.auto import tqdm
@@ -473,15 +474,15 @@ def parse_options() -> Options:
     parser = argparse.ArgumentParser(description="Convert click logs in Criteo's format to a folder of Parquet files.")
     parser.add_argument("inputs", metavar="INPUT.tsv[.gz]", nargs="*", type=Path, help="TSV files, the oldest rows first")
     parser.add_argument("output", metavar="OUTPUT_FOLDER", type=Path, help="folder to write, new or empty")
-    parser.add_argument("--generate", metavar="ROWS", type=_at_least(MIN_ROWS), help="write generated rows, without an input")
+    parser.add_argument("--generate", metavar="ROWS", type=at_least(MIN_ROWS), help="write generated rows, without an input")
     parser.add_argument("--seed", type=int, default=1, help="seed of generated rows (default: %(default)s)")
     parser.add_argument(
-        "--ids", type=_at_least(2), default=MAX_IDS, help="ids per category, ignored with --generate (default: %(default)s)"
+        "--ids", type=at_least(2), default=MAX_IDS, help="ids per category, ignored with --generate (default: %(default)s)"
     )
-    parser.add_argument("--rows-per-file", type=_at_least(1), default=Layout.rows_per_file, help="(default: %(default)s)")
+    parser.add_argument("--rows-per-file", type=at_least(1), default=Layout.rows_per_file, help="(default: %(default)s)")
     parser.add_argument(
         "--row-group-rows",
-        type=_at_least(1),
+        type=at_least(1),
         default=Layout.row_group_rows,
         help="rows that are compressed together; fewer make reading from the middle cheaper (default: %(default)s)",
     )
@@ -491,17 +492,6 @@ def parse_options() -> Options:
     if given.generate is not None and given.inputs:
         parser.error(f"--generate takes no input, and {given.inputs[0]} is one: leave one of them out")
     return Options(**vars(given))
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text} must be {least} or more")
-        return number
-
-    parse.__name__ = "int"  # argparse names the type when the text is not a number
-    return parse
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 from ctr_data import ClickData, DataError, collate, load, load_generated
+from ctr_options import at_least
 from ctr_parquet import ClickStreams, is_click_folder, load_streams
 from torch.utils.data import DataLoader
 from train_ctr import StopOnFile
@@ -146,23 +146,23 @@ def parse_options() -> Options:
         help="folder that criteo_to_parquet.py wrote, Criteo-format TSV file, or folder with the Adult files "
         "(default: generated rows)",
     )
-    parser.add_argument("--rows", type=_at_least(100), default=500_000, help="rows to generate, or the most to read from a TSV")
-    parser.add_argument("--epochs", type=_at_least(1), default=1, help="passes; on rare ids, a second one is learning by heart")
+    parser.add_argument("--rows", type=at_least(100), default=500_000, help="rows to generate, or the most to read from a TSV")
+    parser.add_argument("--epochs", type=at_least(1), default=1, help="passes; on rare ids, a second one is learning by heart")
     parser.add_argument("--max-steps", type=int, default=-1, help="end after this many steps (default: after the epochs)")
     parser.add_argument("--until", type=Path, help="end after the step at which this file exists")
     parser.add_argument(
         "--shuffle-rows",
-        type=_at_least(0),
+        type=at_least(0),
         default=200_000,
         help="rows of a Parquet folder that are shuffled together, in the memory of all workers; 0: no shuffling",
     )
-    parser.add_argument("--batch-size", type=_at_least(1), default=1024, help="samples per step, all workers together")
+    parser.add_argument("--batch-size", type=at_least(1), default=1024, help="samples per step, all workers together")
     parser.add_argument("--loader-workers", type=int, default=1, help="data-loading processes per worker")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of the MLPs")
     parser.add_argument("--table-lr", type=float, default=0.02, help="learning rate of the embedding tables")
-    parser.add_argument("--width", type=_at_least(1), default=256, help="hidden units; a step's cost grows with the square")
+    parser.add_argument("--width", type=at_least(1), default=256, help="hidden units; a step's cost grows with the square")
     parser.add_argument("--embedding-dim", type=_multiple_of_4, default=16, help="values per id, a multiple of 4")
-    parser.add_argument("--threads", type=_at_least(1), default=1, help="CPU threads per worker")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="CPU threads per worker")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu or gpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="folder for metrics.json")
@@ -185,17 +185,6 @@ def parse_options() -> Options:
         seed=given.seed,
         output=given.output,
     )
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text} must be {least} or more")
-        return number
-
-    parse.__name__ = "int"  # argparse names the type when the text is not a number
-    return parse
 
 
 def _multiple_of_4(text: str) -> int:
