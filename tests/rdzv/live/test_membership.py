@@ -303,7 +303,7 @@ def test_ended_worker_does_not_block_other_replacements(start: Callable[..., Wor
     with second.membership.own._write_lock:  # its host is gone
         second.membership.own.lease.revoke()
         first.wait_for_records(lambda view: True if second.worker_id not in view.workers else None)
-    assert first.wait_for(lambda view: True if not view.replacements else None)
+        assert first.wait_for(lambda view: True if not view.replacements else None)
 
 
 def test_worker_with_an_expired_lease_registers_again_if_still_awaited(

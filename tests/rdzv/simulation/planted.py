@@ -96,7 +96,7 @@ def _() -> list[Patch]:
     return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=()))]
 
 
-@bug("fence without the election", "fence", near=40)
+@bug("fence without the election", "fence", near=75)
 def _() -> list[Patch]:
     """Only the previous round is compared, so any worker that believes it is in office may write."""
     return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=write.compare[1:]))]
@@ -138,7 +138,7 @@ def _() -> list[Patch]:
     return [_replace(Convener, "next_write", make)]
 
 
-@bug("a lost office is not noticed", "fence", near=130)
+@bug("a lost office is not noticed", "fence", near=1570)
 def _() -> list[Patch]:
     """Once elected, a worker convenes regardless of the election key, under the fence of the current holder."""
 
@@ -157,7 +157,7 @@ def _() -> list[Patch]:
     return [_replace(Convener, "next_write", make)]
 
 
-@bug("an unknown outcome is taken for a failure", "one-number", near=280)
+@bug("an unknown outcome is taken for a failure", "one-number", near=650)
 def _() -> list[Patch]:
     """A write without an answer is repeated with the next number, over any existing round."""
 
@@ -191,7 +191,7 @@ def _() -> list[Patch]:
     return [mock.patch.object(process_module, "PATIENCE", Patience(start_s=4.0, regroup_s=0.0))]
 
 
-@bug("one wait counts towards the next", "patience")
+@bug("one wait counts towards the next", "patience", near=90)
 def _() -> list[Patch]:
     """The waiting time is counted from the job's first wait of all."""
 
@@ -212,7 +212,7 @@ def _() -> list[Patch]:
     return [_replace(Convener, "next_write", make)]
 
 
-@bug("patience never ends", "patience", near=90)
+@bug("patience never ends", "patience", near=130)
 def _() -> list[Patch]:
     """A survivor with a valid lease that does not answer is awaited without end."""
 
@@ -339,7 +339,7 @@ def _() -> list[Patch]:
     return [_replace(Worker, "_refresh", make)]
 
 
-@bug("stale round accepted", "progress")
+@bug("stale round accepted", "progress", near=30)
 def _() -> list[Patch]:
     """A worker that meets the others again takes the failed round for the next one."""
 
@@ -353,7 +353,7 @@ def _() -> list[Patch]:
     return [_replace(Member, "_next_after", make)]
 
 
-@bug("a void round is not noticed", "given-up", near=925)
+@bug("a void round is not noticed", "given-up", near=965)
 def _() -> list[Patch]:
     """Members that form a round, or have formed it, do not see that another member gave it up."""
 
@@ -369,7 +369,7 @@ def _() -> list[Patch]:
     return [mock.patch.object(Member, "must_cut_off", return_value=False)]
 
 
-@bug("a late repetition brings an old state back", "progress", near=40)
+@bug("a late repetition brings an old state back", "progress", near=225)
 def _() -> list[Patch]:
     """A worker's record is written over any existing one, also by a late attempt."""
 
