@@ -70,22 +70,28 @@ def test_later_fits_lose_workers_and_gain_none(seen: View, members: list[str] | 
     assert (successor.members if successor is not None else None) == members
 
 
+NAMED = st.sampled_from(NAMES)
+ASKED = st.lists(NAMED, unique=True, max_size=3)
+REGISTERED = st.lists(
+    st.tuples(NAMED, st.sampled_from(["starting", "standby", "ready", "active", "reforming"]), st.integers(0, 2)),
+    unique_by=lambda each: each[0],
+    max_size=len(NAMES),
+)
+"""Workers in any order: name, state, and the round of the state: none, the last one or this one."""
+
+
 @st.composite
 def views(draw: st.DrawFn) -> View:
     low = draw(st.integers(1, 3))
     job = replace(JOB, min_workers=low, max_workers=draw(st.integers(low, 5)))
     number = draw(st.integers(1, 9))
     kind = draw(st.sampled_from(["start", "grow", "loss", "retry"]))
-    members = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=5))
+    members = draw(st.lists(NAMED, unique=True, max_size=5))
     round_ = RoundRecord(number, members, "", kind, planned=kind in ("start", "grow")) if members else None  # type: ignore[arg-type]
-    workers = {}
-    for name in draw(st.permutations(NAMES)):
-        if draw(st.booleans()):
-            state = draw(st.sampled_from(["starting", "standby", "ready", "active", "reforming"]))
-            workers[name] = worker(name, state, draw(st.sampled_from([0, number - 1, number])))
+    workers = {name: worker(name, state, (0, number - 1, number)[of]) for name, state, of in draw(REGISTERED)}
     plan = PlanRecord(draw(st.integers(1, 6)), "planner", "", binding=draw(st.booleans())) if draw(st.booleans()) else None
-    drains = frozenset(draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3)))
-    replacements = frozenset(draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3)))
+    drains = frozenset(draw(ASKED))
+    replacements = frozenset(draw(ASKED))
     agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in workers}
     return View(job, round_, plan, workers, agents, drains, replacements - drains)
 
