@@ -34,6 +34,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
+from lightning_dlrover.rdzv.live import office
 from lightning_dlrover.rdzv.live.admission import (
     JobClosedError,
     MembershipConfig,
@@ -109,8 +110,8 @@ def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[Callable[..., Worker]]:
     """Start workers, each with its own client, as in separate processes."""
     with ExitStack() as stack:
 
-        def make(endpoint: str = etcd.endpoint, **config: Any) -> Worker:
-            worker = Worker(stack.enter_context(EtcdClient(EtcdConfig(endpoint))), run_id, **config)
+        def make(endpoint: str = etcd.endpoint, timeout_s: float = EtcdConfig.timeout_s, **config: Any) -> Worker:
+            worker = Worker(stack.enter_context(EtcdClient(EtcdConfig(endpoint, timeout_s=timeout_s))), run_id, **config)
             stack.callback(worker.end)
             return worker
 
@@ -195,7 +196,10 @@ def test_a_convener_that_lost_its_key_cannot_write_a_round(
     assert client.get(keys.round) == before
 
 
-def test_election_key_without_a_holder_is_removed(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_election_key_without_a_holder_is_removed(
+    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(office, "CHECK_S", 0.2)
     (first,) = job_of(start, 1)
     client.put(first.membership.keys.convener, b"\xff nobody")
     late = start()
@@ -488,7 +492,7 @@ def test_job_with_unreadable_records_is_not_joined(
 
 def test_joiner_outwaits_an_outage_of_etcd(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
     (first,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=30)
-    late = start(endpoint=private_etcd.endpoint, lease_ttl_s=30)
+    late = start(endpoint=private_etcd.endpoint, timeout_s=1.0, lease_ttl_s=30)
     assert late.membership.register() == "standby"
     private_etcd.kill()
     assert late.membership.workers.of([first.worker_id]) == {}  # not read before, and no error
