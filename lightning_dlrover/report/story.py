@@ -235,6 +235,11 @@ class _Told:
             case FitFinished():
                 self.finished_step = _whole(event.global_step)
 
+    def measured(self, formed: Round) -> Round:
+        """Return a round with its stall, if there was one."""
+        stall_s, until = self.stalls.get(formed.number, (None, 0.0))
+        return replace(formed, stall_s=stall_s, stalled_until=until)
+
 
 def _profile(at: float, data: Mapping[str, Any]) -> Profile:
     return Profile(
