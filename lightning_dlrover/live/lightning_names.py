@@ -224,7 +224,7 @@ def later_names(package: str) -> frozenset[str]:
 
 @functools.cache
 def check(package: str) -> None:
-    """Raise `MissingNamesError` if the installed release of a package lacks one of the names. Takes some 30 ms, once."""
+    """Raise `MissingNamesError` if the installed release of a package lacks one of the names."""
     check_names(DISTRIBUTIONS[package], NAMES, package, later_names(package))
 
 

@@ -13,7 +13,9 @@ from lightning_dlrover.frames import current_frames, main_thread_frame
 
 __all__ = ["innermost_user_place", "is_in_debugger", "stacks"]
 
-MAX_FRAMES = 40  # frames per thread
+MAX_FRAMES = (40, 20, 10, 5)
+"""Frames per thread: the largest number with which all threads fit."""
+
 MAX_CHARACTERS = 8000  # characters of all threads together
 
 _DEBUGGERS = ("pdb", "bdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
@@ -25,9 +27,13 @@ def stacks() -> str:
     frames = current_frames()
     main = threading.main_thread()
     others = [t for t in threading.enumerate() if t is not main and not _is_idle_service(t, frames.get(t.ident or 0))]
-    texts = [_of_thread(thread.name, frames[thread.ident]) for thread in (main, *others) if thread.ident in frames]
-    text = "\n".join(texts)
-    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 20] + "\n... (shortened)"
+    shown = [(thread.name, frames[thread.ident]) for thread in (main, *others) if thread.ident in frames]
+    text = ""
+    for max_frames in MAX_FRAMES:
+        text = "\n".join(_of_thread(name, frame, max_frames) for name, frame in shown)
+        if len(text) <= MAX_CHARACTERS:
+            return text
+    return text[: MAX_CHARACTERS - 20] + "\n... (shortened)"
 
 
 def innermost_user_place() -> str:
@@ -66,9 +72,9 @@ def _is_idle_service(thread: threading.Thread, frame: FrameType | None) -> bool:
     return bool(names & {"grpc", "pyetcd"})
 
 
-def _of_thread(name: str, frame: FrameType) -> str:
+def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
     summary = traceback.extract_stack(frame)
-    left_out = len(summary) - MAX_FRAMES
+    left_out = len(summary) - max_frames
     lines = [f"thread {name}:"]
     if left_out > 0:
         # The innermost calls matter more than the callers of the training.

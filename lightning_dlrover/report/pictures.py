@@ -122,7 +122,8 @@ def throughput_picture(story: JobStory) -> Figure:
         for axes in (rate, workers):
             axes.axvline(x, color=colour, linewidth=1.5, linestyle=(0, (4, 2)), label=label if axes is rate else None)
         if round_.stall_s:
-            rate.axvspan(x, x + round_.stall_s / unit[0], color=colour, alpha=0.18, linewidth=0)
+            end = _x(story, round_.stalled_until)
+            rate.axvspan(end - round_.stall_s / unit[0], end, color=colour, alpha=0.18, linewidth=0)
         if len(story.rounds) <= 40:
             # Numbers of adjacent rounds alternate in height to avoid overprinting.
             height = 0.995 if number % 2 == 0 else 0.93

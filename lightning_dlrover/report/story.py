@@ -53,6 +53,7 @@ class Round:
     num_workers: int
     reason: str
     stall_s: float | None  # longest measured stall of the survivors
+    stalled_until: float = 0.0  # time of the first step after it
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,12 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
         run_id=run_id,
         started_at=started_at,
         ended_at=max((e.at for e in timed), default=0.0),
-        rounds=tuple(replace(r, stall_s=told.stalls.get(r.number)) for r in told.rounds.values()),
+        rounds=tuple(
+            replace(r, stall_s=told.stalls[r.number][0], stalled_until=told.stalls[r.number][1])
+            if r.number in told.stalls
+            else r
+            for r in told.rounds.values()
+        ),
         profiles=tuple(told.profiles),
         decisions=tuple(told.decisions),
         losses=tuple(told.losses.values()),
@@ -191,7 +197,7 @@ class _Told:
     """The parts of a story, as far as its events have been read."""
 
     num_skipped: int
-    stalls: dict[int, float] = field(default_factory=dict)
+    stalls: dict[int, tuple[float, float]] = field(default_factory=dict)  # by round: the longest one's seconds and end
     rounds: dict[int, Round] = field(default_factory=dict)
     profiles: list[Profile] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -210,7 +216,7 @@ class _Told:
         match event:
             case TrainingStalled():
                 number = _whole(event.round)
-                self.stalls[number] = max(_amount(event.seconds), self.stalls.get(number, 0.0))
+                self.stalls[number] = max((_amount(event.seconds), at), self.stalls.get(number, (0.0, 0.0)))
             case RoundFormed():
                 formed = Round(_whole(event.number), at, event.kind, len(event.members), event.reason or text, None)
                 self.rounds.setdefault(formed.number, formed)
@@ -228,6 +234,11 @@ class _Told:
                 self.errors.append(Note(at, text))
             case FitFinished():
                 self.finished_step = _whole(event.global_step)
+
+    def measured(self, formed: Round) -> Round:
+        """Return a round with its stall, if there was one."""
+        stall_s, until = self.stalls.get(formed.number, (None, 0.0))
+        return replace(formed, stall_s=stall_s, stalled_until=until)
 
 
 def _profile(at: float, data: Mapping[str, Any]) -> Profile:

@@ -90,15 +90,13 @@ def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
     for action in schedule.actions:
         if any(w.exit_code == 0 for w in job.workers if not w.doomed):
             break
-        # Only a snapshot of the round after the last change counts. Without one the next kill would end the job.
         settled = job.step
-        deadline = time.monotonic() + 0.5
         job.wait_until(
-            lambda settled=settled, action=action, deadline=deadline: (  # type: ignore[misc]
-                (job.step >= min(settled + action.steps + 8, schedule.settings.num_steps - 4) and time.monotonic() > deadline)
+            lambda settled=settled, action=action: (  # type: ignore[misc]
+                (job.step >= min(settled + action.steps + 8, schedule.settings.num_steps - 4) and _can_lose_a_worker(job))
                 or any(w.exit_code == 0 for w in job.workers if not w.doomed)
             ),
-            "the steps before an action",
+            "the steps before an action, and a snapshot",
         )
         time.sleep(action.delay_s)
         _act(action, job)
@@ -114,6 +112,13 @@ def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
     if shared_memory_of(job):
         bad.append("files are left in shared memory")
     return bad
+
+
+def _can_lose_a_worker(job: Job) -> bool:
+    """Whether the newest round has a snapshot that counts, and all who were to leave have left. Else a loss may end the job."""
+    newest = max((record["round"] for record in job.records("done")), default=0)
+    leaving = any(w.doomed and not w.killed and w.exit_code is None for w in job.workers)
+    return not leaving and any(record["round"] == newest for record in job.records("counted"))
 
 
 def _act(action: Action, job: Job) -> None:

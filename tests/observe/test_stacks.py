@@ -34,6 +34,16 @@ def test_the_main_thread_comes_first_and_threads_of_ours_are_left_out() -> None:
     assert ("thread user-0:" in text, "thread user-1:" in text, "dlrover-0" in text) == (True, True, False)
 
 
+def test_deep_main_thread_leaves_room_for_the_others() -> None:
+    def deep(calls: int) -> str:
+        return deep(calls - 1) if calls else stacks()
+
+    with waiting_threads(2, "user-" + "x" * 1500):
+        text = deep(100)
+    assert len(text) <= MAX_CHARACTERS
+    assert (text.count("thread user-"), "shortened" in text, text.count(" in deep") >= 5) == (2, False, True)
+
+
 def test_text_of_deep_stacks_stays_small_with_the_innermost_calls() -> None:
     def deep(calls: int) -> str:
         return deep(calls - 1) if calls else innermost()

@@ -19,6 +19,7 @@ from lightning_dlrover.report.page import (
     summary_text,
     write_report,
 )
+from lightning_dlrover.report.pictures import throughput_picture
 from lightning_dlrover.report.story import (
     outcome_of,
     tell,
@@ -240,6 +241,12 @@ def test_broken_events_are_left_out_and_counted(tmp_path: Path) -> None:
     page = page_of([*whole_job(), *broken], tmp_path)
     assert "8 events could not be read and were left out" in page.text
     assert "8 events could not be read and were left out" in summary_text("job", [*broken])
+
+
+def test_shade_covers_the_time_before_the_first_step_after_a_stall() -> None:
+    events = [round_event(0, 1, 2, "start"), round_event(20, 2, 1, "loss"), stall_event(21, 2, 8.0, "loss")]
+    [shade] = [patch for patch in throughput_picture(tell("job", events)).axes[0].patches if patch.get_width() > 0]
+    assert (shade.get_x(), shade.get_x() + shade.get_width()) == (pytest.approx(13.0), pytest.approx(21.0))
 
 
 JSON = st.recursive(

@@ -172,9 +172,7 @@ class Journal:
                 return Found(updated, done.revision)
             if not may_arrive_late:
                 del lost[value]
-            seen = {entry.key: entry for entry in done.values}
-            if not all(each.holds(seen.get(each.key)) for each in fence):
-                raise FenceLostError(f"{key!r} was not written: another process has taken over, or the job's keys were deleted")
+            _check_fence(key, fence, done.values)
             if time.monotonic() >= deadline:
                 raise ContentionError(
                     f"{key!r} was not written: others have changed it for {limit_s:g} s, each time before this process could; "
@@ -216,3 +214,9 @@ class Journal:
         known = self._events
         self._events = {e.key: known[e.key] if e.key in known else readable(EventRecord, e) for e in entries}
         return [event for event in self._events.values() if event is not None]
+
+
+def _check_fence(key: str, fence: Sequence[Compare], entries: Iterable[KeyValue]) -> None:
+    seen = {entry.key: entry for entry in entries}
+    if not all(each.holds(seen.get(each.key)) for each in fence):
+        raise FenceLostError(f"{key!r} was not written: another process has taken over, or the job's keys were deleted")

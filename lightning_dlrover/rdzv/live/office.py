@@ -11,6 +11,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import Put, modified
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.live.convener import Convener, Entries
 from lightning_dlrover.rdzv.live.overview import Overview
@@ -64,6 +65,7 @@ class Office:
         self._overview = Overview(client, keys, on_change, decoder)
         self._stands_at: float | None = None  # time of this worker's candidacy, while there is no convener
         self._holder_is_checked_at = time.monotonic() + CHECK_S
+        self._is_refused = False  # whether etcd was full at this worker's last write
 
     def act(self, num_members: int) -> None:
         """Make this worker's next write on behalf of the job, if there is one.
@@ -77,30 +79,44 @@ class Office:
         is_late = self._lease.silent_s > MAX_SILENCE * self._lease.ttl_s
         if is_late or not (self._shared.healthy and self._overview.is_healthy):
             self._convener.was_cut_off(time.monotonic())  # also as a candidate: in office it must know of the outage
-        shared = self._shared.snapshot()
+        try:
+            self._act(self._shared.snapshot(), num_members)
+        except EtcdFullError:
+            self._is_refused = True
+            raise
+
+    def _act(self, shared: Entries, num_members: int) -> None:
         if not self._convener.is_in_office(shared):
             self.step_down()
             self._campaign(shared, num_members)
             return
         self._stands_at = None
+        if self._is_refused:
+            self._find_room(shared)
         # Read both together: the view must come from the revision that guards the next round.
         entries, view, age_s = self._overview.look()
         write = self._convener.next_write(entries, view, time.monotonic(), time.time())
         if write is None:
             return
-        try:
-            done = self._client.txn(write.compare, write.ops)
-        except EtcdFullError:
-            # A healthy worker whose lease expired meanwhile can register again only when there is room.
-            self._convener.was_cut_off(time.monotonic())
-            raise
-        if not done.succeeded:
+        if not self._client.txn(write.compare, write.ops).succeeded:
             return
         if write.round is not None:
             self._announce(view, write.round, age_s)
         # The next decision must see this write, or it would be repeated in vain.
         with contextlib.suppress(TimeoutError):
             self._overview.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
+
+    def _find_room(self, shared: Entries) -> None:
+        """Write the notice again as it is, until etcd takes it.
+
+        Healthy workers whose leases expired while etcd was full can register again from then on, and need time for that. A
+        round would come too early for them if it were the first write.
+        """
+        last = shared.get(self._keys.notice)
+        if last is not None:
+            self._client.txn([modified(last.key) == last.mod_revision], [Put(last.key, last.value)])
+        self._is_refused = False
+        self._convener.was_cut_off(time.monotonic())
 
     @property
     def is_about_to_stand(self) -> bool:
@@ -118,7 +134,7 @@ class Office:
 
     def _campaign(self, shared: Entries, num_members: int) -> None:
         if self._keys.convener in shared:
-            self._stands_at = None
+            self._stands_at, self._is_refused = None, False
         elif self._stands_at is None:
             self._stands_at = time.monotonic() + random.uniform(0.0, num_members * CAMPAIGN_PER_WORKER_S)
         if self._stands_at is not None and time.monotonic() < self._stands_at:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,7 +46,7 @@ from lightning_dlrover.rdzv.live.member import (
 )
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import Patience, View
 from lightning_dlrover.rdzv.live.view import read_view
 
 T = TypeVar("T")
@@ -611,6 +612,33 @@ def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
         assert job is not None
         assert job.phase == "finished"
         worker.end()
+
+
+@pytest.mark.parametrize("convener_is_silent", [False, True])
+def test_time_to_return_begins_when_a_full_etcd_has_room(
+    convener_is_silent: bool, start: Callable[..., Worker], private_etcd: EmbeddedEtcd
+) -> None:
+    return_s = 3.0
+    with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
+        workers = job_of(start, 2, endpoint=private_etcd.endpoint, patience=Patience(return_s=return_s))
+        election = other.get(workers[0].membership.keys.convener)
+        assert election is not None
+        silent, remaining = sorted(
+            workers, key=lambda worker: (worker.worker_id == election.value.decode()) != convener_is_silent
+        )
+        assert remaining.membership.record("fewer", lambda job: dataclasses.replace(job, min_workers=1))
+        with full(other):
+            silent.stop()
+            silent.membership._own.lease.revoke()
+            eventually(lambda: remaining.client.caller._num_refused, "a refused write")
+            time.sleep(return_s / 2)
+        since = time.monotonic()
+        lost = remaining.wait_for_round(2)
+        waited_s = time.monotonic() - since
+        for worker in workers:
+            worker.end()
+    assert lost.members == [remaining.worker_id]
+    assert waited_s >= 0.9 * return_s
 
 
 def test_worker_removes_its_record_from_a_full_etcd(start: Callable[..., Worker], tmp_path: Path, keys: Keys) -> None:
