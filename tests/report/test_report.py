@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.patches import Rectangle
 
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
@@ -245,7 +246,8 @@ def test_broken_events_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_shade_covers_the_time_before_the_first_step_after_a_stall() -> None:
     events = [round_event(0, 1, 2, "start"), round_event(20, 2, 1, "loss"), stall_event(21, 2, 8.0, "loss")]
-    [shade] = [patch for patch in throughput_picture(tell("job", events)).axes[0].patches if patch.get_width() > 0]
+    patches = throughput_picture(tell("job", events)).axes[0].patches
+    [shade] = [patch for patch in patches if isinstance(patch, Rectangle) and patch.get_width() > 0]
     assert (shade.get_x(), shade.get_x() + shade.get_width()) == (pytest.approx(13.0), pytest.approx(21.0))
 
 

@@ -626,10 +626,10 @@ def test_time_to_return_begins_when_a_full_etcd_has_room(
         silent, remaining = sorted(
             workers, key=lambda worker: (worker.worker_id == election.value.decode()) != convener_is_silent
         )
-        assert remaining.membership.record("fewer", lambda job: dataclasses.replace(job, min_workers=1))
+        assert remaining.membership.shared.record("fewer", lambda job: dataclasses.replace(job, min_workers=1))
         with full(other):
             silent.stop()
-            silent.membership._own.lease.revoke()
+            silent.membership.own.lease.revoke()
             eventually(lambda: remaining.client.caller._num_refused, "a refused write")
             time.sleep(return_s / 2)
         since = time.monotonic()
