@@ -132,7 +132,7 @@ class Membership:
         self._refresh()
         self._thread = threading.Thread(target=self._run, name="dlrover-membership", daemon=True)
 
-    # --- the worker's own record -------------------------------------------------------------------------------------
+    # --- entering and leaving -------------------------------------------------------------------------------------------
 
     def register(self) -> WorkerState:
         """Enter the job, as `starting` if no worker is past the start yet, else as `standby`.
