@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The inner loop: pure code, the simulation with fewer seeds, a real etcd; no process that trains. A hundred seconds on two idle cores.
+# The inner loop: pure code, the simulation with fewer seeds, a real etcd; no process that trains. A minute and a half on two idle cores.
 QUICK := $(addprefix tests/,checks components/control doctor learn perf planner report watch \
 	rdzv/etcd rdzv/job rdzv/live rdzv/agents/test_agent_rounds.py rdzv/test_protocol.py \
 	tables/test_arena.py tables/test_layout.py tables/test_placement.py)

@@ -200,7 +200,7 @@ class _Sketcher:
         self._before: object = None
 
     def __call__(self, samples: list[Any]) -> tuple[Sketch | None, bool]:
-        name, key, *place = np.random.get_state()  # as text it would take milliseconds
+        name, key, *place = np.random.get_state()  # its text would take milliseconds
         now = (random.getstate(), (name, np.asarray(key).tobytes(), place), torch.get_rng_state().numpy().tobytes())
         has_drawn, self._before = now != self._before, now
         return sketch(samples[0]), has_drawn

@@ -197,7 +197,7 @@ class _Told:
     """The parts of a story, as far as its events have been read."""
 
     num_skipped: int
-    stalls: dict[int, tuple[float, float]] = field(default_factory=dict)  # by round: the longest one's seconds and end
+    stalls: dict[int, tuple[float, float]] = field(default_factory=dict)  # seconds and end of the longest one, by round
     rounds: dict[int, Round] = field(default_factory=dict)
     profiles: list[Profile] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
