@@ -1,0 +1,132 @@
+"""Fix which rows make a window of a source whose rows come and go, once for all that read it.
+
+A source that grows has a window for each epoch, which goes on where the window before has ended. Any other one has a single
+window. The process that needs a window first proposes it. In a live job its record in etcd makes it that of all workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch.utils.data import get_worker_info
+
+from lightning_dlrover.data.source import DataError, Ranges, WindowedSource
+
+__all__ = ["WindowKeeper", "Windows", "num_rows"]
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""Seconds between two looks for new rows; longer if a look takes long."""
+
+WARN_AFTER_S = 5.0
+"""Seconds without new rows after which the wait is logged."""
+
+NUM_KEPT = 4
+"""Newest windows that a process remembers. A rollback may lead back to the one before."""
+
+
+def num_rows(ranges: Mapping[str, tuple[int, int]]) -> int:
+    """Return the number of rows in a window."""
+    return sum(stop - first for first, stop in ranges.values())
+
+
+class WindowKeeper(Protocol):
+    """Where the windows of a source are fixed."""
+
+    def read(self, epoch: int, after: Mapping[str, int] | None) -> Ranges | None:
+        """Return a window that was fixed; None if it was not.
+
+        Args:
+            after: row at which each shard goes on, according to the window before. A window that does not is none.
+        """
+
+    def fix(self, epoch: int, after: Mapping[str, int] | None, ranges: Ranges) -> Ranges:
+        """Fix a window, unless another process was faster. Return the one that counts."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait before the next look for new rows. May raise what ends the wait."""
+
+
+class _Alone:
+    """A process that has the source for itself."""
+
+    def read(self, epoch: int, after: Mapping[str, int] | None) -> Ranges | None:
+        return None
+
+    def fix(self, epoch: int, after: Mapping[str, int] | None, ranges: Ranges) -> Ranges:
+        return ranges
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Windows:
+    """The windows of one source, by epoch. A source that does not grow has the same window in each epoch."""
+
+    def __init__(self, source: WindowedSource) -> None:
+        self._source = source
+        self._known: dict[int, Ranges] = {}
+        self.keeper: WindowKeeper = _Alone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "keeper": _Alone()}
+
+    @property
+    def grows(self) -> bool:
+        return self._source.grows
+
+    def of(self, epoch: int) -> Ranges:
+        """Return the window of an epoch. Without rows in it, a growing source has ended before that epoch.
+
+        Raises:
+            DataError: the window before is not known, or the source cannot be read.
+        """
+        epoch = epoch if self.grows else 0
+        if epoch not in self._known:
+            self.take(epoch, self._decided(epoch))
+        return self._known[epoch]
+
+    def take(self, epoch: int, ranges: Mapping[str, tuple[int, int]]) -> None:
+        """Adopt a window that was fixed earlier, or by another process. What is known of later ones is forgotten."""
+        epoch = epoch if self.grows else 0
+        ranges = {key: (int(first), int(stop)) for key, (first, stop) in ranges.items()}
+        if self._known.get(epoch) == ranges:
+            return
+        self._known = {e: known for e, known in self._known.items() if epoch - NUM_KEPT < e < epoch} | {epoch: ranges}
+
+    def _decided(self, epoch: int) -> Ranges:
+        if get_worker_info() is not None:  # each process would decide differently
+            raise DataError(
+                f"{self._source!r:.120} has a window for each epoch, and a loader worker was started before that of epoch "
+                f"{epoch} was known. Call set_epoch({epoch}) of the stream before the loader's iterator is made, and use no "
+                "persistent_workers"
+            )
+        after = self._stops_before(epoch)
+        began = time.monotonic()
+        has_warned = False
+        while (fixed := self.keeper.read(epoch, after)) is None:
+            looked = time.monotonic()
+            ranges = self._source.window(after)
+            now = time.monotonic()
+            if num_rows(ranges) or not self.grows or now - began >= self._source.dry_s:
+                return self.keeper.fix(epoch, after, ranges)
+            if now - began > WARN_AFTER_S and not has_warned:
+                has_warned = True
+                log.warning("%.120r has no new rows; training ends after %g s without any", self._source, self._source.dry_s)
+            left_s = max(0.0, self._source.dry_s - (now - began))
+            self.keeper.pause(min(max(POLL_S, 10 * (now - looked)), left_s))
+        return fixed
+
+    def _stops_before(self, epoch: int) -> dict[str, int] | None:
+        if not epoch:
+            return None
+        if epoch - 1 not in self._known:
+            raise DataError(
+                f"{self._source!r:.120} grows, and it is not known where it was before epoch {epoch}: begin with epoch 0, or "
+                "continue from a checkpoint of a live job (rows.resume_from(checkpoint) without one)"
+            )
+        return {key: stop for key, (_, stop) in self._known[epoch - 1].items()}
