@@ -58,6 +58,8 @@ def opened_streams(trainer: L.Trainer, loaders: Sequence[ElasticLoader], fit: in
                 slots=layout.slots,
                 cycle=layout.cycle,
                 block_rows=layout.block_rows,
+                ranges=stream.window_as_data,
+                grows=stream.grows,
                 seed=loader.order.seed % 2**64 if stream.shuffle_rows else None,  # orders take so many bits, and no sign
             )
         )

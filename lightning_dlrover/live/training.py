@@ -27,6 +27,7 @@ from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.fits import Fits
 from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
+from lightning_dlrover.live.job_windows import JobWindows
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.opened_streams import opened_streams, sentence
@@ -84,6 +85,7 @@ class LiveTraining:
         self.pulse = Pulse()
         self.collectives = ResilientCollectives(world, position, lambda: strategy.root_device, self._recover)
         self.loaders = TrainLoaders(trainer, position, strategy.has_global_batch_size)
+        self.windows = JobWindows(world, position)
         fit = FitContext(trainer, strategy, world, position, self.collectives, self.loaders)
         self.searches = Searches(fit)
         self.validation = Validation(fit)
@@ -114,6 +116,21 @@ class LiveTraining:
         self.position.fit = self.world.num_fits
         self.steps.begin_fit()
         self.votes.begin_fit()
+
+    def set_up_data(self, set_up: Callable[[], None]) -> None:
+        """Make the training loaders, or take the rows of the epoch that begins.
+
+        Raises:
+            StopIteration: a stream has no more rows, which ends the fit.
+        """
+        set_up()
+        if self.loaders.are_made and self.loaders.grow:
+            # A worker that has lost the others meanwhile may get this result from one of them.
+            self.loaders.begin_windows(self.collectives.run(self.loaders.next_windows, is_joint=False))
+            if self.loaders.has_ended:
+                raise StopIteration
+            if self.position.has_entered:
+                self._put_streams_on_record()
 
     def batch_done(self, started: OwnTime) -> None:
         """Record the time of this worker's share of a batch.

@@ -43,6 +43,7 @@ from lightning_dlrover.rdzv.job.records import (
     SearchRecord,
     StacksRecord,
     StacksRequest,
+    WindowRecord,
     WorkerRecord,
     WorkerState,
     encode,
@@ -447,6 +448,21 @@ class Membership:
     def search(self, number: int) -> SearchRecord | None:
         """Return the result of the script's search with this number, None before there is one."""
         return read(SearchRecord, self._mirror.get(f"{self.keys.searches}{number}"))
+
+    def window(
+        self, name: str, change: Callable[[WindowRecord | None], WindowRecord | None], timeout_s: float, outdated: str = ""
+    ) -> WindowRecord | None:
+        """Compare-and-swap the record of a stream's window; `change` returns None to leave it unchanged.
+
+        Args:
+            timeout_s: seconds to wait while etcd is away.
+            outdated: a record that is removed with the write of this one.
+        """
+        found = self._journal.swap(WindowRecord, f"{self.keys.windows}{name}", change, timeout_s=timeout_s)
+        if outdated and found.record is not None:
+            with contextlib.suppress(EtcdError):  # it expires with the job
+                self._client.delete(f"{self.keys.windows}{outdated}")
+        return found.record
 
     def has_controller(self) -> bool:
         return self._mirror.get(self.keys.controller) is not None
