@@ -130,7 +130,7 @@ class LiveTraining:
             if self.loaders.has_ended:
                 raise StopIteration
             if self.position.has_entered:
-                self._put_streams_on_record()
+                self._put_streams_on_record(begins_epoch=True)
 
     def batch_done(self, started: OwnTime) -> None:
         """Record the time of this worker's share of a batch.
@@ -273,9 +273,9 @@ class LiveTraining:
             self._admit(fingerprint, data)
         self._pace.went_on(self.loaders.batch_number + 1)
 
-    def _put_streams_on_record(self) -> None:
+    def _put_streams_on_record(self, begins_epoch: bool = False) -> None:
         if self.position.rank == 0:
-            for opened in opened_streams(self._trainer, self.loaders.all, self.position.fit):
+            for opened in opened_streams(self._trainer, self.loaders.all, self.position.fit, begins_epoch):
                 self.world.event(opened, sentence(opened))
 
     def _fingerprint_data(self) -> DataFingerprint:
