@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch.utils.data import get_worker_info
@@ -70,6 +70,7 @@ class Windows:
     def __init__(self, source: WindowedSource) -> None:
         self._source = source
         self._known: dict[int, Ranges] = {}
+        self._start: dict[str, int] | None = None  # row at which each shard goes on in epoch 0; None: the source's own start
         self.keeper: WindowKeeper = _Alone()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,6 +99,19 @@ class Windows:
             return
         self._known = {e: known for e, known in self._known.items() if epoch - NUM_KEPT < e < epoch} | {epoch: ranges}
 
+    def begin_again(self) -> None:
+        """Count epochs from 0 again, for another fit. A source that grows goes on where the newest window has ended."""
+        if self.grows and self._known:
+            self._start = _stops(self._known[max(self._known)])
+            self._known = {}
+
+    def go_on_before(self, epoch: int, ranges: Mapping[str, Sequence[int]]) -> None:
+        """Decide an epoch anew, which begins where a window without rows begins."""
+        if epoch:
+            self.take(epoch - 1, {key: (first, first) for key, (first, _) in ranges.items()})
+        else:
+            self._known, self._start = {}, {key: int(first) for key, (first, _) in ranges.items()}
+
     def _decided(self, epoch: int) -> Ranges:
         if get_worker_info() is not None:  # each process would decide differently
             raise DataError(
@@ -123,10 +137,14 @@ class Windows:
 
     def _stops_before(self, epoch: int) -> dict[str, int] | None:
         if not epoch:
-            return None
+            return self._start
         if epoch - 1 not in self._known:
             raise DataError(
                 f"{self._source!r:.120} grows, and it is not known where it was before epoch {epoch}: begin with epoch 0, or "
                 "continue from a checkpoint of a live job (rows.resume_from(checkpoint) without one)"
             )
-        return {key: stop for key, (_, stop) in self._known[epoch - 1].items()}
+        return _stops(self._known[epoch - 1])
+
+
+def _stops(ranges: Ranges) -> dict[str, int]:
+    return {key: stop for key, (_, stop) in ranges.items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.source import DataError, Ranges
-from lightning_dlrover.data.windows import Windows
+from lightning_dlrover.data.windows import Windows, num_rows
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group.world import World
@@ -20,8 +20,8 @@ from lightning_dlrover.rdzv.job.records import WindowRecord
 
 __all__ = ["JobWindows"]
 
-NUM_ON_RECORD = 1000
-"""Newest windows of a stream that stay on record, beside the first one."""
+NUM_ON_RECORD, RANGES_ON_RECORD = 1000, 20_000
+"""Newest windows of a stream that stay on record, beside the first one: as many, with as many partitions in all."""
 
 
 class JobWindows:
@@ -39,6 +39,7 @@ class JobWindows:
             return
         name = stream.name
         if name not in self._windows:
+            stream.windows.begin_again()
             stream.windows.keeper = _Keeper(name, stream.grows, self._world, self._position)
             self._windows[name] = stream.windows
         elif stream.windows is not self._windows[name]:
@@ -56,6 +57,9 @@ class JobWindows:
 
     def _adopt(self, name: str) -> None:
         epoch, ranges = self._saved.pop(name)
+        if not num_rows(ranges):  # saved by a job that has ended for want of rows, and there may be some now
+            self._windows[name].go_on_before(epoch, ranges)
+            return
         self._windows[name].take(epoch, ranges)
         keeper = self._windows[name].keeper
         assert isinstance(keeper, _Keeper)
@@ -85,7 +89,8 @@ class _Keeper:
         self._record(epoch, lambda now: now if now is not None and now.ranges == new.ranges else new)
 
     def pause(self, seconds: float) -> None:
-        if self._position.has_entered and self._world.broken:
+        self._position.looks += 1  # a worker that waits for rows does not hang
+        if self._position.is_repeatable and self._world.broken:
             raise self._world.broken_error()  # the others wait for this worker in the next round
         time.sleep(seconds)
 
@@ -94,14 +99,19 @@ class _Keeper:
             # A job that went back to an old checkpoint may have other windows since.
             return now if now is not None and _goes_on(now, after) else new
 
-        found = self._record(epoch, change)
+        found = self._record(epoch, change, len(new.ranges) if new is not None else 0)
         if found is None or not _goes_on(found, after):
             return None
         return {key: (first, stop) for key, (first, stop) in found.ranges.items()}
 
-    def _record(self, epoch: int, change: Any) -> WindowRecord | None:
+    def _record(self, epoch: int, change: Any, num_ranges: int = 0) -> WindowRecord | None:
+        """Compare-and-swap a window's record.
+
+        Args:
+            num_ranges: partitions of a window that is written, which makes room for it; 0: it is only read.
+        """
         folder = f"{self._name}/{self._position.fit if self._grows else 0}/"
-        outdated = epoch - NUM_ON_RECORD
+        outdated = epoch - max(10, min(NUM_ON_RECORD, RANGES_ON_RECORD // num_ranges)) if num_ranges else 0
         config = self._world.config
         try:
             return self._world.membership.window(

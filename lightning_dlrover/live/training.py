@@ -125,12 +125,22 @@ class LiveTraining:
         """
         set_up()
         if self.loaders.are_made and self.loaders.grow:
-            # A worker that has lost the others meanwhile may get this result from one of them.
-            self.loaders.begin_windows(self.collectives.run(self.loaders.next_windows, is_joint=False))
+            self.loaders.begin_windows(self._next_windows())
             if self.loaders.has_ended:
                 raise StopIteration
             if self.position.has_entered:
                 self._put_streams_on_record(begins_epoch=True)
+
+    def _next_windows(self) -> list[dict[str, list[int]] | None]:
+        """Wait for the rows of the epoch that begins. If a worker is lost meanwhile, meet the others first, and wait again."""
+        if self.tables.elastic is not None or not self.position.has_entered:
+            return self.loaders.next_windows()
+        self.position.is_repeatable = True
+        try:
+            # A worker that has lost the others meanwhile may get this result from one of them.
+            return self.collectives.run(self.loaders.next_windows, is_joint=False)
+        finally:
+            self.position.is_repeatable = False
 
     def batch_done(self, started: OwnTime) -> None:
         """Record the time of this worker's share of a batch.

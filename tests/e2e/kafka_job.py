@@ -85,6 +85,8 @@ def train_kafka(recorder: Recorder, settings: KafkaSettings) -> None:
     loader = DataLoader(rows, settings.batch_size, num_workers=settings.loader_workers)
     model = KafkaModel(recorder, settings.step_s)
     trainer.fit(model, loader, ckpt_path=settings.ckpt_path)
+    if settings.checkpoint_every:
+        trainer.save_checkpoint(f"{recorder.place.folder}/end.ckpt")
     recorder.write("after_fit", step=trainer.global_step, weights=_sums(model.net), epochs=trainer.current_epoch)
 
 

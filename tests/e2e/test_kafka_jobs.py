@@ -130,18 +130,40 @@ def test_job_whose_workers_are_all_lost_goes_on_with_its_windows(make_job: MakeJ
     assert first in (8, 15)
 
 
-def test_later_job_goes_on_at_the_next_message(make_job: MakeJob, broker: MockCluster) -> None:
+@pytest.mark.parametrize("saved", ["step=7", "step=13", "end"])
+def test_later_job_goes_on_at_the_next_message(make_job: MakeJob, broker: MockCluster, saved: str) -> None:
     produce(broker, 100)
-    settings = KafkaSettings(broker.servers, checkpoint_every=7, max_steps=7)
+    settings = KafkaSettings(broker.servers, checkpoint_every=1, max_steps=7 if saved == "step=7" else -1)
     job = make_job(settings, script=train_kafka)
     job.start()
     assert job.finish() == [0]
     produce(broker, 150, start=100)
-    (path,) = job.folder.glob("*step=7.ckpt")
-    later = make_job(replace(settings, max_steps=-1, ckpt_path=str(path)), script=train_kafka)
+    later = make_job(replace(settings, max_steps=-1, ckpt_path=str(job.folder / f"{saved}.ckpt")), script=train_kafka)
     later.start()
-    later.wait_for_step(9)
+    later.wait_for_step(15)
     later.start()
     assert later.finish() == [0, 0]
     trained = [*batches(job, settings).values(), *batches(later, settings).values()]
     assert sorted(chain.from_iterable(trained)) == list(range(150))
+
+
+@pytest.mark.parametrize("change", ["kill", "join", "leave"])
+def test_workers_change_while_all_wait_for_messages(make_job: MakeJob, broker: MockCluster, change: str) -> None:
+    produce(broker, 40)
+    settings = KafkaSettings(broker.servers, dry_s=12.0)
+    job = make_job(settings, script=train_kafka)
+    job.start()
+    second = job.start()
+    job.wait_for_world(2)
+    job.wait_for_step(5)
+    if change == "kill":
+        second.kill()
+    elif change == "leave":
+        second.terminate()
+    else:
+        job.start()
+        job.wait_until(lambda: job.num_registered == 3, "the third worker to register")
+    produce(broker, 80, start=40)
+    job.wait_for_step(6)
+    produce(broker, 120, start=80)
+    check(job, settings, 120)
