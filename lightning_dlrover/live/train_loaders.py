@@ -119,7 +119,6 @@ class TrainLoaders:
             if window is not None:
                 loader.order.take_window(window, self._epoch_to_begin)
                 loader.set_epoch(self._epoch_to_begin)
-        self.recount()
 
     @property
     def _epoch_to_begin(self) -> int:
