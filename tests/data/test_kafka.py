@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
 pytest.importorskip("confluent_kafka", reason="needs confluent-kafka, of the extra kafka")
 
 from kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
+from stream_schedules import SEED, SimulatedJob, Tally, follow, random_schedule
 
 from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_consumer, locations, stream
 from lightning_dlrover.data.kafka_source import Kafka, Partition
+from lightning_dlrover.data.source import Ranges
+from lightning_dlrover.data.windows import num_rows
 from lightning_dlrover.live.loader import ElasticLoader
 
 
@@ -278,6 +283,70 @@ def test_offset_beyond_the_end_and_unknown_partition_are_refused(brokers: MockCl
 
 def test_passwords_are_not_in_the_text_of_a_source() -> None:
     assert "secret" not in repr(kafka("a", "127.0.0.1:9", config={"sasl.password": "secret"}))
+
+
+# --- while workers come and go ------------------------------------------------------------------------------------------------
+
+
+class KafkaJob(SimulatedJob):
+    """Loaders of all workers of a job on a topic. The workers share the records of the windows."""
+
+    def __init__(self, source: Kafka, **options: Any) -> None:
+        self.records = Records()
+        super().__init__(source, **options)  # type: ignore[arg-type]
+
+    def make(self) -> ElasticLoader:
+        data = stream(self.source, shuffle_rows=self._shuffle_rows, seed=SEED)
+        assert data.windows is not None
+        data.windows.keeper = self.records
+        loader = DataLoader(data, batch_size=1, num_workers=self._num_loader_workers)
+        return ElasticLoader(loader, self.global_batch, training=True, max_workers=self._max_workers)
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.loaders[0])
+
+
+class Records:
+    """Windows on record, as etcd has them."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, Ranges] = {}
+
+    def read(self, epoch: int, after: Mapping[str, int] | None) -> Ranges | None:
+        return self.windows.get(epoch)
+
+    def fix(self, epoch: int, after: Mapping[str, int] | None, ranges: Ranges) -> Ranges:
+        return self.windows.setdefault(epoch, ranges)
+
+    def pause(self, seconds: float) -> None:
+        raise AssertionError("no test of these waits")
+
+
+@pytest.mark.parametrize("num_loader_workers, seeds", [(0, range(20)), (1, range(20, 23))])
+def test_each_message_is_trained_once_in_random_schedules(brokers: MockCluster, num_loader_workers: int, seeds: range) -> None:
+    topic = f"schedules{num_loader_workers}"
+    brokers.produce_numbers(topic, 900)
+    total = Tally()
+    for seed in seeds:
+        dice = random.Random(seed)
+        source = numbers(brokers, topic, stop=None, window_rows=dice.choice((50, 90)), dry_s=0.0)
+        job = KafkaJob(
+            source, global_batch=dice.choice((7, 16)), num_loader_workers=num_loader_workers, shuffle_rows=dice.choice((0, 40))
+        )
+        epochs = list(follow(job, random_schedule(dice, job.num_batches, 4)))
+        for epoch, trained in enumerate(epochs):
+            assert len(trained) == num_rows(job.records.windows[epoch])
+        of_windows = [
+            3 * offset + int(key[-1])
+            for epoch in range(len(epochs))
+            for key, (first, stop) in job.records.windows[epoch].items()
+            for offset in range(first, stop)
+        ]
+        trained = np.concatenate(epochs)
+        assert sorted(trained.tolist()) == sorted(of_windows)
+        total += Tally.of(trained, int(trained.max()) + 1)
+    assert total.doubled == 0
 
 
 # --- windows of a source that grows -------------------------------------------------------------------------------------------
