@@ -176,7 +176,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
     "loops.fetchers:_DataFetcher": ("_start_profiler", "_stop_profiler"),
-    "utilities.combined_loader:CombinedLoader": ("_iterator", "_mode", "_spec"),
+    "utilities.combined_loader:CombinedLoader": ("_mode", "_spec"),
     "core:LightningModule": ("_on_before_batch_transfer", "_param_requires_grad_state"),
     "callbacks:ModelCheckpoint": (
         *("_every_n_train_steps", "_last_checkpoint_saved", "_last_global_step_saved", "_last_time_checked"),
@@ -254,9 +254,8 @@ def recount_batches(trainer: L.Trainer) -> None:
     fit_loop = trainer.fit_loop
     combined = fit_loop._combined_loader
     assert combined is not None
-    combined.limits = [len(loader) for loader in combined.flattened]
-    if combined._iterator is not None:
-        combined._iterator.limits = combined.limits
+    assert combined.limits is not None
+    combined.limits[:] = [len(loader) for loader in combined.flattened]  # in place: the iterator has the same list
     fit_loop.max_batches = len(combined)
     if fit_loop._data_fetcher is not None:
         fit_loop._data_fetcher.length = fit_loop.max_batches
