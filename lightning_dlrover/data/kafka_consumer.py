@@ -7,6 +7,8 @@ each. So the one consumer goes from place to place, and hands out some messages 
 from __future__ import annotations
 
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -53,7 +55,9 @@ PERMANENT = frozenset(
 OF_GROUPS = frozenset({"GROUP_AUTHORIZATION_FAILED", "_NO_OFFSET"})
 """Errors that concern groups alone, which are not used."""
 
-_inherited: list[Any] = []  # consumers of a parent process. Ending one in a forked process would wait for threads not there
+_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()  # of this process, and of those it was forked from
+_has_registered: list[bool] = []  # whether forked processes keep these connections
+_inherited: list[_Connection] = []  # never freed: ending a parent's consumer would touch threads that were not forked
 
 
 def name_of(topic: str, partition: int) -> str:
@@ -88,10 +92,9 @@ class KafkaConsumer:
         self._forget()
 
     def _forget(self) -> None:
-        self._consumer: Any = None
+        self._connection: _Connection | None = None
         self._pid = os.getpid()
         self._place: tuple[str, int, int] | None = None  # topic, partition and offset of the consumer's next message
-        self._last_error = ""
         self._bytes_per_message = 0.0
 
     @property
@@ -205,19 +208,14 @@ class KafkaConsumer:
 
     def _connected(self) -> Any:
         if self._pid != os.getpid():
-            _inherited.append(self._consumer)
             self._forget()
-        if self._consumer is None:
-            from confluent_kafka import Consumer
-
-            self._consumer = Consumer({**self._config, "error_cb": self._note})
-        return self._consumer
-
-    def _note(self, error: Any) -> None:
-        self._last_error = error.str()
+        if self._connection is None:
+            self._connection = _Connection(self._config)
+        return self._connection.consumer
 
     def _who(self) -> str:
-        return self.servers + (f" ({self._last_error})" if self._last_error else "")
+        last_error = self._connection.errors if self._connection is not None else ()
+        return self.servers + "".join(f" ({error})" for error in last_error)
 
     def _patiently(self, ask: Callable[[], T], name: str) -> T:
         def asked() -> T:
@@ -242,4 +240,23 @@ class KafkaConsumer:
 
     def _drop(self) -> None:
         """Use another consumer from here on: this one's connection may be half-open."""
-        self._consumer = self._place = None
+        self._connection = self._place = None
+
+
+class _Connection:
+    """A consumer of librdkafka.
+
+    Attributes:
+        errors: the last one of the connection, if any.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        from confluent_kafka import Consumer
+
+        self.errors = errors = deque[str](maxlen=1)
+        # No reference to this object: it must be freed with its owner, not by a garbage collection, maybe of another process.
+        self.consumer = Consumer({**config, "error_cb": lambda error: errors.append(error.str())})
+        if not _has_registered:
+            os.register_at_fork(after_in_child=lambda: _inherited.extend(_connections))
+            _has_registered.append(True)
+        _connections.add(self)

@@ -6,7 +6,9 @@ window. The process that needs a window first proposes it. In a live job its rec
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -64,6 +66,22 @@ class _Alone:
         time.sleep(seconds)
 
 
+class _SharedText:
+    """A text in memory that processes share which are forked later."""
+
+    def __init__(self) -> None:
+        self._file = open(os.memfd_create("dlrover-windows"), "r+b", buffering=0)  # noqa: SIM115  # closed with this object
+
+    def write(self, text: str) -> None:
+        data = text.encode()
+        os.pwrite(self._file.fileno(), data, 0)
+        self._file.truncate(len(data))
+
+    def read(self) -> str:
+        fd = self._file.fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode()
+
+
 class Windows:
     """The windows of one source, by epoch. A source that does not grow has the same window in each epoch."""
 
@@ -72,9 +90,14 @@ class Windows:
         self._known: dict[int, Ranges] = {}
         self._start: dict[str, int] | None = None  # row at which each shard goes on in epoch 0; None: the source's own start
         self.keeper: WindowKeeper = _Alone()
+        self._shared = _SharedText()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "keeper": _Alone()}
+        return {**self.__dict__, "keeper": _Alone(), "_shared": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._shared = _SharedText()
 
     @property
     def grows(self) -> bool:
@@ -98,6 +121,7 @@ class Windows:
         if self._known.get(epoch) == ranges:
             return
         self._known = {e: known for e, known in self._known.items() if epoch - NUM_KEPT < e < epoch} | {epoch: ranges}
+        self._shared.write(json.dumps(self._known))
 
     def begin_again(self) -> None:
         """Count epochs from 0 again, for another fit. A source that grows goes on where the newest window has ended."""
@@ -114,10 +138,12 @@ class Windows:
 
     def _decided(self, epoch: int) -> Ranges:
         if get_worker_info() is not None:  # each process would decide differently
+            shared = json.loads(self._shared.read() or "{}")
+            if str(epoch) in shared:
+                return {key: (first, stop) for key, (first, stop) in shared[str(epoch)].items()}
             raise DataError(
-                f"{self._source!r:.120} has a window for each epoch, and a loader worker was started before that of epoch "
-                f"{epoch} was known. Call set_epoch({epoch}) of the stream before the loader's iterator is made, and use no "
-                "persistent_workers"
+                f"{self._source!r:.120} has rows that come and go, and a loader worker was started before those of epoch "
+                f"{epoch} were known: call len() of the stream before the loader's iterator is made"
             )
         after = self._stops_before(epoch)
         began = time.monotonic()

@@ -127,9 +127,18 @@ def test_loader_workers_change_nothing(brokers: MockCluster, shuffle_rows: int) 
     alone = drawn(stream(numbers(brokers), shuffle_rows=shuffle_rows))
     assert sorted(alone) == list(range(300))
     for num_workers in (1, 2):
-        data = stream(numbers(brokers), shuffle_rows=shuffle_rows)
-        assert len(data) == 300
-        assert drawn(data, num_workers=num_workers) == alone
+        assert drawn(stream(numbers(brokers), shuffle_rows=shuffle_rows), num_workers=num_workers) == alone
+
+
+def test_persistent_loader_workers_follow_the_windows(brokers: MockCluster) -> None:
+    brokers.produce_numbers("persistent", 60)
+    data = stream(numbers(brokers, "persistent", stop=None, window_rows=30, dry_s=0.0))
+    loader = DataLoader(data, batch_size=8, num_workers=1, persistent_workers=True)
+    rows = []
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        rows += [x for batch in loader for x in batch.tolist()]
+    assert sorted(rows) == list(range(60))
 
 
 def test_source_that_has_read_is_pickled_without_its_connection(brokers: MockCluster) -> None:
