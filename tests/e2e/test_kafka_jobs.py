@@ -165,13 +165,14 @@ def test_later_job_goes_on_at_the_next_message(make_job: MakeJob, broker: MockCl
 
 @pytest.mark.parametrize("change", ["kill", "join", "leave"])
 def test_workers_change_while_all_wait_for_messages(make_job: MakeJob, broker: MockCluster, change: str) -> None:
-    produce(broker, 40)
+    produce(broker, 80)
     settings = KafkaSettings(broker.servers, dry_s=12.0 if change == "join" else 8.0)
     job = make_job(settings, script=train_kafka)
     job.start()
     second = job.start()
     job.wait_for_world(2)
-    job.wait_for_step(5)
+    with job.at_full_speed():
+        job.wait_for_step(10)
     if change == "kill":
         second.kill()
     elif change == "leave":
@@ -179,7 +180,7 @@ def test_workers_change_while_all_wait_for_messages(make_job: MakeJob, broker: M
     else:
         job.start()
         job.wait_until(lambda: job.num_registered == 3, "the third worker to register")
-    produce(broker, 80, start=40)
-    job.wait_for_step(6)
     produce(broker, 120, start=80)
-    check(job, settings, 120)
+    job.wait_for_step(11)
+    produce(broker, 150, start=120)
+    check(job, settings, 150)
