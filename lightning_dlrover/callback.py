@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.learn.analyst import Analyst, Intentions
 from lightning_dlrover.learn.history import history_url
@@ -125,6 +126,11 @@ class DLRoverCallback(Callback):
             data = getattr(loader, "dataset", None)
             # Not a live job's loader, which asks for rows by seed. An epoch that was resumed in its middle goes on.
             if not isinstance(loader, ElasticLoader) and isinstance(data, Stream) and data.epoch != trainer.current_epoch:
+                if data.grows:
+                    raise UnsupportedLoaderError(
+                        f"{data.source!r:.120} grows, and Lightning alone has counted only the first epoch's batches: run the "
+                        "script with `dlrover run` and DLRoverStrategy, or give the source a place to stop"
+                    )
                 data.set_epoch(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:

@@ -310,6 +310,8 @@ class DLRoverStrategy(EitherStrategy):
             start = checkpoint.get("dlrover", {})
             self._job.start_workers = start.get("start_workers", self._job.start_workers)
             self._job.lane_workers = start.get("lane_workers", self._job.lane_workers)
+            if self.live is not None:
+                self.live.windows.resume(start.get("streams", ()))
         return checkpoint
 
     @property

@@ -153,15 +153,17 @@ def _progress_text(answer: dict[str, Any]) -> str:
 def _step(stream: StreamOpened, found: ReadStreams, where: Standing | None, options: argparse.Namespace) -> dict[str, Any]:
     if stream.accumulate and found.finished_step is not None and options.step > found.finished_step:
         raise UsageError(f"job {options.job!r} has finished with step {found.finished_step}: there is no step {options.step}")
+    newest, stream = stream, found.window_of(stream, options.step)
     ledger = _ledger(stream, options)
     epoch, batches = ledger.batches_of_step(options.step)
+    is_done = epoch < newest.epoch or (where is not None and ledger.is_done(epoch, batches[-1], where.batches))
     return {
         "source": stream.source,
         "step": options.step,
         "counts": "updates" if stream.accumulate else "batches",
         "epoch": epoch,
         "batches": list(batches),
-        "is_done": where is not None and ledger.is_done(epoch, batches[-1], where.batches),
+        "is_done": is_done,
         "rows": [dataclasses.asdict(each) for each in ledger.rows_of(epoch, batches)],
     }
 
@@ -188,7 +190,11 @@ def _row(found: ReadStreams, where: Standing | None, options: argparse.Namespace
         try:
             ledger = _ledger(stream, options)
             newest = ledger.place_in_epoch(where.batches, found.finished_step is not None)[0] if where else stream.epoch
-            places = ledger.places_of(file, row, range(max(stream.epoch, newest - MAX_EPOCHS + 1), newest + 1))
+            if stream.grows:
+                windows = next(each for each in found.windows if stream in each)
+                places = [x for w in windows for x in _ledger(w, options).places_of(file, row, range(w.epoch, w.epoch + 1))]
+            else:
+                places = ledger.places_of(file, row, range(max(stream.epoch, newest - MAX_EPOCHS + 1), newest + 1))
         except DataError as error:
             problems.append(error)
             continue
@@ -200,7 +206,8 @@ def _row(found: ReadStreams, where: Standing | None, options: argparse.Namespace
                 "places": [
                     {
                         **dataclasses.asdict(each),
-                        "is_done": where is not None and ledger.is_done(each.epoch, each.batch, where.batches),
+                        "is_done": each.epoch < stream.epoch
+                        or (where is not None and ledger.is_done(each.epoch, each.batch, where.batches)),
                     }
                     for each in places
                 ],

@@ -11,7 +11,6 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import Any, overload
 
 import numpy as np
@@ -21,7 +20,8 @@ from torch.utils.data import Dataset
 from lightning_dlrover.data.lane_plan import CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
 from lightning_dlrover.data.reader import LaneReader
 from lightning_dlrover.data.rows import prepare_default_collate
-from lightning_dlrover.data.source import DataError, Shard, Source
+from lightning_dlrover.data.source import DataError, Ranges, Shard, Source, WindowedSource
+from lightning_dlrover.data.windows import Windows
 
 __all__ = ["Positions", "Stream", "ranges_of", "stream"]
 
@@ -45,6 +45,7 @@ class Positions(Sequence[int]):
     seed: int  # of this epoch's order
     layout: Layout
     ranges: tuple[tuple[int, int], ...]  # half-open
+    window: tuple[tuple[str, int, int], ...] | None = None  # of a source that grows: its shards in this epoch
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
@@ -99,8 +100,10 @@ class Stream(Dataset[Any]):
         # Shared with loader workers that outlive an epoch.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, and its first row
         self._layout: Layout | None = None  # once the shards are known
+        self.windows = Windows(source) if isinstance(source, WindowedSource) else None
         self._shards: Sequence[Shard] | None = None
         self._num_rows = 0  # in all shards, once they are known; asked for several times in each batch
+        self._window_epoch = 0  # whose shards these are
         self._forget_readers()
         prepare_default_collate()
 
@@ -113,34 +116,79 @@ class Stream(Dataset[Any]):
         prepare_default_collate()
 
     def _forget_readers(self) -> None:
-        self._readers: OrderedDict[tuple[int | None, Layout], LaneReader] = OrderedDict()
+        self._readers: OrderedDict[tuple[Any, ...], LaneReader] = OrderedDict()
         self._pid = os.getpid()
 
     # --- shards and their order ---
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """All shards, as they were when they were first asked for.
+        """All shards, as they were when they were first asked for. Those of a source that grows are this epoch's window.
 
         Raises:
             DataError: there are none, or two of the same name.
         """
-        if self._shards is None:
-            shards = list(self.source.shards())
+        if self._shards is None or (self.grows and self._window_epoch != self.epoch):
+            self._window_epoch = self.epoch
+            if self.windows is not None:
+                shards = list(self._in_window(self.windows.of(self.epoch)))
+            else:
+                shards = list(self.source.shards())
             key, times = Counter(shard.key for shard in shards).most_common(1)[0] if shards else ("", 0)
             if times > 1:
                 raise DataError(
                     f"{self.source!r:.120} has {key!r} {times} times: its rows would be trained as often in an epoch"
                 )
-            if not any(shard.rows for shard in shards):
+            has_ended = self.grows and self.epoch > 0
+            if not has_ended and not any(shard.rows for shard in shards):
                 raise DataError(f"{self.source!r:.120} has no rows (in {len(shards)} shards): check the path or the pattern")
             self._shards, self._num_rows = shards, sum(shard.rows for shard in shards)
         return self._shards
 
     @property
+    def grows(self) -> bool:
+        """Whether each epoch has other rows, those that came after the rows of the epoch before."""
+        return self.windows is not None and self.windows.grows
+
+    def _in_window(self, ranges: Ranges) -> Sequence[Shard]:
+        assert isinstance(self.source, WindowedSource)
+        return self.source.shards_in(ranges)
+
+    @property
+    def window(self) -> tuple[tuple[str, int, int], ...] | None:
+        """This epoch's shards of a source that grows, by key, first row, and the row after the last; None for any other."""
+        if not self.grows:
+            return None
+        assert self.windows is not None
+        return tuple((key, first, stop) for key, (first, stop) in self.windows.of(self.epoch).items())
+
+    @property
+    def window_as_data(self) -> dict[str, list[int]] | None:
+        """This epoch's rows of each shard, for records and checkpoints, if the rows come and go."""
+        if self.windows is None:
+            return None
+        return {key: [first, stop] for key, (first, stop) in self.windows.of(self.epoch).items()}
+
+    def take_window(self, epoch: int, window: Mapping[str, Sequence[int]]) -> None:
+        """Begin an epoch with the rows that were fixed for it earlier."""
+        assert self.windows is not None
+        self.windows.take(epoch, {key: (first, stop) for key, (first, stop) in window.items()})
+        self._shards = None
+        self.set_epoch(epoch)
+
+    def share_windows(self, windows: Windows) -> None:
+        """Have the windows of an earlier stream of the same source."""
+        self.windows, self._shards = windows, None
+
+    @property
+    def name(self) -> str:
+        """Name of the stream in records: that of all streams of an equal source."""
+        return hashlib.sha256(repr(self.source).encode(errors="replace")).hexdigest()[:12]
+
+    @property
     def fingerprint(self) -> str:
         """Digest of names and lengths of the shards. The folder they are in may differ from host to host."""
-        text = "\n".join(f"{PurePath(shard.key).name} {shard.rows}" for shard in self.shards)
+        text = "\n".join(f"{shard.identity} {shard.rows}" for shard in self.shards)
         return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
 
     def layout_for(self, batch_size: int, max_workers: int = 1) -> Layout:
@@ -166,9 +214,14 @@ class Stream(Dataset[Any]):
             self._layout = self.layout_for(OWN_BATCH_SIZE)
         return self._layout
 
-    def plan(self, seed: int, layout: Layout) -> LanePlan:
-        """Return the order of one epoch."""
-        return LanePlan([shard.rows for shard in self.shards], seed if self.shuffle_rows else None, layout)
+    def plan(self, seed: int, layout: Layout, shards: Sequence[Shard] | None = None) -> LanePlan:
+        """Return the order of one epoch.
+
+        Args:
+            shards: None: those of the current epoch.
+        """
+        of_epoch = self.shards if shards is None else shards
+        return LanePlan([shard.rows for shard in of_epoch], seed if self.shuffle_rows else None, layout)
 
     # --- the interface to plain loops ---
 
@@ -184,6 +237,11 @@ class Stream(Dataset[Any]):
         Raises:
             DataError: a shard has changed, or cannot be read.
         """
+        if self.windows is not None and max(max_workers, world_size) > 1:
+            raise DataError(
+                f"{self.source!r:.120} has rows that come and go, and each worker of a plain loop would find others: train "
+                "with Lightning and DLRoverStrategy, which fixes them once for all workers"
+            )
         epoch, batch = divmod(number, -(-len(self) // global_batch_size))
         first = batch * global_batch_size
         start, stop = share(min(global_batch_size, len(self) - first), global_rank, world_size)
@@ -233,6 +291,8 @@ class Stream(Dataset[Any]):
             )
         self.seed, self._layout = int(position["seed"]), Layout(**position["layout"])
         self._forget_readers()
+        if self.windows is not None and "window" in position:
+            self.take_window(position["epoch"], position["window"])
         is_over = position["first_row"] >= len(self)
         self.set_epoch(position["epoch"] + is_over, 0 if is_over else position["first_row"])
 
@@ -246,19 +306,30 @@ class Stream(Dataset[Any]):
             DataError: a shard has changed, or cannot be read.
         """
         if isinstance(numbers, Positions):
-            return self._samples(numbers.seed, numbers.layout, numbers.ranges)
+            return self._samples(numbers.seed, numbers.layout, numbers.ranges, numbers.window)
         epoch, first_row = (int(x) for x in self._start)
         ranges = [(first_row + start, first_row + stop) for start, stop in ranges_of(numbers)]
         if first_row:  # a DataLoader asks for as many rows as in a whole epoch
             ranges = [(start, min(stop, len(self))) for start, stop in ranges if start < len(self)]
-        return self._samples(self.seed + epoch, self.layout, ranges)
+        return self._samples(self.seed + epoch, self.layout, ranges, self.window)
 
-    def _samples(self, seed: int, layout: Layout, ranges: Sequence[tuple[int, int]]) -> Sequence[Any]:
+    def _samples(
+        self,
+        seed: int,
+        layout: Layout,
+        ranges: Sequence[tuple[int, int]],
+        window: tuple[tuple[str, int, int], ...] | None = None,
+    ) -> Sequence[Any]:
         if not ranges:
             raise IndexError(f"the epoch of {len(self)} rows, which was resumed in its middle, is over")
-        reader = self._reader(seed, layout)
+        reader = self._reader(seed, layout, window)
         pieces: list[Piece] = [piece for start, stop in ranges for piece in reader.plan.pieces(start, stop)]
         rows = reader.read(pieces)
+        if not rows:
+            raise DataError(
+                f"{self.source!r:.120}: none of the {sum(b - a for a, b in ranges)} rows of a worker's share of a batch can be "
+                "used, as all of them are skipped. Use larger batches, or write the rows that are there to files"
+            )
         if self.transform is None:
             return rows
         samples = [self.transform(row) for row in rows]
@@ -270,15 +341,17 @@ class Stream(Dataset[Any]):
             )
         return samples
 
-    def _reader(self, seed: int, layout: Layout) -> LaneReader:
+    def _reader(self, seed: int, layout: Layout, window: tuple[tuple[str, int, int], ...] | None) -> LaneReader:
         if self._pid != os.getpid():
             self._forget_readers()  # a forked process opens files of its own
-        key = (seed if self.shuffle_rows else None), layout
+        key = (seed if self.shuffle_rows else None), layout, window
         reader = self._readers.get(key)
         if reader is None:
             while len(self._readers) >= NUM_READERS:
                 self._readers.popitem(last=False)[1].close()
-            reader = self._readers[key] = LaneReader(self.source, self.shards, self.plan(seed, layout))
+            ranges = {key: (first, stop) for key, first, stop in window or ()}
+            shards = self.shards if window is None else self._in_window(ranges)
+            reader = self._readers[key] = LaneReader(self.source, shards, self.plan(seed, layout, shards))
         self._readers.move_to_end(key)
         return reader
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.file_source import files
+from lightning_dlrover.data.kafka_source import Partition
 from lightning_dlrover.data.lane_plan import STRIDE_OF_LAPS, LanePlan, Layout
 from lightning_dlrover.data.parquet_source import parquet
 from lightning_dlrover.data.source import DataError, Shard, Source
@@ -74,6 +75,8 @@ class Ledger:
             is_over: whether no epoch follows a complete one.
         """
         size = max(1, self.opened.epoch_batches)
+        if self.opened.grows:  # other epochs have other rows
+            return self.opened.epoch, min(batches, size)
         epochs, rest = divmod(batches, size)
         if is_over and epochs and not rest:
             epochs, rest = epochs - 1, size
@@ -111,6 +114,8 @@ class Ledger:
             wrong = "steps are counted from 1" if step < 1 else f"the newest fit's record begins with step {before + 1}"
             raise DataError(f"there is no step {step} to tell of: {wrong}")
         epochs, number = divmod(step - 1 - before, steps_per_epoch(self.opened))
+        if epochs and opened.grows:
+            raise DataError(f"step {step} is in an epoch whose rows are not fixed yet: the newest one is {opened.epoch}")
         first = number * max(1, opened.accumulate)
         return opened.epoch + epochs, range(first, min(first + max(1, opened.accumulate), opened.epoch_batches))
 
@@ -127,19 +132,25 @@ class Ledger:
             in_shards, numbers = plan.rows_between(start, min(start + self.opened.batch_size, plan.num_rows))
             for shard in np.unique(in_shards).tolist():
                 rows.setdefault(shard, []).append(numbers[in_shards == shard])
-        return [FileRows(shards[shard].key, _ranges(np.concatenate(rows[shard]))) for shard in sorted(rows)]
+        return [
+            FileRows(shards[shard].key, _ranges(_first_of(shards[shard]) + np.concatenate(rows[shard])))
+            for shard in sorted(rows)
+        ]
 
     def places_of(self, file: str, row: int, epochs: range) -> list[RowPlace]:
         """Return where a row is trained in each of these epochs, if it is.
 
         Args:
-            file: a file's path or URL, or the end of it.
+            file: a file's path or URL, or the end of it; a partition as ``topic/0``, whose rows are numbered by offset.
 
         Raises:
             DataError: there is no such file or row, or several files have this name.
         """
         number = self._number_of(file)
         shard = self._known_shards[number]
+        row -= _first_of(shard)
+        if self.opened.ranges is not None and not 0 <= row < shard.rows:
+            return []  # another epoch may have it
         if not 0 <= row < shard.rows:
             raise DataError(f"{shard.key} has {shard.rows} rows, numbered from 0: there is no row {row}")
         opened, found = self.opened, []
@@ -193,6 +204,8 @@ def listed_shards(opened: StreamOpened, given: Sequence[str] = ()) -> Sequence[S
     Raises:
         DataError: they cannot be listed here, or are not the files of the job.
     """
+    if opened.ranges is not None:
+        return [Partition(key, stop - first, first=first) for key, (first, stop) in opened.ranges.items()]
     source = _source(opened, given)
     found = Stream(source)
     if found.fingerprint != opened.digest:
@@ -238,6 +251,11 @@ def _call(source: str) -> tuple[str, list[object], dict[str, object]]:
     except (SyntaxError, ValueError):
         pass
     return "", [], {}
+
+
+def _first_of(shard: Shard) -> int:
+    """Return the number of a shard's first row, for people."""
+    return shard.first if isinstance(shard, Partition) else 0
 
 
 def _ranges(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ lanes are held; the one that was not used for the longest time is closed for ano
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -159,10 +159,13 @@ class LaneReader:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
         """Return where each row of a block is among those that could be read, and the order of these."""
         is_there = np.concatenate([np.full(_length(item), not isinstance(item, Skipped)) for _, item in items])
+        skipped: Counter[tuple[str, str]] = Counter()
         for shard, item in items:
             if isinstance(item, Skipped):
-                self.num_skipped += item.rows
-                log.warning("%s: %d rows are skipped: %s", shard.key, item.rows, item.reason)
+                skipped[shard.key, item.reason] += item.rows
+        for (key, reason), num_rows in skipped.items():
+            self.num_skipped += num_rows
+            log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
         if order is None:
             return np.concatenate(([0], np.cumsum(is_there))), None
         number = np.cumsum(is_there) - 1  # of a row among those that could be read

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import PurePath
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["DataError", "Shard", "Skipped", "Source", "check_extra"]
+__all__ = ["DataError", "Ranges", "Shard", "Skipped", "Source", "WindowedSource", "check_extra"]
+
+Ranges = dict[str, tuple[int, int]]
+"""What a window has of each shard, by its key: number of the first row, and of the one after the last."""
 
 
 class DataError(RuntimeError):
@@ -34,6 +38,11 @@ class Shard:
     key: str  # names it in errors and records; unique in its source
     rows: int
     version: str = ""  # changes with its content, for example size and time of modification
+
+    @property
+    def identity(self) -> str:
+        """What workers compare, beside the number of rows. The folder of a file may differ from host to host."""
+        return PurePath(self.key).name
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 0:
@@ -63,3 +72,26 @@ class Source(Protocol):
 
         An item is one row of any kind, a `pyarrow.RecordBatch` of rows, or `Skipped`.
         """
+
+
+@runtime_checkable
+class WindowedSource(Source, Protocol):
+    """A source whose rows come and go while a job runs. The job decides once for all workers which of them make a window.
+
+    Attributes:
+        grows: whether each epoch is a window of its own. Otherwise one window serves all epochs.
+        dry_s: seconds without new rows after which a growing source counts as ended.
+    """
+
+    grows: bool
+    dry_s: float
+
+    def window(self, after: Mapping[str, int] | None) -> Ranges:
+        """Return what is there now.
+
+        Args:
+            after: row at which each shard goes on; None: where the source starts.
+        """
+
+    def shards_in(self, ranges: Ranges) -> Sequence[Shard]:
+        """Return the shards of a window."""

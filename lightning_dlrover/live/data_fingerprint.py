@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import SubsetRandomSampler
 
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.order import StreamOrder
 from lightning_dlrover.rdzv.live.member import MembershipError
 
 __all__ = [
@@ -175,7 +176,10 @@ def fingerprint_data(
     """Fingerprint the data of a worker; fetches some samples if they are to be compared."""
     return DataFingerprint(
         [
-            LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], loader.order.shards)
+            # Rows of a stream that grows are fixed by a record, and those of the first window may be gone by now.
+            LoaderFingerprint(0, [], loader.order.name)
+            if isinstance(loader.order, StreamOrder) and loader.order.grows
+            else LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], loader.order.shards)
             for loader in train
         ],
         None if val is None else [loader.order.num_samples for loader in val],

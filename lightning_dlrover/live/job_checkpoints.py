@@ -136,6 +136,7 @@ class JobCheckpoints:
         resume(self._fit.trainer, checkpoint, self._fit.strategy.reruns_epoch_hooks)
         for loader in self._fit.loaders.all:
             loader.set_epoch(self._fit.trainer.current_epoch)
+        self._fit.loaders.recount()
         self._fit.loaders.begin_at(self._fit.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         self._fit.loaders.lead_fetcher()
         self._fit.position.updates = self._fit.trainer.global_step

@@ -62,6 +62,7 @@ class JobState:
         place = received.loaders[0].epoch * len(loaders.first) + received.loaders[0].cursor, position.rank
         restore(trainer, self._fit.strategy, loaders.all, received, place, enters_epoch=enters_epoch, joins=joins)
         reset_metrics(trainer.lightning_module)
+        loaders.recount()
         loaders.take_order_seeds([loader_state.seed for loader_state in received.loaders])
         loaders.lead_fetcher()
         position.updates = received.counters["updates"]

@@ -85,12 +85,14 @@ __all__ = [
     "num_ended_dataloaders",
     "own_method",
     "profiled",
+    "recount_batches",
     "register_comm_hook",
     "reload_epochs",
     "replace",
     "replace_dataloader_end",
     "replace_evaluation_step",
     "replace_fetcher",
+    "replace_setup_of_data",
     "replace_validation_check",
     "replaces_samplers",
     "restart_timer",
@@ -245,6 +247,25 @@ def mode_of(combined: CombinedLoader) -> str:
 def combine(combined: CombinedLoader, parts: list[Any]) -> Any:
     """Return one batch of each loader in the form in which the user combined the loaders."""
     return torch.utils._pytree.tree_unflatten(parts, combined._spec)
+
+
+def recount_batches(trainer: L.Trainer) -> None:
+    """Count an epoch's batches anew, after a training loader has got another length: the same as `FitLoop.setup_data` does."""
+    fit_loop = trainer.fit_loop
+    combined = fit_loop._combined_loader
+    assert combined is not None
+    assert combined.limits is not None
+    combined.limits[:] = [len(loader) for loader in combined.flattened]  # in place: the iterator has the same list
+    fit_loop.max_batches = len(combined)
+    if fit_loop._data_fetcher is not None:
+        fit_loop._data_fetcher.length = fit_loop.max_batches
+    if isinstance(trainer.val_check_interval, float) and not validates_by_clock(trainer):
+        trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
+
+
+def replace_setup_of_data(fit_loop: Any, make: Callable[[Method], Method]) -> None:
+    """Replace what makes the training loaders, at the beginning of a fit and of each epoch."""
+    replace(fit_loop, "setup_data", make)
 
 
 def fetcher_of(loop: Any) -> Any:

@@ -37,6 +37,7 @@ class LoaderState:
     order: torch.Tensor | None  # set only with a sampler of the user's; else it follows from seed and epoch
     seed: int = 0  # seed of the order
     layout: Layout | None = None  # of a stream's rows
+    window: dict[str, list[int]] | None = None  # rows of each shard, of a stream whose rows come and go
 
 
 class _BatchSamplerView:
@@ -158,6 +159,7 @@ class ElasticLoader:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+        self.order.enter(epoch)
 
     def __iter__(self) -> ElasticLoader:
         # Lightning requests an iterator before it has set the epoch, so nothing is fetched or started here.
@@ -260,7 +262,8 @@ class ElasticLoader:
 
     def state(self) -> LoaderState:
         return LoaderState(
-            self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed, self.order.layout
+            *(self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed),
+            *(self.order.layout, self.order.window),
         )
 
     @property
@@ -270,10 +273,15 @@ class ElasticLoader:
         if layout is None:
             return None
         first_row = self.cursor * self.global_batch_size
-        return {"seed": self.order.seed, "epoch": self.epoch, "first_row": first_row, "layout": asdict(layout)}
+        position = {"seed": self.order.seed, "epoch": self.epoch, "first_row": first_row, "layout": asdict(layout)}
+        if isinstance(self.order, StreamOrder) and self.order.window is not None:
+            position |= {"stream": self.order.name, "window": self.order.window}
+        return position
 
     def load_state(self, state: LoaderState) -> None:
-        self.epoch, self.cursor = state.epoch, state.cursor
+        self.order.take_window(state.window, state.epoch)
+        self.set_epoch(state.epoch)
+        self.cursor = state.cursor
         self.global_batch_size = state.global_batch_size
         self.order.take_seed(state.seed)
         self.order.take_layout(state.layout)

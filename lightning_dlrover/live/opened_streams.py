@@ -24,20 +24,28 @@ MAX_SOURCE_LENGTH = 2000
 """Characters of a source's expression above which only its type is on record."""
 
 
-def opened_streams(trainer: L.Trainer, loaders: Sequence[ElasticLoader], fit: int) -> list[StreamOpened]:
+MAX_RANGES = 100
+"""Partitions above which their offsets are not on record: a job may have thousands of windows."""
+
+
+def opened_streams(
+    trainer: L.Trainer, loaders: Sequence[ElasticLoader], fit: int, begins_epoch: bool = False
+) -> list[StreamOpened]:
     """Return the records of the training loaders that read streams.
 
     Args:
         fit: number of the script's `fit`.
+        begins_epoch: whether the Trainer is about to begin an epoch, and still has the counts of the one before.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    in_epoch, accumulate = progress.current.ready, _accumulated(trainer)
+    in_epoch, accumulate = 0 if begins_epoch else progress.current.ready, _accumulated(trainer)
     streams = []
     for number, loader in enumerate(loaders):
         layout, stream = loader.order.layout, loader.dataset
         if layout is None or not isinstance(stream, Stream):
             continue
         source = repr(stream.source)
+        ranges = stream.window_as_data
         streams.append(
             StreamOpened(
                 fit=fit,
@@ -58,6 +66,8 @@ def opened_streams(trainer: L.Trainer, loaders: Sequence[ElasticLoader], fit: in
                 slots=layout.slots,
                 cycle=layout.cycle,
                 block_rows=layout.block_rows,
+                ranges=ranges if ranges is None or len(ranges) <= MAX_RANGES else None,
+                grows=stream.grows,
                 seed=loader.order.seed % 2**64 if stream.shuffle_rows else None,  # orders take so many bits, and no sign
             )
         )

@@ -54,14 +54,14 @@ class _Drawn:
 
 
 class _Planned:
-    def __init__(self, seed: int, layout: Layout) -> None:
-        self._seed, self._layout = seed, layout
+    def __init__(self, seed: int, layout: Layout, window: tuple[tuple[str, int, int], ...] | None) -> None:
+        self._seed, self._layout, self._window = seed, layout, window
 
     def between(self, start: int, stop: int) -> Sequence[int]:
-        return Positions(self._seed, self._layout, ((start, stop),))
+        return Positions(self._seed, self._layout, ((start, stop),), self._window)
 
     def at(self, positions: npt.NDArray[np.int64]) -> Sequence[int]:
-        return Positions(self._seed, self._layout, tuple(ranges_of(positions.tolist())))
+        return Positions(self._seed, self._layout, tuple(ranges_of(positions.tolist())), self._window)
 
 
 class StreamOrder:
@@ -75,6 +75,11 @@ class StreamOrder:
         self.seed = stream.seed
         self.layout: Layout | None = layout
         self._stream = stream
+
+    @property
+    def grows(self) -> bool:
+        """Whether each epoch has other samples."""
+        return self._stream.grows
 
     @property
     def num_samples(self) -> int:
@@ -93,6 +98,26 @@ class StreamOrder:
         if layout is not None:
             self.layout = layout
 
+    def enter(self, epoch: int) -> None:
+        """Take the rows of an epoch."""
+        if self.grows and self._stream.epoch != epoch:
+            self._stream.set_epoch(epoch)
+
+    @property
+    def window(self) -> dict[str, list[int]] | None:
+        """What the stream has of each shard, if its rows come and go."""
+        return self._stream.window_as_data
+
+    @property
+    def name(self) -> str:
+        """The stream's name in records of its windows."""
+        return self._stream.name
+
+    def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
+        """Adopt the job's rows of an epoch."""
+        if window is not None and self._stream.windows is not None:
+            self._stream.take_window(epoch, window)
+
     def forget(self) -> None:
         """Do nothing: an order is not kept."""
 
@@ -108,7 +133,7 @@ class StreamOrder:
 
     def of(self, epoch: int, lap: int = 0) -> EpochOrder:
         assert self.layout is not None
-        return _Planned(self.seed + lap * STRIDE_OF_LAPS + epoch, self.layout)
+        return _Planned(self.seed + lap * STRIDE_OF_LAPS + epoch, self.layout, self._stream.window)
 
     def fitting_loader_workers(self, wanted: int) -> int:
         """Return the largest number of loader workers up to `wanted` of which no two read the same lane.
@@ -155,6 +180,15 @@ class SampleOrder:
     @property
     def shards(self) -> str:
         return ""
+
+    grows = False
+    window = None
+
+    def enter(self, epoch: int) -> None:
+        """Do nothing: all epochs have the same samples."""
+
+    def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
+        """Do nothing: there is none."""
 
     def take_layout(self, layout: Layout | None) -> None:
         if layout is not None:

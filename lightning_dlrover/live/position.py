@@ -78,6 +78,8 @@ class FitPosition:
     validation: int = 0
     at_boundary: bool = False
     stopped_at: str = ""
+    is_repeatable: bool = False  # set in work outside of steps that a loss may interrupt, as it is done again
+    looks: int = 0  # for new rows of a stream, while it has none
 
     @property
     def rank(self) -> int:

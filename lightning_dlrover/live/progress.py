@@ -60,7 +60,7 @@ class FitProgress:
             phase = "step" if position.in_step else "between"
         val_batches = self._fit.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
         number = position.formation.round.number if position.formation is not None else 0
-        counts = (position.updates, position.collective, val_batches)
+        counts = (position.updates, position.collective, val_batches, position.looks)
         return Progress(phase, number, self._pace.steps_in_round, position.batch, counts)
 
     @property

@@ -94,6 +94,45 @@ class TrainLoaders:
         for loader, seed in zip(self._known, seeds, strict=False):
             loader.order.take_seed(seed)
 
+    # --- streams that grow ----------------------------------------------------------------------------------------------------
+
+    @property
+    def grow(self) -> bool:
+        """Whether each epoch has other rows, and so another number of batches."""
+        return any(loader.order.grows for loader in self.all)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stream that grows has no rows for this epoch."""
+        return any(loader.order.grows and not loader.order.num_samples for loader in self.all)
+
+    def next_windows(self) -> list[dict[str, list[int]] | None]:
+        """Wait for the rows of the epoch that begins; return them for each loader whose stream grows."""
+        for loader in self.all:
+            if loader.order.grows:
+                loader.set_epoch(self._epoch_to_begin)
+        return [loader.order.window if loader.order.grows else None for loader in self.all]
+
+    def begin_windows(self, windows: Sequence[dict[str, list[int]] | None]) -> None:
+        """Begin an epoch with these rows."""
+        for loader, window in zip(self.all, windows, strict=True):
+            if window is not None:
+                loader.order.take_window(window, self._epoch_to_begin)
+                loader.set_epoch(self._epoch_to_begin)
+
+    @property
+    def _epoch_to_begin(self) -> int:
+        current: Any = self._trainer.fit_loop.epoch_progress.current
+        return int(current.processed)
+
+    def recount(self) -> None:
+        """Count the epoch's batches anew, where a stream has brought another number of rows."""
+        if self.grow:
+            lightning_names.recount_batches(self._trainer)
+            self._known = ()  # so that the loaders keep step with the new number
+            if self._position.has_entered or self._position.is_standby:
+                self.keep_step()
+
     # --- this worker's share ------------------------------------------------------------------------------------------------
 
     def loss_weight(self, batch: int) -> float:

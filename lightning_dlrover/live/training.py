@@ -27,6 +27,7 @@ from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.fits import Fits
 from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
+from lightning_dlrover.live.job_windows import JobWindows
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.opened_streams import opened_streams, sentence
@@ -84,6 +85,7 @@ class LiveTraining:
         self.pulse = Pulse()
         self.collectives = ResilientCollectives(world, position, lambda: strategy.root_device, self._recover)
         self.loaders = TrainLoaders(trainer, position, strategy.has_global_batch_size)
+        self.windows = JobWindows(world, position)
         fit = FitContext(trainer, strategy, world, position, self.collectives, self.loaders)
         self.searches = Searches(fit)
         self.validation = Validation(fit)
@@ -114,6 +116,39 @@ class LiveTraining:
         self.position.fit = self.world.num_fits
         self.steps.begin_fit()
         self.votes.begin_fit()
+
+    def set_up_data(self, set_up: Callable[[], None]) -> None:
+        """Make the training loaders, or take the rows of the epoch that begins.
+
+        Raises:
+            StopIteration: a stream has no more rows, which ends the fit.
+        """
+        set_up()
+        if self.loaders.are_made and self.loaders.grow:
+            self.loaders.begin_windows(self._next_windows())
+            if not self._trainer.fit_loop.epoch_loop.restarting:  # else Lightning still needs the number of the epoch before
+                self.loaders.recount()
+            if self.loaders.has_ended:
+                raise StopIteration
+            if self.position.has_entered:
+                self._put_streams_on_record(begins_epoch=True)
+
+    def begin_epoch(self, begin: Callable[..., None], *args: Any) -> None:
+        """Begin an epoch's batches. Lightning has finished with those of the epoch before."""
+        begin(*args)
+        if self.loaders.are_made:
+            self.loaders.recount()
+
+    def _next_windows(self) -> list[dict[str, list[int]] | None]:
+        """Wait for the rows of the epoch that begins. If a worker is lost meanwhile, meet the others first, and wait again."""
+        if self.tables.elastic is not None or not self.position.has_entered:
+            return self.loaders.next_windows()
+        self.position.is_repeatable = True
+        try:
+            # A worker that has lost the others meanwhile may get this result from one of them.
+            return self.collectives.run(self.loaders.next_windows, is_joint=False)
+        finally:
+            self.position.is_repeatable = False
 
     def batch_done(self, started: OwnTime) -> None:
         """Record the time of this worker's share of a batch.
@@ -256,9 +291,9 @@ class LiveTraining:
             self._admit(fingerprint, data)
         self._pace.went_on(self.loaders.batch_number + 1)
 
-    def _put_streams_on_record(self) -> None:
+    def _put_streams_on_record(self, begins_epoch: bool = False) -> None:
         if self.position.rank == 0:
-            for opened in opened_streams(self._trainer, self.loaders.all, self.position.fit):
+            for opened in opened_streams(self._trainer, self.loaders.all, self.position.fit, begins_epoch):
                 self.world.event(opened, sentence(opened))
 
     def _fingerprint_data(self) -> DataFingerprint:

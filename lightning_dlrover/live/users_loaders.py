@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lightning_dlrover.checks.loaders import batching_of, check_data_loader, check_step_signature
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError, batching_of, check_data_loader, check_step_signature
+from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.live.lightning_names import replaces_samplers, set_replaces_samplers, takes_iterator
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.packages import TrainerFn
 
 if TYPE_CHECKING:
     from lightning_dlrover.live.place_in_job import PlaceInJob
+    from lightning_dlrover.live.training import LiveTraining
 
 __all__ = ["UsersLoaders"]
 
@@ -54,9 +56,11 @@ class UsersLoaders:
         live = job.live if job is not None else None
         if isinstance(dataloader, ElasticLoader):
             dataloader = dataloader.users_loader  # Lightning has put ours into the user's CombinedLoader
+        training = bool(trainer.training or (fitting and trainer.state.stage == "train"))
+        if live is not None and isinstance(data := getattr(dataloader, "dataset", None), Stream):
+            _begin_window(data, live, trainer, training)
         if job is None or live is None or trainer.predicting or (not fitting and not isinstance(dataloader, DataLoader)):
             return dataloader
-        training = bool(trainer.training or (fitting and trainer.state.stage == "train"))
         if fitting:
             check_data_loader(dataloader, self._are_split_by_user is True, "train_dataloader" if training else "val_dataloader")
             check_step_signature(training and takes_iterator(trainer.lightning_module))
@@ -75,3 +79,25 @@ class UsersLoaders:
             materialise=of_rank_zero,
             max_workers=job.lane_workers,
         )
+
+
+def _begin_window(data: Stream, live: LiveTraining, trainer: Any, training: bool) -> None:
+    """Give a stream whose rows come and go those of the job.
+
+    Raises:
+        UnsupportedLoaderError: rows of a stream that grows would never be trained.
+    """
+    live.windows.attend(data)
+    if not data.grows:
+        return
+    if not training:
+        raise UnsupportedLoaderError(
+            f"{data.source!r:.120} goes on for ever, and a loader for validation, test or prediction has to end: give its "
+            "source a place to stop, such as kafka(..., stop='latest')"
+        )
+    if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
+        raise UnsupportedLoaderError(
+            f"limit_train_batches={trainer.limit_train_batches} and overfit_batches={trainer.overfit_batches} would leave rows "
+            f"of each window of {data.source!r:.120} out for ever: set the length of an epoch with kafka(..., window_rows=...)"
+        )
+    data.set_epoch(trainer.current_epoch)

@@ -6,6 +6,8 @@
 | `manual_optimization.run` | `TrainingSteps.run_manual`, timed |
 | `val_loop.run` | `Validation.run` |
 | `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
+| `fit_loop.setup_data` | `LiveTraining.set_up_data` |
+| `epoch_loop.on_run_start` | `LiveTraining.begin_epoch` |
 | `epoch_loop.advance` | `TableRounds.again_if_rolled_back` with tables, then `agree_on_stop` |
 | `epoch_loop.on_advance_end` | `TableRounds.end_batch` with tables, then `agree_on_stop` |
 | `fit_loop.on_advance_end` | `TableRounds.end_epoch` with tables, then `agree_on_stop` |
@@ -28,6 +30,7 @@ from lightning_dlrover.live.lightning_names import (
     Method,
     replace,
     replace_evaluation_step,
+    replace_setup_of_data,
     replace_validation_check,
     stop_sending_sigterm,
     validates_by_clock,
@@ -74,6 +77,8 @@ def wrap_loops(
     replace(automatic, "run", lambda run: _timed(partial(live.steps.run_automatic, run), times, clock, live))
     replace(manual, "run", lambda run: _timed(partial(live.steps.run_manual, run), times, clock, live))
     _wrap_validation(epoch_loop.val_loop, live)
+    replace_setup_of_data(fit_loop, lambda set_up: partial(live.set_up_data, set_up))
+    replace(epoch_loop, "on_run_start", lambda begin: partial(live.begin_epoch, begin))
     _wrap_batches(epoch_loop, fit_loop, live, has_tables)
     if validates_by_clock(trainer):
         # Each worker reads its own clock, and workers that validate would wait for those that do not. Rank 0 decides.

@@ -20,11 +20,19 @@ class ReadStreams:
     Attributes:
         at: when the fit began, in seconds since the epoch.
         finished_step: optimizer updates at the end of the fit; None: it has not finished.
+        windows: of each stream, its records by epoch; more than one if it grows.
     """
 
     streams: tuple[StreamOpened, ...]
     at: float
     finished_step: int | None = None
+    windows: tuple[tuple[StreamOpened, ...], ...] = ()
+
+    def window_of(self, stream: StreamOpened, step: int) -> StreamOpened:
+        """Return the record that an optimizer update, or a batch where updates vary, belongs to."""
+        windows = next((each for each in self.windows if stream in each), (stream,))
+        found = [each for each in windows if step > (each.steps_before if each.accumulate else each.batches_before)]
+        return found[-1] if found else windows[0]
 
 
 @dataclass(frozen=True)
@@ -54,14 +62,30 @@ def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
             by_number.setdefault(opened.number, []).append((at, opened))
     # Workers that begin the fit anew, after the loss of all, write the records again, counted from their checkpoint.
     oldest = {number: _oldest_alike(newest_first) for number, newest_first in by_number.items()}
+    windows = tuple(_windows(by_number[number]) for number in sorted(by_number))
     first = min(at for at, _ in oldest.values())
     finished = [done.global_step for record, done in events_of(events, FitFinished) if record.at >= first]
-    return ReadStreams(tuple(oldest[number][1] for number in sorted(oldest)), first, finished[-1] if finished else None)
+    streams = tuple(oldest[number][1] for number in sorted(oldest))
+    return ReadStreams(streams, first, finished[-1] if finished else None, windows)
+
+
+def _windows(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[StreamOpened, ...]:
+    """Return the records of a stream by epoch. A job that began anew from a checkpoint has written some again."""
+    newest = newest_first[0][1]
+    if not newest.grows:
+        return (newest,)
+    found: dict[int, StreamOpened] = {}
+    for _, opened in newest_first:
+        if not found or opened.epoch < min(found):
+            found[opened.epoch] = opened
+    return tuple(found[epoch] for epoch in sorted(found))
 
 
 def _oldest_alike(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[float, StreamOpened]:
     """Return the oldest record with which the newest one agrees on the rows of each step."""
     _, newest = oldest = newest_first[0]
+    if newest.grows:
+        return oldest
     for at, older in newest_first[1:]:
         epochs = newest.epoch - older.epoch
         batches_before = newest.batches_before - epochs * newest.epoch_batches
@@ -98,7 +122,7 @@ def standing(
         return Standing(epochs * stream.epoch_batches + steps * stream.accumulate, 0.0, rate)
     if newest is None:
         return None
-    measured = newest.first_step + newest.num_steps - stream.batches_before
+    measured = max(0, newest.first_step + newest.num_steps - stream.batches_before)
     age_s = max(0.0, now - newest.at)
     return Standing(measured + int(age_s * rate if is_training and rate is not None else 0), age_s, rate)
 
@@ -123,5 +147,7 @@ def guarantee(stream: StreamOpened) -> str:
 
 def described(stream: StreamOpened) -> str:
     """Return a stream in one line."""
-    files = "1 file" if stream.num_shards == 1 else f"{stream.num_shards} files"
-    return f"{stream.source:.100}, {files}, {stream.num_rows} rows: {guarantee(stream)}"
+    kind = "file" if stream.ranges is None else "partition"
+    files = f"1 {kind}" if stream.num_shards == 1 else f"{stream.num_shards} {kind}s"
+    where = f" in the window of epoch {stream.epoch}" if stream.grows else ""
+    return f"{stream.source:.100}, {files}, {stream.num_rows} rows{where}: {guarantee(stream)}"

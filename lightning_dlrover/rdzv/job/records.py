@@ -33,6 +33,7 @@ __all__ = [
     "SearchRecord",
     "StacksRecord",
     "StacksRequest",
+    "WindowRecord",
     "WorkerRecord",
     "WorkerState",
     "decode",
@@ -110,6 +111,7 @@ class Keys:
     events = _Key("events/")
     profiles = _Key("profiles/")
     stacks = _Key("stacks/")  # one key per worker, with its newest stack traces
+    windows = _Key("windows/")  # one key per window of a stream, by stream, fit and epoch
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
 
 
@@ -401,6 +403,16 @@ class SearchRecord:
     """Result of a search that the first workers ran before training, for joiners. Key `searches/{number}`."""
 
     results: str  # the Trainer's own results as JSON
+
+
+@dataclass(frozen=True)
+class WindowRecord:
+    """The rows of a stream in one epoch, where the source does not fix them. Key `windows/{stream}/{fit}/{epoch}`; created by
+    the first worker that needs it. Without rows, the stream has ended."""
+
+    epoch: int
+    ranges: dict[str, list[int]]  # first row of each shard, and the row after the last
+    created_at: float = 0.0
 
 
 @dataclass(frozen=True)

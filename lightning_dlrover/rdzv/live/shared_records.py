@@ -5,9 +5,11 @@ The mirror answers what it holds without a request. Writes that no worker waits 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.events import Event, record_of
@@ -21,6 +23,7 @@ from lightning_dlrover.rdzv.job.records import (
     SearchRecord,
     StacksRecord,
     StacksRequest,
+    WindowRecord,
     encode,
 )
 from lightning_dlrover.rdzv.live.member import MembershipError
@@ -107,6 +110,21 @@ class SharedRecords:
             f"run {self._keys.run_id}: result of search {number}", lambda: self.journal.client.put(key, payload)
         )
         self._wake()
+
+    def window(
+        self, name: str, change: Callable[[WindowRecord | None], WindowRecord | None], timeout_s: float, outdated: str = ""
+    ) -> WindowRecord | None:
+        """Compare-and-swap the record of a stream's window; `change` returns None to leave it unchanged.
+
+        Args:
+            timeout_s: seconds to wait while etcd is away.
+            outdated: a record that is removed with the write of this one.
+        """
+        found = self.journal.swap(WindowRecord, f"{self._keys.windows}{name}", change, timeout_s=timeout_s)
+        if outdated and found.record is not None:
+            with contextlib.suppress(EtcdError):  # it expires with the job
+                self.journal.client.delete(f"{self._keys.windows}{outdated}")
+        return found.record
 
     def has_controller(self) -> bool:
         return self._mirror.get(self._keys.controller) is not None

@@ -1,0 +1,291 @@
+"""Kafka topics as a source: a shard is a range of one partition's offsets, and a row is a message.
+
+An offset without a message counts as a row that is skipped: compaction leaves such gaps, and so do the ends of transactions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from typing import Any
+
+from lightning_dlrover.data.kafka_consumer import OWN_SETTINGS, KafkaConsumer, name_of
+from lightning_dlrover.data.source import DataError, Ranges, Shard, Skipped
+
+__all__ = ["Kafka", "Partition", "kafka"]
+
+NO_MESSAGE = "these offsets have no message: the topic is compacted, or they ended or aborted a transaction"
+
+Place = str | datetime | Mapping[int, int] | Mapping[str, int]
+"""Where reading starts or stops: a word, a time, or offsets by partition."""
+
+
+@dataclass(frozen=True)
+class Partition(Shard):
+    """A range of a partition's offsets."""
+
+    first: int = 0  # offset of row 0
+
+    @property
+    def identity(self) -> str:
+        return f"{self.key} from {self.first}"
+
+
+class Kafka:
+    """Topics of Kafka. `kafka` makes one.
+
+    Attributes:
+        grows: whether each epoch is a window of its own, with the messages that came after those of the window before.
+        dry_s: seconds without a new message after which a growing source counts as ended.
+    """
+
+    def __init__(
+        self,
+        topics: Sequence[str],
+        servers: str,
+        start: Place,
+        stop: Place | None,
+        config: Mapping[str, Any],
+        value: Callable[[bytes], Any] | None,
+        on_error: str,
+        window_rows: int,
+        dry_s: float,
+    ) -> None:
+        self.grows = stop is None
+        self.dry_s = dry_s
+        self.topics = list(topics)
+        self._start, self._stop = start, stop
+        self._value = value
+        self._on_error = on_error
+        self._window_rows = window_rows
+        self._servers = servers
+        self._consumer = KafkaConsumer({**config, "bootstrap.servers": servers})
+
+    def __repr__(self) -> str:
+        def said(place: Place | None) -> str:
+            return repr(
+                place.isoformat() if isinstance(place, datetime) else dict(place) if isinstance(place, Mapping) else place
+            )
+
+        # Without `config`, which may hold passwords: this text goes on record.
+        return f"kafka({self.topics!r}, {self._servers!r}, start={said(self._start)}, stop={said(self._stop)})"
+
+    # --- shards ---------------------------------------------------------------------------------------------------------------
+
+    def shards(self) -> Sequence[Shard]:
+        return self.shards_in(self.window(None))
+
+    def shards_in(self, ranges: Ranges) -> Sequence[Shard]:
+        """Return the shards of a window."""
+        return [Partition(key, stop - first, first=first) for key, (first, stop) in ranges.items()]
+
+    def window(self, after: Mapping[str, int] | None) -> Ranges:
+        """Return the ranges of offsets, by partition, that are there now; at most `window_rows` of them if the source grows.
+
+        Args:
+            after: offset at which each partition goes on; None: where the source starts.
+
+        Raises:
+            DataError: a topic or offset is not there, or the brokers are away for too long.
+        """
+        found: Ranges = {}
+        for topic in self.topics:
+            partitions = self._consumer.partitions(topic)
+            bounds = {partition: self._consumer.bounds(topic, partition) for partition in partitions}
+            for partition, (first, stop) in self._chosen(topic, bounds, after).items():
+                found[name_of(topic, partition)] = (first, max(first, stop))
+        return _at_most(found, self._window_rows) if self.grows else found
+
+    def _chosen(
+        self, topic: str, bounds: Mapping[int, tuple[int, int]], after: Mapping[str, int] | None
+    ) -> dict[int, tuple[int, int]]:
+        lows = {partition: low for partition, (low, _) in bounds.items()}
+        highs = {partition: high for partition, (_, high) in bounds.items()}
+        stops = highs if self._stop is None else self._placed(topic, self._stop, "stop", lows, highs)
+        if after is None:
+            starts = self._placed(topic, self._start, "start", lows, highs)
+        else:  # a partition that was added meanwhile is read from its beginning
+            starts = {partition: after.get(name_of(topic, partition), low) for partition, low in lows.items()}
+        for partition, start in starts.items():
+            if start < lows[partition] and stops[partition] > start:
+                raise DataError(
+                    f"{name_of(topic, partition)} is to be read from offset {start}, and its messages begin at "
+                    f"{lows[partition]} now: the topic's retention has deleted those before. Raise it (retention.ms, "
+                    "retention.bytes), or start a new job with start='earliest'"
+                )
+        return {partition: (starts[partition], stops[partition]) for partition in bounds}
+
+    def _placed(self, topic: str, place: Place, name: str, lows: Mapping[int, int], highs: Mapping[int, int]) -> dict[int, int]:
+        """Return the offset of each partition at which reading starts or stops."""
+        if isinstance(place, str):
+            return dict(lows if place == "earliest" else highs)
+        if isinstance(place, datetime):
+            at = self._consumer.at_time(topic, lows, int(place.timestamp() * 1000))
+            return {partition: highs[partition] if offset is None else offset for partition, offset in at.items()}
+        others, found = dict(lows if name == "start" else highs), {}
+        for key, offset in place.items():
+            of_topic, _, number = str(key).rpartition("/")
+            if of_topic in ("", topic):
+                found[int(number)] = offset
+        unknown = [partition for partition in found if partition not in lows]
+        if unknown:
+            raise DataError(f"{name}= names partition {unknown[0]} of {topic}, which has the partitions {sorted(lows)}")
+        for partition, offset in found.items():
+            if offset > highs[partition]:
+                raise DataError(
+                    f"{name_of(topic, partition)} is to {name} at offset {offset}, and it ends at {highs[partition]} now: "
+                    f"give {name}= an offset that is there, or 'latest'"
+                )
+        return others | found
+
+    # --- rows -----------------------------------------------------------------------------------------------------------------
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        """Yield the messages from a row on.
+
+        Raises:
+            DataError: messages were deleted before they were read, or cannot be decoded, or the brokers are away for too long.
+        """
+        assert isinstance(shard, Partition)
+        topic, _, number = shard.key.rpartition("/")
+        offset, stop = shard.first + row, shard.first + shard.rows
+        while offset < stop:
+            fetched = self._consumer.fetch(topic, int(number), offset, stop)
+            for message in fetched.messages:
+                if message.offset() > offset:
+                    yield Skipped(message.offset() - offset, NO_MESSAGE)
+                offset = message.offset() + 1
+                yield self._row(message)
+            if fetched.upto > offset:
+                yield Skipped(fetched.upto - offset, NO_MESSAGE)
+                offset = fetched.upto
+
+    def _row(self, message: Any) -> Any:
+        if self._value is None:
+            _, timestamp = message.timestamp()
+            return {
+                "value": message.value(),
+                "key": message.key(),
+                "timestamp": timestamp,
+                "topic": message.topic(),
+                "partition": message.partition(),
+                "offset": message.offset(),
+            }
+        try:
+            return self._value(message.value())
+        except Exception as error:  # a decoder of the user's may raise anything
+            where = f"the message at offset {message.offset()} of {name_of(message.topic(), message.partition())}"
+            if self._on_error == "skip":
+                return Skipped(1, f"{where} cannot be decoded: {type(error).__name__}: {error}")
+            kind = "has no value (a tombstone)" if message.value() is None else "cannot be decoded"
+            raise DataError(
+                f"{where} {kind}: {type(error).__name__}: {error}. Leave such messages out with kafka(..., on_error='skip'), "
+                "which logs how many, or let value= return a row that gets weight 0 in the loss"
+            ) from error
+
+
+def kafka(
+    topics: str | Sequence[str],
+    servers: str,
+    start: Place = "earliest",
+    stop: Place | None = "latest",
+    config: Mapping[str, Any] | None = None,
+    value: Callable[[bytes], Any] | None = None,
+    on_error: str = "raise",
+    window_rows: int = 1_000_000,
+    dry_s: float = 60.0,
+) -> Kafka:
+    """Return Kafka topics as a source of a stream. Rows are messages.
+
+    Args:
+        topics: name of a topic, or several.
+        servers: bootstrap servers, such as ``"host:9092,other:9092"``.
+        start: ``"earliest"``, ``"latest"``, a time with its time zone, or offsets by partition: ``{0: 1000}``, with several
+            topics ``{"topic/0": 1000}``. Partitions that are not named are read from their beginning.
+        stop: the same; the row at this place is not read. Partitions that are not named are read to their end. A job finds out
+            once where its topics end. None: never, each epoch is a window of the messages that came meanwhile.
+        config: further settings of librdkafka, such as ``{"security.protocol": "SASL_SSL", ...}``.
+        value: makes a row of a message's value, such as `json.loads`. None: a row is a dictionary with ``value`` and ``key``
+            as bytes, ``timestamp`` in milliseconds, ``topic``, ``partition`` and ``offset``.
+        on_error: treatment of a message that `value` raises an exception for: ``"raise"``, or ``"skip"`` it and log that.
+        window_rows: with ``stop=None``, maximum number of offsets in one epoch.
+        dry_s: with ``stop=None``, seconds to wait for a new message before training ends.
+
+    Raises:
+        TypeError: `topics`, `servers`, `start` or `stop` is of another kind.
+        ValueError: an argument is out of range, or `config` sets what this source needs otherwise.
+        ModuleNotFoundError: confluent-kafka is missing.
+    """
+    if find_spec("confluent_kafka") is None:
+        raise ModuleNotFoundError(
+            "streams of Kafka topics need confluent-kafka: pip install 'lightning-dlrover[kafka]'", name="confluent_kafka"
+        )
+    names = [topics] if isinstance(topics, str) else list(topics)
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"topics={topics!r}: give the name of a topic, or a list of different ones")
+    if not isinstance(servers, str) or not servers:
+        raise TypeError(f"servers={servers!r}: give Kafka's bootstrap servers, such as 'host:9092'")
+    _check_place("start", start, len(names))
+    if stop is not None:
+        _check_place("stop", stop, len(names))
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
+    if isinstance(window_rows, bool) or not isinstance(window_rows, int) or window_rows < 1:
+        raise ValueError(f"window_rows={window_rows!r} is no positive number of rows")
+    if not 0 <= dry_s < float("inf"):
+        raise ValueError(f"dry_s={dry_s!r}: give the seconds to wait for new messages, 0 or more")
+    config = dict(config or {})
+    fixed = [key for key in config if key in OWN_SETTINGS and config[key] != OWN_SETTINGS[key]]
+    if fixed:
+        raise ValueError(
+            f"config sets {fixed[0]}={config[fixed[0]]!r}, and each message is read exactly once only with "
+            f"{OWN_SETTINGS[fixed[0]]!r}: leave it out. Offsets are kept in the job's own records and checkpoints"
+        )
+    return Kafka(names, servers, start, stop, config, value, on_error, window_rows, dry_s)
+
+
+def _check_place(name: str, place: object, num_topics: int) -> None:
+    if isinstance(place, str):
+        if place not in ("earliest", "latest"):
+            raise ValueError(
+                f"{name}={place!r}: give 'earliest', 'latest', a time, or offsets by partition such as {{0: 1000}}"
+            )
+    elif isinstance(place, datetime):
+        if place.tzinfo is None:
+            raise ValueError(
+                f"{name}={place!r} has no time zone, and hosts may have different ones: give for example "
+                "datetime(2026, 11, 23, tzinfo=timezone.utc)"
+            )
+    elif isinstance(place, Mapping):
+        for key, offset in place.items():
+            _check_offset(name, key, offset, num_topics)
+    else:
+        raise TypeError(f"{name}={place!r}: give 'earliest', 'latest', a time, or offsets by partition such as {{0: 1000}}")
+
+
+def _check_offset(name: str, key: object, offset: object, num_topics: int) -> None:
+    topic, _, partition = str(key).rpartition("/")
+    is_number = isinstance(offset, int) and not isinstance(offset, bool) and offset >= 0
+    if not partition.isdigit() or (isinstance(key, str) and not topic) or not is_number:
+        raise ValueError(
+            f"{name}={{{key!r}: {offset!r}}}: give offsets by partition, such as {{0: 1000}} or {{'topic/0': 1000}}"
+        )
+    if num_topics > 1 and not topic:
+        raise ValueError(
+            f"{name}={{{key!r}: ...}} names a partition of any of {num_topics} topics: write {{'topic/{key}': ...}}"
+        )
+
+
+def _at_most(ranges: Ranges, num_rows: int) -> Ranges:
+    """Return the beginnings of ranges, with at most so many rows in all, each in proportion to what it has."""
+    lengths = {key: stop - first for key, (first, stop) in ranges.items()}
+    total = sum(lengths.values())
+    if total <= num_rows:
+        return ranges
+    taken = {key: length * num_rows // total for key, length in lengths.items()}
+    for key in sorted(taken, key=lambda key: taken[key] - lengths[key]):  # the longest rests first
+        more = min(num_rows - sum(taken.values()), 1, lengths[key] - taken[key])
+        taken[key] += max(0, more)
+    return {key: (first, first + taken[key]) for key, (first, _) in ranges.items()}
