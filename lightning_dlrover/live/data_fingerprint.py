@@ -28,6 +28,8 @@ __all__ = [
     "DataFingerprint",
     "LoaderFingerprint",
     "Sketch",
+    "are_same_row",
+    "described_row",
     "difference",
     "fingerprint_data",
     "refuse_different_data",
@@ -175,10 +177,15 @@ def fingerprint_data(
     """Fingerprint the data of a worker; fetches some samples if they are to be compared."""
     return DataFingerprint(
         [
-            LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], loader.order.shards)
+            LoaderFingerprint(
+                loader.order.num_samples,
+                # Rows of an `IterableDataset` are compared as they are read, see `sequences.py`.
+                _sketches(loader) if compare_samples and loader.sequence is None else [],
+                loader.order.shards,
+            )
             for loader in train
         ],
-        None if val is None else [loader.order.num_samples for loader in val],
+        None if val is None else [loader.split.num_samples for loader in val],
     )
 
 
@@ -191,6 +198,17 @@ def sketch(sample: object) -> Sketch | None:
     except (_UncomparableError, RecursionError):
         return None
     return Sketch(hashlib.sha256("\n".join(texts).encode(errors="replace")).hexdigest()[:12], arrays)
+
+
+def described_row(row: object) -> tuple[str, list[list[float]]] | None:
+    """Return a sample's sketch as plain data, which loader workers send and checkpoints keep."""
+    found = sketch(row)
+    return None if found is None else (found.kind, found.arrays)
+
+
+def are_same_row(one: tuple[str, list[list[float]]], other: tuple[str, list[list[float]]]) -> bool:
+    """Return whether two descriptions are of one row, apart from last digits."""
+    return _alike(Sketch(*one), Sketch(*other))
 
 
 class _Sketcher:

@@ -29,6 +29,7 @@ __all__ = [
     "PlannerEvent",
     "RecordIgnored",
     "RoundFormed",
+    "SequenceOpened",
     "SettingsApplied",
     "SizeRequested",
     "SnapshotCompleted",
@@ -318,6 +319,18 @@ class StreamOpened(Event):
     cycle: int
     block_rows: int
     seed: int | None = None  # of epoch 0; None: rows are not shuffled
+
+
+@dataclass(frozen=True)
+class SequenceOpened(Event):
+    """A training loader of a `fit` that reads an `IterableDataset`. Written once per fit."""
+
+    KIND = "sequence"
+    fit: int
+    number: int  # of the training loader, from 0
+    dataset: str  # its class
+    is_stateful: bool  # whether it has a state that joiners get
+    max_catch_up_s: float  # seconds that a joiner has to read what others have read
 
 
 @dataclass(frozen=True)
