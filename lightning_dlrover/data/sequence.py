@@ -138,7 +138,9 @@ class SequenceReader(Dataset[Any]):
         self._describe = describe
         self._are_alike = are_alike
         self._pass: OnePass | None = None
-        self._untouched: Any = None  # a copy from before a state was loaded
+        self._initial: Any = None  # the dataset's state before its first pass, if it has one then
+        self._has_begun = False
+        self._untouched: Any = None  # a copy of the dataset from before a state was loaded
         self._is_touched = False  # whether a state was loaded
         self._pid = os.getpid()
 
@@ -207,9 +209,8 @@ class SequenceReader(Dataset[Any]):
         return [row for start, stop in request.ranges for row in current.rows(start, stop)]
 
     def _count(self, request: RowCount) -> int:
-        counting = OnePass(self.dataset, request.place, 1, describe_nothing)
+        counting = self._begin(request.place, 1)
         counting.keep_from(2**62)
-        self._pass = None  # a dataset need not support two iterators at once
         if request.limit is None:
             while counting.end is None:
                 counting.read_to(counting.next + 1024)
@@ -251,14 +252,17 @@ class SequenceReader(Dataset[Any]):
 
     def _begin(self, place: Place, batch_size: int) -> OnePass:
         """Begin a pass with the epoch's first row."""
-        self._pass = None
-        self._undo_state()
+        last, self._pass = self._pass, None
+        if last is None or last.end is None or last.place == place:
+            self._rewind()
         self._pass = OnePass(self.dataset, place, batch_size, self._describe)
         return self._pass
 
     def _resumed(self, place: Place, batch_size: int, start: Snapshot) -> OnePass | None:
         """Return a pass that begins at a snapshot; None if the dataset then has other rows than it had."""
         self._pass = None
+        if not self._has_begun:
+            self._rewind()
         # Numbers drawn at the beginning of a pass, for an order of all rows, need the generators as they were there.
         for numbers in (start.random, None):
             self._undo_state()
@@ -281,6 +285,24 @@ class SequenceReader(Dataset[Any]):
             _name(self.dataset),
         )
         return None
+
+    def _rewind(self) -> None:
+        """Let the next iterator begin with the first row, though the last one may not have ended.
+
+        A dataset with a state may otherwise go on where it is, as examples of torchdata's do.
+        """
+        if not has_state(self.dataset):
+            return
+        if self._is_touched and self._untouched is not None:
+            self._undo_state()
+        elif self._initial is not None:
+            self.dataset.load_state_dict(copy.deepcopy(self._initial))
+        if not self._has_begun:
+            self._has_begun = True
+            try:
+                self._initial = copy.deepcopy(self.dataset.state_dict())
+            except Exception as error:  # some have a state only while they are iterated over
+                log.debug("%s has no state before it is iterated over: %r", _name(self.dataset), error)
 
     def _will_load_state(self) -> None:
         if not self._is_touched:

@@ -63,6 +63,16 @@ class Stateful(IterableDataset[int]):
         self.next, self._resumes = state["next"], True
 
 
+class GoesOn(Stateful):
+    """An iterator goes on where the one before was left, unless that has ended, as in torchdata's examples."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.num_rows:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+
 class Shuffled(IterableDataset[float]):
     """An unseeded order, augmented by unseeded numbers of all three libraries."""
 
@@ -266,6 +276,19 @@ def test_accumulated_batches_are_kept() -> None:
     assert dataset.num_read == 65
 
 
+@pytest.mark.parametrize("kind", [Stateful, GoesOn])
+def test_epoch_begins_with_the_first_row_wherever_the_last_one_was_left(kind: Any) -> None:
+    loader = make(kind(100))
+    shares(loader, 4)
+    for epoch in (1, 2):
+        iter(loader)
+        loader.set_epoch(epoch)
+        assert shares(loader, 13 if epoch == 1 else 2) == chunks(100)[: 13 if epoch == 1 else 2]
+    state = make(kind(100)).state()
+    loader.load_state(state)
+    assert shares(loader) == chunks(100)
+
+
 def test_rollback_further_than_rows_are_kept_reads_the_epoch_again() -> None:
     dataset = Opaque(100)
     loader = make(dataset)
@@ -319,7 +342,7 @@ def test_state_that_does_not_bring_back_the_rows_is_not_used(caplog: pytest.LogC
 
 
 def test_checkpoint_resumes_in_another_world() -> None:
-    for kind in (Opaque, Stateful):
+    for kind in (Opaque, Stateful, GoesOn):
         old = make(kind(100))
         before = shares(old, 7)
         assert old.sequence is not None
