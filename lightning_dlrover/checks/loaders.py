@@ -103,9 +103,9 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
     if not isinstance(loader, DataLoader):
         raise UnsupportedLoaderError(
             f"{hook} holds a {_full_name(type(loader))}, which is no torch.utils.data.DataLoader: a live job splits every "
-            "batch over the workers there are, and needs single samples for that. Put them in a dataset (__getitem__ and "
-            "__len__, or __iter__) and that in a DataLoader with a batch_size, or use strategy='ddp' with a fixed number "
-            "of workers"
+            "batch over the workers there are, and needs single samples for that. Put them in a map-style dataset "
+            "(__getitem__ and __len__) or an IterableDataset, and that in a DataLoader with a batch_size, or use "
+            "strategy='ddp' with a fixed number of workers"
         )
     sampler = batching_of(loader).sampler
     if is_split_by_user and not isinstance(loader.dataset, IterableDataset) and type(sampler) not in GLOBAL_SAMPLERS:

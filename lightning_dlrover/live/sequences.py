@@ -172,5 +172,6 @@ def _text(order: SequenceOrder, found: str, one: str, other: str) -> str:
         f"{order.name} gives workers different rows: {found % (one, other)}. A live job splits each batch over the workers by "
         "itself, so every worker must read all rows in the same order. Let the dataset split nothing by rank, node or world "
         "size (leave out split_dataset_by_node of Hugging Face; nodesplitter=None, workersplitter=None for WebDataset), and "
-        "shuffle by a fixed seed, or by the random numbers of Python, numpy or torch, which are fixed for each epoch"
+        "shuffle by a fixed seed, such as .shuffle(1000, seed=1) of WebDataset, or by the random numbers of Python, numpy or "
+        "torch, which are fixed for each epoch"
     )
