@@ -123,8 +123,9 @@ ROWS: list[Row] = [
         ),
         (
             "`IterableDataset` with and without `state_dict`",
-            "works: every worker reads all rows",
-            f"{_E2E}/test_iterables.py::test_each_row_is_trained_once_while_workers_come_and_go[stateful-1]",
+            "works",
+            f"{_E2E}/test_iterables.py::test_each_row_is_trained_once_while_workers_come_and_go[stateful]",
+            "every worker reads all rows",
         ),
         (
             "`IterableDataset` that splits itself by rank",

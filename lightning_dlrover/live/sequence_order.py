@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import ranges_of
@@ -258,8 +258,10 @@ class SequenceOrder:
 
     @property
     def name(self) -> str:
-        """The dataset's class."""
-        return type(self._dataset).__name__
+        """The dataset's class. That of Hugging Face has the name of torch's."""
+        kind = type(self._dataset)
+        package = f"{kind.__module__.partition('.')[0]}." if kind.__name__ == IterableDataset.__name__ else ""
+        return f"{package}{kind.__name__}"
 
     @property
     def unused_loader_workers(self) -> int:

@@ -19,7 +19,11 @@ MakeJob = Callable[..., Job]
 SETTINGS = ToySettings(num_rows=203, batch_size=8, max_epochs=2, step_s=0.03)  # 26 batches, the last one of 3 rows
 
 
-@pytest.mark.parametrize(("kind", "loader_workers"), [("opaque", 0), ("opaque", 2), ("stateful", 0), ("stateful", 1)])
+@pytest.mark.parametrize(
+    ("kind", "loader_workers"),
+    [("opaque", 0), ("opaque", 2), ("stateful", 0), ("stateful", 1)],
+    ids=["opaque", "opaque, 2 loader workers", "stateful", "stateful, 1 loader worker"],
+)
 def test_each_row_is_trained_once_while_workers_come_and_go(
     kind: str, loader_workers: int, make_job: MakeJob, etcd: EmbeddedEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +102,34 @@ def test_job_of_which_all_workers_were_killed_goes_on(make_job: MakeJob) -> None
     order = order_of("opaque", 203, True, SEED, 0)
     trained = list(itertools.chain.from_iterable(r["ids"] for r in again.records("share") if r["epoch"] == 0))
     assert trained == order[(steps[0] - 1) * 8 :]
+
+
+def test_checkpoint_of_an_epochs_last_batch_goes_on_with_the_next_epoch(make_job: MakeJob) -> None:
+    settings = replace(SETTINGS, num_rows=37, iterable="stateful", save_every=5)  # 5 batches in an epoch
+    first = make_job(replace(settings, max_epochs=3))
+    first.start()
+    first.wait_for_step(8)
+    first.workers[0].kill()
+    second = make_job(replace(settings, resumes=str(first.folder / "checkpoints" / "step=5.ckpt")), min_workers=2)
+    second.start()
+    second.start()
+    assert second.finish() == [0, 0], second.report()
+    shares = sorted(second.records("share"), key=lambda share: (share["epoch"], share["batch"], share["rank"]))
+    trained = list(itertools.chain.from_iterable(share["ids"] for share in shares if share["epoch"] == 1))
+    assert trained == order_of("stateful", 37, True, SEED, 1), second.report()
+    assert {share["epoch"] for share in shares} == {1}
+
+
+@pytest.mark.parametrize("limits", [{"limit_train_batches": 4}, {"max_steps": 8, "max_epochs": -1}], ids=["batches", "steps"])
+def test_limits_end_epochs_of_unknown_length(limits: dict[str, int], make_job: MakeJob) -> None:
+    job = make_job(replace(SETTINGS, num_rows=37, iterable="opaque", limits=limits), min_workers=2)
+    job.start()
+    job.start()
+    assert job.finish() == [0, 0], job.report()
+    per_epoch = limits.get("limit_train_batches", 5)
+    for worker in job.workers:
+        places = [(r["epoch"], r["batch"]) for r in worker.records("done")]
+        assert places == [(step // per_epoch, step % per_epoch) for step in range(8)]
 
 
 def test_dataset_that_splits_itself_by_rank_ends_the_job_before_its_first_step(make_job: MakeJob) -> None:

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +203,7 @@ class ToySettings:
     max_catch_up_s: float = 60.0
     save_every: int = 0  # batches between checkpoints
     resumes: str = ""  # checkpoint to resume from
+    limits: dict[str, int] = field(default_factory=dict)  # further arguments of the Trainer
 
     @property
     def batches_per_epoch(self) -> int:
@@ -348,7 +349,7 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
             check_interval_s=0.03,
             max_catch_up_s=settings.max_catch_up_s,
         ),
-        max_epochs=settings.max_epochs,
+        **{"max_epochs": settings.max_epochs, **settings.limits},
         accumulate_grad_batches=settings.accumulate,
         val_check_interval=settings.val_every,
         limit_val_batches=None if settings.num_val_rows else 0,
