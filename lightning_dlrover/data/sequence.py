@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.data.one_pass import Limit, OnePass, OwnRandom, Place, Snapshot, has_state
@@ -104,6 +104,20 @@ class _Collate:
     def __call__(self, samples: list[Any]) -> Fetched:
         facts = samples.facts if isinstance(samples, _Share) else None
         return Fetched(self._inner(list(samples)) if samples else None, facts)
+
+
+class _UsersInit:
+    """The user's start-up function of loader workers, which looks for the user's dataset in the worker's info."""
+
+    def __init__(self, inner: Callable[[int], None]) -> None:
+        self._inner = inner
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, SequenceReader):
+            # WorkerInfo refuses plain assignment.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        self._inner(worker_id)
 
 
 def describe_nothing(row: object) -> None:
@@ -349,7 +363,7 @@ def reading_loader(loader: DataLoader[Any], reader: SequenceReader, batches: Seq
         collate_fn=_Collate(loader.collate_fn),
         pin_memory=loader.pin_memory,
         timeout=loader.timeout if num_workers else 0,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=_UsersInit(loader.worker_init_fn) if loader.worker_init_fn is not None else None,
         multiprocessing_context=loader.multiprocessing_context if num_workers else None,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor if num_workers else None,

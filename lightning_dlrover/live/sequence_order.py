@@ -7,6 +7,7 @@ validation data are counted once, and then split like samples with numbers.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,8 +32,11 @@ from lightning_dlrover.data.sequence import (
     describe_nothing,
     reading_loader,
 )
+from lightning_dlrover.rdzv.group import transfer
 
 __all__ = ["UNKNOWN", "HandedOut", "SequenceOrder", "SequenceSettings", "SequenceSource"]
+
+log = logging.getLogger(__name__)
 
 UNKNOWN = 2**62
 """Number of samples of an epoch whose end nobody has seen yet."""
@@ -130,6 +134,7 @@ class SequenceOrder:
         self._ends: dict[int, int] = {}  # rows by epoch
         self._snapshots: list[Snapshot] = []
         self._handed_out: list[HandedOut] = []  # since the last vote has begun
+        self._has_own_classes = False  # whether the dataset's state holds objects that no joiner accepts
 
     # --- the interface of `SampleOrder` -------------------------------------------------------------------------------------
 
@@ -217,14 +222,20 @@ class SequenceOrder:
         self.is_catching_up = False
         if facts.is_last or not facts.num_rows:
             self._ends = {self._source.epoch: batch * self._source.global_batch_size + facts.num_rows}
-        if facts.snapshot is not None:
+        if facts.snapshot is not None and self._can_be_sent(facts.snapshot):
             self._snapshots = [*self._snapshots, facts.snapshot][-NUM_SNAPSHOTS:]
-        if len(self._handed_out) < MAX_COMPARED:
-            self._handed_out.append(self.seen(batch, facts))
+        seen = self.seen(batch, facts)
+        is_repeated = bool(self._handed_out) and self._handed_out[-1][:2] == seen[:2]
+        if not is_repeated and len(self._handed_out) < MAX_COMPARED:
+            self._handed_out.append(seen)
 
     def seen(self, batch: int, facts: BatchFacts) -> HandedOut:
         """Return what other workers must have seen in the same batch."""
         return HandedOut(self._source.epoch, batch, facts.num_rows, facts.is_last, facts.first)
+
+    def forget_handed_out(self) -> None:
+        """Compare nothing of what came before: other workers have not seen it."""
+        self._handed_out, self.in_vote = [], []
 
     def begin_vote(self) -> list[HandedOut]:
         """Return what was handed out since the vote before."""
@@ -237,6 +248,24 @@ class SequenceOrder:
         """Return the newest state of the dataset from which this row of the epoch can be reached."""
         fitting = [each for each in self._snapshots if Place(each.seed, each.epoch) == self._place and each.row <= row]
         return max(fitting, key=lambda each: each.row, default=None)
+
+    def _can_be_sent(self, snapshot: Snapshot) -> bool:
+        """Return whether a joiner accepts a state: plain data, and no objects of the script's classes."""
+        if self._has_own_classes:
+            return False
+        try:
+            names = ", ".join(transfer.needed_names(vars(snapshot)))
+        except transfer.TransferError as error:
+            names = str(error)
+        if names:
+            self._has_own_classes = True
+            log.warning(
+                "the state of %s is not handed on, because it holds more than plain data (%s): joiners read an epoch from its "
+                "first row. Let state_dict() return numbers, texts, lists, dictionaries and tensors",
+                self.name,
+                names,
+            )
+        return not names
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -252,7 +281,7 @@ class SequenceOrder:
         """Adopt what another worker, or a checkpoint, knows of an epoch."""
         self._snapshots = [snapshot] if snapshot is not None else []
         self._ends = {epoch: end} if end is not None else {}
-        self._handed_out, self.in_vote = [], []
+        self.forget_handed_out()
 
     # --- words --------------------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,7 @@ def compare_next_batches(
         return
     for order in orders:
         order.is_catching_up = rank in joining_ranks
+        order.forget_handed_out()
     mine = [tuple(each) if (each := loader.peek()) is not None else None for loader in loaders]
     of_ranks = gathered(mine)
     standing = next(each for each in range(size) if each not in joining_ranks)

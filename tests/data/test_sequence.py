@@ -219,6 +219,27 @@ def test_worker_info_is_hidden_so_that_no_row_is_left_out(num_workers: int) -> N
     loader.close()
 
 
+def test_start_up_function_of_loader_workers_finds_the_users_dataset() -> None:
+    def prepare(worker_id: int) -> None:
+        info: Any = get_worker_info()
+        info.dataset.num_rows = 10 * info.num_workers + worker_id
+
+    loader = make(Opaque(0), num_workers=2, worker_init_fn=prepare)
+    assert shares(loader) == chunks(10)
+    loader.close()
+
+
+def test_state_with_classes_of_the_users_is_not_handed_on(caplog: pytest.LogCaptureFixture) -> None:
+    class WithObjects(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"next": self.next, "how": make}
+
+    old = make(WithObjects(100))
+    shares(old, 6)
+    assert old.state().snapshot is None
+    assert "the state of WithObjects is not handed on" in caplog.text
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_unseeded_numbers_are_alike_on_all_workers_and_differ_by_epoch(num_workers: int) -> None:
     read = []

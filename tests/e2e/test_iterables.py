@@ -87,21 +87,22 @@ def test_checkpoint_goes_on_with_the_next_row_in_another_world(kind: str, make_j
     assert trained == order_of(kind, 203, True, SEED, 1)[4 * 8 :]
 
 
-def test_job_of_which_all_workers_were_killed_goes_on(make_job: MakeJob) -> None:
-    settings = replace(SETTINGS, iterable="opaque", save_every=5)
+@pytest.mark.parametrize(("num_rows", "killed_at"), [(203, 13), (40, 7)], ids=["inside of an epoch", "after its last batch"])
+def test_job_of_which_all_workers_were_killed_goes_on(num_rows: int, killed_at: int, make_job: MakeJob) -> None:
+    settings = replace(SETTINGS, iterable="opaque", num_rows=num_rows, save_every=5, step_s=0.05)
     job = make_job(settings, lease_ttl_s=3)
     job.start()
-    job.wait_for_step(13)
+    job.wait_for_step(killed_at)
     job.workers[0].kill()
     job.workers[0].wait()
     again = job.start()
     job.finish()
     assert again.exit_code == 0, job.report()
     steps = [record["step"] for record in again.records("done")]
-    assert steps[0] in (11, 16)
-    order = order_of("opaque", 203, True, SEED, 0)
-    trained = list(itertools.chain.from_iterable(r["ids"] for r in again.records("share") if r["epoch"] == 0))
-    assert trained == order[(steps[0] - 1) * 8 :]
+    assert steps == list(range(killed_at // 5 * 5 + 1, settings.num_steps + 1))
+    order = [id for epoch in (0, 1) for id in order_of("opaque", num_rows, True, SEED, epoch)]
+    trained = list(itertools.chain.from_iterable(r["ids"] for r in again.records("share")))
+    assert trained == order[killed_at // 5 * 5 * 8 :]
 
 
 def test_checkpoint_of_an_epochs_last_batch_goes_on_with_the_next_epoch(make_job: MakeJob) -> None:
