@@ -77,51 +77,68 @@ class Limit:
 
 
 class OwnRandom:
-    """States of Python's, numpy's and torch's generators, in force only while a dataset runs."""
+    """Generators of Python, numpy and torch of a dataset's own, in force only while it runs.
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
+    Args:
+        plain: states of the three, as plain data.
+    """
 
-    @staticmethod
-    def of(place: Place) -> OwnRandom:
-        digest = hashlib.sha256(f"{place.seed}/{place.epoch}".encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
-        return OwnRandom(
-            {
-                "python": random.Random(number).getstate(),
-                "numpy": _plain(np.random.RandomState(number % 2**32).get_state()),
-                "torch": torch.Generator().manual_seed(number).get_state(),
-            }
+    def __init__(self, plain: dict[str, Any]) -> None:
+        version, numbers, gauss = plain["python"]
+        name, keys, *rest = plain["numpy"]
+        self._state = (
+            (version, tuple(numbers), gauss),
+            (name, np.array(keys, dtype=np.uint32), *rest),
+            plain["torch"],
         )
 
     @staticmethod
-    def now() -> dict[str, Any]:
-        """Return the states in force."""
-        return {"python": random.getstate(), "numpy": _plain(np.random.get_state()), "torch": torch.get_rng_state()}
+    def of(place: Place) -> OwnRandom:
+        """Return the generators at the beginning of an epoch."""
+        digest = hashlib.sha256(f"{place.seed}/{place.epoch}".encode()).digest()
+        number = int.from_bytes(digest[:7], "big")
+        return OwnRandom(
+            _plain(
+                random.Random(number).getstate(),
+                np.random.RandomState(number % 2**32).get_state(),
+                torch.Generator().manual_seed(number).get_state(),
+            )
+        )
+
+    @staticmethod
+    def in_force_now() -> dict[str, Any]:
+        """Return the states in force, as plain data."""
+        return _plain(*_in_force())
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return _plain(*self._state)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        _set(self.state)
+        """Put these generators into force, and those of before afterwards."""
+        before = _in_force()
+        _put_in_force(self._state)
         try:
             yield
         finally:
-            self.state = self.now()
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            torch.set_rng_state(before[2])
+            self._state = _in_force()
+            _put_in_force(before)
 
 
-def _plain(state: Any) -> list[Any]:
-    return [value.tolist() if isinstance(value, np.ndarray) else value for value in state]
+def _in_force() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
-def _set(state: dict[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
+def _put_in_force(states: tuple[Any, Any, torch.Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def _plain(of_python: Any, of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
+    numbers = [value.tolist() if isinstance(value, np.ndarray) else value for value in of_numpy]
+    return {"python": of_python, "numpy": numbers, "torch": of_torch}
 
 
 @contextmanager
@@ -253,7 +270,7 @@ class OnePass:
         assert self._stateful is not None
         try:
             # Copied: it may hold the lists that the dataset goes on to change.
-            self._pending = self.next, copy.deepcopy(self._stateful.state_dict()), OwnRandom.now()
+            self._pending = self.next, copy.deepcopy(self._stateful.state_dict()), OwnRandom.in_force_now()
         except Exception as error:  # the user's code; training goes on without snapshots
             log.warning("%s.state_dict() has failed, so joiners read from the epoch's beginning: %r", _name(self), error)
             self._stateful = None

@@ -44,6 +44,9 @@ UNKNOWN = 2**62
 NUM_SNAPSHOTS = 4
 """Newest snapshots that are kept. Loader workers run ahead, so the newest one may be of rows still to come."""
 
+ROWS_PER_DESCRIPTION = 256
+"""Minimum number of rows between two that are described, except where workers join. A description takes half a millisecond."""
+
 MAX_COMPARED = 1000
 """Batches of which descriptions are kept until the next comparison."""
 
@@ -206,6 +209,7 @@ class SequenceOrder:
         """Yield requests for this worker's share of each batch from `first_batch` on, as long as someone takes them."""
         source, size = self._source, self._source.global_batch_size
         start, limit_s = self._snapshot_at(first_batch * size), self.settings.max_catch_up_s if self.is_catching_up else None
+        every = max(1, ROWS_PER_DESCRIPTION // size)
         for batch in itertools.count(first_batch):
             if batch >= source.num_epoch_batches:
                 return
@@ -214,6 +218,7 @@ class SequenceOrder:
                 *(self._place, batch * size, size, source.global_rank, source.world_size, self._drop_last, keep_from),
                 start=start,
                 limit_s=limit_s,
+                describes=batch in (0, first_batch) or batch % every == 0,
             )
             start = limit_s = None  # the reader is there now
 
