@@ -54,7 +54,7 @@ class BatchShare:
     keep_from: int  # rows before this one are not asked for again
     start: Snapshot | None = None  # where to begin, rather than with the epoch's first row
     limit_s: float | None = None  # time to read up to `first_row`
-    describes: bool = True  # whether the batch's first row is described
+    describes: bool = True  # whether the batch's first row is described; that of an epoch's last batch always is
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class SequenceReader(Dataset[Any]):
             if begin == end:
                 begin, end = 0, 1  # a placeholder with loss weight 0
             samples.extend(current.rows(first + begin, first + end))
-            described = self._describe(current.rows(first, first + 1)[0]) if request.describes else None
+            described = self._describe(current.rows(first, first + 1)[0]) if request.describes or is_last else None
         snapshot, current.fresh = current.fresh, None
         samples.facts = BatchFacts(num_rows, is_last, described, snapshot)
         return samples
