@@ -1,8 +1,8 @@
 """Keep the workers of a fit that reads an `IterableDataset` together: the same rows, the same end, and words for the guarantee.
 
 Each worker reads the dataset by itself. One that splits itself by rank, draws numbers that no seed fixes, or depends on the
-clock would give each worker rows of its own. So workers compare each global batch's first row and length: the next batch before
-a fit begins and when a worker joins, all others with the votes between steps.
+clock would give each worker rows of its own. So workers compare the lengths of global batches and the first rows of most: those
+of the next batch before a fit begins and when a worker joins, those of all others with the votes between steps.
 """
 
 from __future__ import annotations
