@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_dlrover.data.one_pass import OwnRandom, Place
 
-__all__ = ["ITERABLES", "order_of"]
+__all__ = ["ITERABLES", "Opaque", "Stateful", "order_of"]
 
 
 class Opaque(IterableDataset[Any]):

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 from harness import Job, violations
-from iterables import order_of
-from toy_job import SEED, ToySettings
+from iterables import Opaque, Stateful, order_of
+from torch.utils.data import DataLoader
+from toy_job import SEED, L, Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -131,6 +132,24 @@ def test_limits_end_epochs_of_unknown_length(limits: dict[str, int], make_job: M
     for worker in job.workers:
         places = [(r["epoch"], r["batch"]) for r in worker.records("done")]
         assert places == [(step // per_epoch, step % per_epoch) for step in range(8)]
+
+
+def validate_after_fit(recorder: Recorder, settings: ToySettings) -> None:
+    L.seed_everything(SEED, verbose=False)
+    trainer = make_trainer(recorder.place.folder, max_epochs=1, limit_train_batches=3)
+    model = ToyModel(recorder)
+    data = DataLoader(Opaque(Rows(settings.num_rows), shuffle=True), 4)
+    trainer.fit(model, data)
+    trainer.validate(model, DataLoader(Stateful(Rows(13), shuffle=False), 2), verbose=False)
+
+
+def test_validation_without_a_fit_counts_each_row_once(make_job: MakeJob) -> None:
+    job = make_job(replace(SETTINGS, iterable="opaque"), script=validate_after_fit, min_workers=2)
+    job.start()
+    job.start()
+    assert job.finish() == [0, 0], job.report()
+    assert sorted(itertools.chain.from_iterable(r["ids"] for r in job.records("val"))) == list(range(13))
+    assert len({r["metric"] for r in job.records("val_done")}) == 1
 
 
 def test_dataset_that_splits_itself_by_rank_ends_the_job_before_its_first_step(make_job: MakeJob) -> None:
