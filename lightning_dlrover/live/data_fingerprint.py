@@ -48,6 +48,8 @@ MIN_DIFFERENT_SAMPLES = 2
 PROBING_S = 2.0
 """Seconds after which no further sample is fetched."""
 
+UNCOUNTED = -1
+
 MAX_ARRAYS, NUM_PIECES, PIECE_LENGTH = 16, 8, 16
 TOLERANCE = 0.02
 
@@ -62,7 +64,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class LoaderFingerprint:
-    num_samples: int
+    num_samples: int  # `UNCOUNTED` for an `IterableDataset`
     sketches: list[Sketch | None]  # the same places on every worker; None: not known, or not comparable
     shards: str = ""  # digest of what a stream reads
 
@@ -109,6 +111,8 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
     for number, (mine, theirs) in enumerate(zip(own.train, other.train, strict=True), 1):
         name = "the training data" if len(own.train) == 1 else f"training loader {number}"
         if mine.num_samples != theirs.num_samples:
+            if UNCOUNTED in (mine.num_samples, theirs.num_samples):
+                return f"{name}: an IterableDataset {'here' if mine.num_samples == UNCOUNTED else 'there'} only"
             return f"{name}: {mine.num_samples} samples here, {theirs.num_samples} there"
         if mine.shards != theirs.shards:
             return f"{name}: {mine.num_samples} rows in each, but files of other names or lengths"
@@ -178,7 +182,7 @@ def fingerprint_data(
     return DataFingerprint(
         [
             LoaderFingerprint(
-                loader.order.num_samples,
+                loader.order.num_samples if loader.sequence is None else UNCOUNTED,
                 # Rows of an `IterableDataset` are compared as they are read, see `sequences.py`.
                 _sketches(loader) if compare_samples and loader.sequence is None else [],
                 loader.order.shards,

@@ -435,16 +435,31 @@ def test_endless_validation_is_counted_up_to_its_limit() -> None:
     assert len(loader) == 3
 
 
-def test_new_epoch_begins_with_set_epoch() -> None:
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_new_epoch_begins_with_set_epoch(options: dict[str, Any]) -> None:
     class ByEpoch(Opaque):
         def set_epoch(self, epoch: int) -> None:
             self.num_rows = 8 * (epoch + 1)
 
-    loader = make(ByEpoch(None))
-    assert shares(loader) == chunks(8)
-    iter(loader)
-    loader.set_epoch(1)
-    assert shares(loader) == chunks(16)
+    loader = make(ByEpoch(None), **options)
+    for epoch in range(3):
+        iter(loader)
+        loader.set_epoch(epoch)
+        assert shares(loader) == chunks(8 * (epoch + 1))
+    loader.close()
+
+
+def test_epoch_ends_before_a_length_that_is_too_large() -> None:
+    class Sized(Opaque):
+        def __len__(self) -> int:
+            return 100
+
+    ends: list[int] = []
+    loader = make(Sized(20), settings=SequenceSettings(at_end=lambda: ends.append(loader.cursor)))
+    loader.keep_step(len(loader), cycles=True)
+    assert shares(loader) == chunks(20)
+    assert ends == [3]
+    assert loader.num_epoch_batches == 3
 
 
 def test_forked_process_has_an_iterator_of_its_own() -> None:
