@@ -89,6 +89,8 @@ class DLRoverStrategy(EitherStrategy):
             loss of a worker.
         compare_data: whether workers compare a few samples when they start, so that all of them train on the same data.
             Numbers of samples are always compared.
+        max_catch_up_s: seconds for which workers wait for a joiner that has to read an `IterableDataset` from the epoch's
+            first row up to their place. A joiner that needs longer is refused. Ignored for datasets with a state.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
     """
 
@@ -104,10 +106,11 @@ class DLRoverStrategy(EitherStrategy):
         snapshots: SnapshotConfig | None = None,
         compare_data: bool = True,
         rerun_epoch_hooks: bool = True,
+        max_catch_up_s: float = 60.0,
         **ddp_kwargs: Any,
     ) -> None:
         limits = global_batch_size, check_interval_s, timeout
-        check_arguments(*limits, sharding_constraints, sharders, snapshots, compare_data, rerun_epoch_hooks)
+        check_arguments(*limits, sharding_constraints, sharders, snapshots, compare_data, rerun_epoch_hooks, max_catch_up_s)
         lightning_names.check(self._package)
         self._job: PlaceInJob | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
@@ -126,7 +129,7 @@ class DLRoverStrategy(EitherStrategy):
         self.has_global_batch_size = global_batch_size is not None
         self.compares_data = compare_data
         self.reruns_epoch_hooks = rerun_epoch_hooks
-        self._loaders = UsersLoaders(global_batch_size)
+        self._loaders = UsersLoaders(global_batch_size, max_catch_up_s, compare_data)
         self.collectives = Collectives(self._job)
         self._tables_settings = TablesSettings(sharding_constraints, sharders, snapshots or SnapshotConfig())
         self.tables: TablesOfTrainer | None = None  # None if the model has none
@@ -312,6 +315,7 @@ class DLRoverStrategy(EitherStrategy):
             self._job.lane_workers = start.get("lane_workers", self._job.lane_workers)
             if self.live is not None:
                 self.live.windows.resume(start.get("streams", ()))
+                self.live.loaders.saved_sequences = start.get("sequences", [])
         return checkpoint
 
     @property
@@ -341,6 +345,7 @@ class DLRoverStrategy(EitherStrategy):
                 "start_workers": self._job.start_workers,
                 "lane_workers": self._job.lane_workers,
                 "streams": live.loaders.positions_in_streams if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
+                "sequences": live.loaders.places_in_sequences if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
             }
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
         if self.tables is None:

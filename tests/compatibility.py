@@ -121,7 +121,27 @@ ROWS: list[Row] = [
             "refused",
             f"{_UNIT}/data/test_stream.py::test_shuffled_dataloader_of_a_stream_is_refused_with_the_right_option",
         ),
-        ("`IterableDataset`", "refused", f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[iterable]"),
+        (
+            "`IterableDataset` with and without `state_dict`",
+            "works",
+            f"{_E2E}/test_iterables.py::test_each_row_is_trained_once_while_workers_come_and_go[stateful]",
+            "every worker reads all rows",
+        ),
+        (
+            "`IterableDataset` that splits itself by rank",
+            "refused",
+            f"{_E2E}/test_iterables.py::test_dataset_that_splits_itself_by_rank_ends_the_job_before_its_first_step",
+        ),
+        (
+            "`IterableDataset` with `batch_size=None`",
+            "refused",
+            f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[own_batches]",
+        ),
+        (
+            "`IterableDataset` beside another training loader",
+            "refused",
+            f"{_UNIT}/live/test_sampler.py::test_iterable_dataset_beside_another_loader_is_refused",
+        ),
         (
             "Samplers that follow the rank",
             "refused",

@@ -21,6 +21,7 @@ def check_arguments(
     snapshots: object,
     compare_data: object,
     rerun_epoch_hooks: object,
+    max_catch_up_s: object,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that cannot be meant; see `DLRoverStrategy`."""
     if global_batch_size is not None:
@@ -38,6 +39,9 @@ def check_arguments(
     _check_type("snapshots", snapshots, SnapshotConfig | None, "a SnapshotConfig, or None")
     _check_type("compare_data", compare_data, bool, "True or False")
     _check_type("rerun_epoch_hooks", rerun_epoch_hooks, bool, "True or False")
+    _check_type("max_catch_up_s", max_catch_up_s, Real, "a number of seconds")
+    if not max_catch_up_s > 0:  # type: ignore[operator]
+        raise ValueError(f"max_catch_up_s is {max_catch_up_s}, it must be above 0; math.inf stands for no limit")
 
 
 def _check_type(name: str, value: object, kind: object, meant: str) -> None:

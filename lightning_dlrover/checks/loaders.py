@@ -36,7 +36,7 @@ class UnsupportedLoaderError(TypeError):
 
 @dataclass(frozen=True)
 class Batching:
-    """The batching of a map-style DataLoader."""
+    """The batching of a DataLoader."""
 
     sampler: Any
     batch_size: int
@@ -46,16 +46,17 @@ class Batching:
 def batching_of(loader: DataLoader[Any]) -> Batching:
     """Return the sampler, batch size and `drop_last` of a loader, also if it was given a plain `BatchSampler`.
 
+    An `IterableDataset` has a sampler without meaning.
     For a loader with a `batch_sampler` torch sets `batch_size` to None, `sampler` to a sequential one, `drop_last` to False.
 
     Raises:
         UnsupportedLoaderError: its batches cannot be split anew for every world.
     """
-    if isinstance(loader.dataset, IterableDataset):
+    if type(loader).__iter__ is not DataLoader.__iter__ and isinstance(loader.dataset, IterableDataset):
         raise UnsupportedLoaderError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: it cannot be split anew when workers join or leave. "
-            "Use lightning_dlrover.data.stream(...) for its files or a source with the methods shards() and read(shard, row), "
-            "a map-style dataset (__getitem__ and __len__), or strategy='ddp' with a fixed number of workers"
+            f"{type(loader).__name__} overrides DataLoader.__iter__, and its own states are those of one process: they cannot "
+            "be split anew when workers join or leave. Use a plain DataLoader: a live job keeps the dataset's state_dict() "
+            "in its checkpoints and hands it to joiners by itself"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UnsupportedLoaderError(
@@ -64,6 +65,11 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
             "Use a plain DataLoader; its num_workers and prefetch_factor prepare batches ahead"
         )
     batches: Any = loader.batch_sampler
+    if batches is None and isinstance(loader.dataset, IterableDataset):
+        raise UnsupportedLoaderError(
+            f"a DataLoader with batch_size=None takes whole batches from {type(loader.dataset).__name__}, which cannot be "
+            "split anew when workers join or leave: give it a batch_size, and let the dataset yield single samples"
+        )
     if batches is None:
         raise UnsupportedLoaderError(
             "a DataLoader with batch_size=None makes its own batches, which cannot be split anew when workers join or leave: "
@@ -75,6 +81,8 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
             "when workers join or leave: give the DataLoader a batch_size and, if needed, a sampler"
         )
     sampler: Any = batches.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return Batching(sampler, batches.batch_size, batches.drop_last)
     if isinstance(loader.dataset, Stream) and type(sampler) not in (SequentialSampler, DistributedSampler):
         raise UnsupportedLoaderError(
             f"a DataLoader of a stream has the sampler {type(sampler).__name__}, which asks for single rows in an order of its "
@@ -95,12 +103,12 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
     if not isinstance(loader, DataLoader):
         raise UnsupportedLoaderError(
             f"{hook} holds a {_full_name(type(loader))}, which is no torch.utils.data.DataLoader: a live job splits every "
-            "batch over the workers there are, and needs the samples by number for that. Put them in a map-style dataset "
-            "(__getitem__ and __len__) and that in a DataLoader with a batch_size, or use strategy='ddp' with a fixed number "
-            "of workers"
+            "batch over the workers there are, and needs single samples for that. Put them in a map-style dataset "
+            "(__getitem__ and __len__) or an IterableDataset, and that in a DataLoader with a batch_size, or use "
+            "strategy='ddp' with a fixed number of workers"
         )
     sampler = batching_of(loader).sampler
-    if is_split_by_user and type(sampler) not in GLOBAL_SAMPLERS:
+    if is_split_by_user and not isinstance(loader.dataset, IterableDataset) and type(sampler) not in GLOBAL_SAMPLERS:
         raise UnsupportedLoaderError(
             f"{hook}: with Trainer(use_distributed_sampler=False) sampler {type(sampler).__name__} decides by itself which "
             "samples this worker gets, and its samples would be split over the workers a second time. If it gives the order of "

@@ -76,7 +76,7 @@ def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None]:
     if found is None:
         raise UsageError(
             f"job {options.job!r} reads no stream, or its training has not begun: this command shows what "
-            "lightning_dlrover.data.stream(...) has read in a DataLoader of the job"
+            "lightning_dlrover.data.stream(...) has read in a DataLoader of the job. Rows of an IterableDataset are not listed"
         )
     return found, standing(found, profiles, events, time.time(), is_training)
 

@@ -12,6 +12,7 @@ from lightning_dlrover.rdzv.job.events import (
     HangFound,
     MemoryShort,
     RoundFormed,
+    SequenceOpened,
     SizeRequested,
     StragglerFound,
     StreamOpened,
@@ -35,6 +36,7 @@ SHOWN = {
         MemoryShort,
         HangFound,
         StreamOpened,
+        SequenceOpened,
     )
 }
 """Kinds of events that `dlrover run` prints."""

@@ -230,11 +230,17 @@ def _first(batches: list[Any]) -> Any:
 
 
 def _described(dataloader: Any) -> str:
+    from torch.utils.data import IterableDataset
+
     from lightning_dlrover.checks.loaders import batching_of
+    from lightning_dlrover.data.one_pass import has_state
     from lightning_dlrover.live.loader import ElasticLoader
 
     loader = dataloader.users_loader if isinstance(dataloader, ElasticLoader) else dataloader
     batching = batching_of(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        kind = "with a state" if has_state(loader.dataset) else "without a state, so joiners read an epoch from its first row"
+        return f"{type(loader.dataset).__name__}, an IterableDataset {kind}; batches of {batching.batch_size}"
     return (
         f"{len(batching.sampler)} samples in batches of {batching.batch_size}, {type(batching.sampler).__name__}, "
         f"{loader.num_workers} loader workers"

@@ -29,6 +29,8 @@ __all__ = [
     "DataFingerprint",
     "LoaderFingerprint",
     "Sketch",
+    "are_same_row",
+    "described_row",
     "difference",
     "fingerprint_data",
     "refuse_different_data",
@@ -47,6 +49,8 @@ MIN_DIFFERENT_SAMPLES = 2
 PROBING_S = 2.0
 """Seconds after which no further sample is fetched."""
 
+UNCOUNTED = -1
+
 MAX_ARRAYS, NUM_PIECES, PIECE_LENGTH = 16, 8, 16
 TOLERANCE = 0.02
 
@@ -61,7 +65,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class LoaderFingerprint:
-    num_samples: int
+    num_samples: int  # `UNCOUNTED` for an `IterableDataset`
     sketches: list[Sketch | None]  # the same places on every worker; None: not known, or not comparable
     shards: str = ""  # digest of what a stream reads
 
@@ -108,6 +112,8 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
     for number, (mine, theirs) in enumerate(zip(own.train, other.train, strict=True), 1):
         name = "the training data" if len(own.train) == 1 else f"training loader {number}"
         if mine.num_samples != theirs.num_samples:
+            if UNCOUNTED in (mine.num_samples, theirs.num_samples):
+                return f"{name}: an IterableDataset {'here' if mine.num_samples == UNCOUNTED else 'there'} only"
             return f"{name}: {mine.num_samples} samples here, {theirs.num_samples} there"
         if mine.shards != theirs.shards:
             return f"{name}: {mine.num_samples} rows in each, but files of other names or lengths"
@@ -175,15 +181,18 @@ def fingerprint_data(
 ) -> DataFingerprint:
     """Fingerprint the data of a worker; fetches some samples if they are to be compared."""
     return DataFingerprint(
-        [
-            # Rows of a stream that grows are fixed by a record, and those of the first window may be gone by now.
-            LoaderFingerprint(0, [], loader.order.name)
-            if isinstance(loader.order, StreamOrder) and loader.order.grows
-            else LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], loader.order.shards)
-            for loader in train
-        ],
-        None if val is None else [loader.order.num_samples for loader in val],
+        [_fingerprint_of(loader, compare_samples) for loader in train],
+        None if val is None else [loader.split.num_samples for loader in val],
     )
+
+
+def _fingerprint_of(loader: ElasticLoader, compare_samples: bool) -> LoaderFingerprint:
+    if loader.sequence is not None:  # its rows are compared as they are read, see `sequences.py`
+        return LoaderFingerprint(UNCOUNTED, [], loader.order.shards)
+    if isinstance(loader.order, StreamOrder) and loader.order.grows:
+        # The rows are fixed by a record, and those of the first window may be gone by now.
+        return LoaderFingerprint(0, [], loader.order.name)
+    return LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], loader.order.shards)
 
 
 def sketch(sample: object) -> Sketch | None:
@@ -195,6 +204,17 @@ def sketch(sample: object) -> Sketch | None:
     except (_UncomparableError, RecursionError):
         return None
     return Sketch(hashlib.sha256("\n".join(texts).encode(errors="replace")).hexdigest()[:12], arrays)
+
+
+def described_row(row: object) -> tuple[str, list[list[float]]] | None:
+    """Return a sample's sketch as plain data, which loader workers send and checkpoints keep."""
+    found = sketch(row)
+    return None if found is None else (found.kind, found.arrays)
+
+
+def are_same_row(one: tuple[str, list[list[float]]], other: tuple[str, list[list[float]]]) -> bool:
+    """Return whether two descriptions are of one row, apart from last digits."""
+    return _alike(Sketch(*one), Sketch(*other))
 
 
 class _Sketcher:

@@ -14,6 +14,7 @@ from typing import Any
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import Partial, add_partial, partial_values, reset_metrics
 from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.sequence_order import UNKNOWN
 from lightning_dlrover.live.state import STATE_CLASSES, StateError, TrainerState, dump, parts_with_hparams, restore
 from lightning_dlrover.live.validation import Validation
 from lightning_dlrover.live.votes import Votes
@@ -59,7 +60,8 @@ class JobState:
     def restore(self, received: TrainerState, *, enters_epoch: bool = False, joins: bool = False) -> None:
         """Bring this worker to a state that a `message` has brought."""
         trainer, loaders, position = self._fit.trainer, self._fit.loaders, self._fit.position
-        place = received.loaders[0].epoch * len(loaders.first) + received.loaders[0].cursor, position.rank
+        batches_per_epoch = len(loaders.first) if loaders.first.sequence is None else UNKNOWN
+        place = received.loaders[0].epoch * batches_per_epoch + received.loaders[0].cursor, position.rank
         restore(trainer, self._fit.strategy, loaders.all, received, place, enters_epoch=enters_epoch, joins=joins)
         reset_metrics(trainer.lightning_module)
         loaders.recount()

@@ -60,9 +60,11 @@ __all__ = [
     "ddp_arguments",
     "devices_argument",
     "dump_checkpoint",
+    "end_with_next_fetch",
     "ends_after_search",
     "exit_after_search",
     "expect_static_graph_call",
+    "fetch_nothing_ahead",
     "fetcher_class",
     "fetcher_of",
     "first_loop_iter",
@@ -176,6 +178,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
     "loops.fetchers:_DataFetcher": ("_start_profiler", "_stop_profiler"),
+    "loops.fetchers:_PrefetchDataFetcher": ("prefetch_batches",),
     "utilities.combined_loader:CombinedLoader": ("_mode", "_spec"),
     "core:LightningModule": ("_on_before_batch_transfer", "_param_requires_grad_state"),
     "callbacks:ModelCheckpoint": (
@@ -275,6 +278,21 @@ def fetcher_of(loop: Any) -> Any:
 
 def replace_fetcher(loop: Any, fetcher: Any) -> None:
     loop._data_fetcher = fetcher
+
+
+def fetch_nothing_ahead(loop: Any) -> None:
+    """Keep a fit's fetcher from fetching a batch ahead, as it does where loaders have no length.
+
+    Call it while the fetcher asks its loaders for iterators.
+    """
+    if (fetcher := loop._data_fetcher) is not None:
+        fetcher.prefetch_batches = 0
+
+
+def end_with_next_fetch(loop: Any) -> None:
+    """Let a fit's fetcher take the batch that it is about to receive for the epoch's last one."""
+    fetcher = loop._data_fetcher
+    fetcher.length = fetcher.fetched + 1
 
 
 def fetcher_class(package: str) -> type:

@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks.loaders import batching_of
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data.one_pass import Snapshot
+from lightning_dlrover.data.sequence import Fetched, the_only
 from lightning_dlrover.live.loader_workers import LoaderWorkers
 from lightning_dlrover.live.order import SampleOrder, StreamOrder
+from lightning_dlrover.live.sequence_order import HandedOut, SequenceOrder, SequenceSettings
 from lightning_dlrover.live.split import Split
 
 __all__ = ["ElasticLoader", "LoaderState"]
@@ -38,6 +41,8 @@ class LoaderState:
     seed: int = 0  # seed of the order
     layout: Layout | None = None  # of a stream's rows
     window: dict[str, list[int]] | None = None  # rows of each shard, of a stream whose rows come and go
+    snapshot: Snapshot | None = None  # state of an `IterableDataset` at or before the cursor
+    end: int | None = None  # rows of an `IterableDataset` in this epoch, once they are known
 
 
 class _BatchSamplerView:
@@ -54,7 +59,7 @@ class _BatchSamplerView:
 
 
 class ElasticLoader:
-    """Iterates over this worker's share of every global batch of a map-style `DataLoader`.
+    """Iterates over this worker's share of every global batch of a `DataLoader`.
 
     Attributes that it lacks, such as `batch_size` and `collate_fn`, are read from the user's loader. Its own
     `order`, `split` and `workers` hide attributes of these names in a subclass of the user's.
@@ -69,6 +74,7 @@ class ElasticLoader:
         sockets: (fd, inode) pairs that loader workers must close.
         materialise: sends the order that the user's sampler drew on rank 0 to all workers.
         max_workers: maximum number of workers in the job.
+        sequence: how an `IterableDataset` is read.
 
     Raises:
         UnsupportedLoaderError: see `checks.loaders.batching_of`.
@@ -84,6 +90,7 @@ class ElasticLoader:
         sockets: Callable[[], Sequence[tuple[int, int]]] = tuple,
         materialise: Callable[[list[int]], list[int]] = lambda order: order,
         max_workers: int = 1,
+        sequence: SequenceSettings | None = None,
     ) -> None:
         batching = batching_of(loader)
         self._batch_sampler = _BatchSamplerView(self, loader.batch_sampler)
@@ -93,12 +100,19 @@ class ElasticLoader:
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
-        self.order: SampleOrder | StreamOrder
-        if isinstance(loader.dataset, Stream):
+        self.order: SampleOrder | StreamOrder | SequenceOrder
+        self.sequence: SequenceOrder | None = None  # the order of an `IterableDataset`
+        reading = loader
+        if isinstance(loader.dataset, IterableDataset):
+            self.sequence = self.order = SequenceOrder(
+                loader, self, training, batching.drop_last, sequence or SequenceSettings()
+            )
+            reading = self.order.reading_loader
+        elif isinstance(loader.dataset, Stream):
             self.order = StreamOrder(loader.dataset, loader.dataset.layout_for(global_batch_size, max_workers))
         else:
             self.order = SampleOrder(batching.sampler, loader.dataset, materialise)
-        self.workers = LoaderWorkers(loader, self, sockets)
+        self.workers = LoaderWorkers(reading, self, sockets)
         self._loader = loader
         self._batching = batching
         self._training = training
@@ -107,6 +121,7 @@ class ElasticLoader:
         self._epoch_batches: int | None = None  # batches of the Trainer's epoch; None: as many as this loader has
         self._cycles = False
         self._dealt: Sequence[Any] | None = None  # positions of each batch to come, if they do not follow from rank and size
+        self._peeked: tuple[int, Any] | None = None  # a batch that was fetched ahead, and its number
         self._is_made = True
 
     # --- the loader's interface to Lightning and the user --------------------------------------------------------------
@@ -154,7 +169,14 @@ class ElasticLoader:
         return self._loader
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch. In validation it is an upper limit."""
+        """Return the number of batches of an epoch. In validation it is an upper limit.
+
+        Raises:
+            TypeError: it is not known, as for any training loader of an `IterableDataset` without a length.
+        """
+        if self.sequence is not None and self._training:
+            num_rows = len(self.dataset)
+            return num_rows // self.global_batch_size if self._batching.drop_last else -(-num_rows // self.global_batch_size)
         return self.split.max_batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,8 +186,10 @@ class ElasticLoader:
     def __iter__(self) -> ElasticLoader:
         # Lightning requests an iterator before it has set the epoch, so nothing is fetched or started here.
         self.cursor = 0
-        self._dealt = None
+        self._dealt = self._peeked = None
         self.workers.discard()
+        if self.sequence is not None:
+            self.sequence.settings.before_iter()
         self.global_rank, self.world_size = self._place()
         if not self._training:
             self.order.forget()  # a joiner must take part when a user's sampler is materialised
@@ -178,15 +202,19 @@ class ElasticLoader:
         self.workers.see_off()
         started = time.perf_counter()
         try:
-            return self.refetch()
+            batch = self.refetch()
         finally:
             self.wait_s = time.perf_counter() - started
+        if self.sequence is not None and self.cursor >= self.num_epoch_batches:
+            self.sequence.settings.at_end()
+        return batch
 
     # --- the strategy's interface -------------------------------------------------------------------------------------
 
     @property
     def split(self) -> Split:
         """The division of the epoch's samples in the current world."""
+        self._count_rows()
         return Split(
             self.order.num_samples,
             self.global_batch_size,
@@ -201,6 +229,8 @@ class ElasticLoader:
     @property
     def num_epoch_batches(self) -> int:
         """Batches of the Trainer's epoch, up to which the cursor counts. Another loader may decide the number."""
+        if self.sequence is not None and self._training:
+            return self.split.end  # the largest number possible while the end is not known
         return len(self) if self._epoch_batches is None else self._epoch_batches
 
     @property
@@ -215,23 +245,25 @@ class ElasticLoader:
             batches: one array of positions in the epoch's order per batch.
         """
         self._dealt, self.cursor = batches, 0
-        self.workers.discard()
+        self._discard()
 
     def shares(self, first_batch: int) -> Iterator[Sequence[int]]:
         """Yield this worker's sample indices of each batch from `first_batch` on."""
-        if self._dealt is None:
+        if self.sequence is not None and self._training:
+            yield from self.sequence.requests(first_batch)
+        elif self._dealt is None:
             yield from self.split.shares(first_batch, lambda lap: self.order.of(self.epoch, lap))
         else:
             order = self.order.of(self.epoch)
             yield from (order.at(positions) for positions in self._dealt[first_batch:])
 
-    def keep_step(self, num_batches: int, cycles: bool) -> None:
-        """Count through an epoch of `num_batches`, set by the longest or the shortest of several loaders.
+    def keep_step(self, num_batches: int | None, cycles: bool) -> None:
+        """Count through an epoch of `num_batches`, set by the longest or the shortest of several loaders; None: not known.
 
         Args:
             cycles: whether the loader begins again after its own batches. Otherwise it only counts on.
         """
-        self._epoch_batches, self._cycles = num_batches, cycles
+        self._epoch_batches, self._cycles = num_batches, cycles and self.sequence is None
 
     def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
         """Split the batches from the cursor on for another world.
@@ -243,7 +275,7 @@ class ElasticLoader:
         """
         self.global_rank, self.world_size = global_rank, world_size
         self.cursor -= rewind
-        self.workers.discard()
+        self._discard()
 
     def refetch(self) -> Any:
         """Return the next batch, without the switch point of `__next__`.
@@ -254,16 +286,52 @@ class ElasticLoader:
         if self.cursor >= self._end:
             self.cursor += self.cursor < self.num_epoch_batches
             raise StopIteration
-        batch = self.workers.fetch(self.cursor)
+        batch = self._fetch()
+        if self.cursor >= self._end:  # the epoch has ended with the batch before
+            raise StopIteration
         self.cursor += 1
-        if self.cursor == self._end and not self._loader.persistent_workers:
+        # The process that reads an `IterableDataset` still has the rows, should a loss repeat this batch.
+        if self.cursor == self._end and not self._loader.persistent_workers and self.sequence is None:
             self.close()
         return batch
+
+    def peek(self) -> HandedOut | None:
+        """Fetch the next batch ahead; return what other workers must see in it. None: there is none to compare."""
+        if self.sequence is None or self.cursor >= self._end:
+            return None
+        fetched = self.workers.fetch(self.cursor)
+        assert isinstance(fetched, Fetched)
+        assert fetched.facts is not None
+        self._peeked = self.cursor, fetched
+        return self.sequence.seen(self.cursor, fetched.facts)
+
+    def _fetch(self) -> Any:
+        peeked, self._peeked = self._peeked, None
+        is_next = peeked is not None and peeked[0] == self.cursor
+        fetched = peeked[1] if peeked is not None and is_next else self.workers.fetch(self.cursor)
+        if self.sequence is None:
+            return fetched
+        assert isinstance(fetched, Fetched)
+        if fetched.facts is not None:
+            self.sequence.fetched(self.cursor, fetched.facts)
+        return fetched.batch
+
+    def _discard(self) -> None:
+        self._peeked = None
+        self.workers.discard()
+
+    def _count_rows(self) -> None:
+        """Count the rows of an `IterableDataset` for validation, where its rows are read."""
+        if self.sequence is not None and self.sequence.needs_count:
+            request: Any = self.sequence.count_request
+            (self.sequence.num_counted,) = self.workers.fetch_apart([request], the_only)
 
     def state(self) -> LoaderState:
         return LoaderState(
             *(self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed),
             *(self.order.layout, self.order.window),
+            snapshot=self.sequence.snapshot if self.sequence is not None else None,
+            end=self.sequence.end if self.sequence is not None else None,
         )
 
     @property
@@ -287,7 +355,9 @@ class ElasticLoader:
         self.order.take_layout(state.layout)
         if state.order is not None:
             self.order.take(state.order, state.epoch)
-        self.workers.discard()
+        if self.sequence is not None:
+            self.sequence.resume(state.epoch, state.snapshot, state.end)
+        self._discard()
 
     def close(self) -> None:
         self.workers.close()

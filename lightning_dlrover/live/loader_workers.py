@@ -29,6 +29,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_dlrover.data.dataset import Stream
+from lightning_dlrover.data.sequence import SequenceReader
 from lightning_dlrover.packages import default_package, fabric_submodule
 
 __all__ = ["BatchSource", "LoaderWorkers", "open_handle"]
@@ -275,6 +276,10 @@ class LoaderWorkers:
             return False
         if type(self._loader)._get_iterator is not DataLoader._get_iterator:
             self.refusal = f"{type(self._loader).__name__} makes its iterators itself"
+            return True
+        if isinstance(self._loader.dataset, SequenceReader):
+            # New ones would have to read the epoch from its beginning.
+            self.refusal = "an IterableDataset is read by one process from an epoch's first row to its last"
             return True
         self._prefetch_factor = prefetch_factor or self._prefetch_factor
         wanted = self.number if num_workers is None else num_workers

@@ -20,7 +20,7 @@ from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import Positions, Stream, ranges_of
 from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout
 
-__all__ = ["EpochOrder", "SampleOrder", "StreamOrder", "epoch_order"]
+__all__ = ["EpochOrder", "SampleOrder", "StreamOrder", "WithoutWindows", "epoch_order"]
 
 
 def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
@@ -146,7 +146,20 @@ class StreamOrder:
         return next(number for number in range(wanted, -1, -1) if not number or self.layout.cycle % number == 0)
 
 
-class SampleOrder:
+class WithoutWindows:
+    """Orders of data that have the same samples in all epochs."""
+
+    grows = False
+    window = None
+
+    def enter(self, epoch: int) -> None:
+        """Do nothing: all epochs have the same samples."""
+
+    def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
+        """Do nothing: there is none."""
+
+
+class SampleOrder(WithoutWindows):
     """Orders of one loader's epochs. The newest one is kept.
 
     Args:
@@ -180,15 +193,6 @@ class SampleOrder:
     @property
     def shards(self) -> str:
         return ""
-
-    grows = False
-    window = None
-
-    def enter(self, epoch: int) -> None:
-        """Do nothing: all epochs have the same samples."""
-
-    def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
-        """Do nothing: there is none."""
 
     def take_layout(self, layout: Layout | None) -> None:
         if layout is not None:

@@ -35,6 +35,7 @@ from torch.nn.utils import prune
 
 from lightning_dlrover.checks.script import different_callbacks, monitoring
 from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.live import lightning_names, loggers
 from lightning_dlrover.live.lightning_names import CALLBACK_CLOCKS, CALLBACK_FIELDS
 from lightning_dlrover.live.loader import LoaderState
@@ -120,7 +121,7 @@ class TrainerState:
     counters: dict[str, int] = field(default_factory=dict)  # updates, validations and requests: `job_state.py`
 
 
-STATE_CLASSES: tuple[type, ...] = (Layout, LoaderState, LoggedValue, RunningState)
+STATE_CLASSES: tuple[type, ...] = (Layout, LoaderState, LoggedValue, RunningState, Snapshot)
 
 
 # --- capture ------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ So all of them count the Trainer's batches, whether they have begun again (`max_
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.sequence_order import UNKNOWN
 
 if TYPE_CHECKING:
     import lightning as L
@@ -37,6 +40,7 @@ class TrainLoaders:
         self._order_seeds: Sequence[int] = ()
         self._known: Sequence[ElasticLoader] = ()
         self._has_warned = False
+        self.saved_sequences: Sequence[Any] = ()  # places in an `IterableDataset` of the checkpoint that is being resumed
         self.computed: int | None = None  # batch under computation, if not the last one handed out
 
     @property
@@ -68,10 +72,14 @@ class TrainLoaders:
         """Make new loaders count through the Trainer's epoch. Call it before each fetch.
 
         Raises:
-            UnsupportedLoaderError: one global batch size was given for loaders of several batch sizes.
+            UnsupportedLoaderError: one global batch size was given for loaders of several batch sizes, or one of several
+                loaders reads an `IterableDataset`.
         """
         combined, loaders = lightning_names.combined_loader(self._trainer.fit_loop), self.all
         assert combined is not None
+        for loader in loaders:
+            if loader.sequence is not None:
+                loader.sequence.redo_batches = self._trainer.accumulate_grad_batches + 1
         if len(loaders) == len(self._known) and all(new is known for new, known in zip(loaders, self._known, strict=True)):
             return
         sizes = [loader.batch_sampler.batch_size for loader in loaders]
@@ -81,9 +89,17 @@ class TrainLoaders:
                 "them the same: leave it out of DLRoverStrategy, then each loader's global batch is its own batch size times "
                 "the workers that the job starts with"
             )
+        if len(loaders) > 1 and (without := next((x.sequence for x in loaders if x.sequence is not None), None)) is not None:
+            raise UnsupportedLoaderError(
+                f"there are {len(loaders)} training loaders, one of them of the IterableDataset {without.name}: its end is not "
+                "known before, so the loaders cannot be kept in step when workers join or leave. Use one DataLoader, with a "
+                "dataset that yields the samples of all, or map-style datasets"
+            )
+        num_batches = self._trainer.num_training_batches
         for loader in loaders:
             loader.keep_step(
-                int(self._trainer.num_training_batches), cycles=lightning_names.mode_of(combined) == "max_size_cycle"
+                int(num_batches) if math.isfinite(num_batches) else None,
+                cycles=lightning_names.mode_of(combined) == "max_size_cycle",
             )
         self._known = loaders
         self.take_order_seeds(self._order_seeds)
@@ -173,18 +189,29 @@ class TrainLoaders:
         """Where each training loader is in its stream, as plain data for checkpoints; None for other data."""
         return [loader.position_in_stream for loader in self.all] if self.are_made else []
 
+    @property
+    def places_in_sequences(self) -> list[dict[str, Any] | None]:
+        """Where each training loader is in its `IterableDataset`, for checkpoints; None for other data."""
+        loaders = self.all if self.are_made else []
+        return [loader.sequence.in_checkpoint() if loader.sequence is not None else None for loader in loaders]
+
     # --- position -------------------------------------------------------------------------------------------------------------
 
     def begin_at(self, cursor: int) -> None:
         """Continue an epoch at a batch, for example where a checkpoint from inside an epoch was resumed."""
-        for loader in self.all:
+        for loader, saved in itertools.zip_longest(self.all, self.saved_sequences[: len(self.all)]):
             loader.cursor = cursor
+            if loader.sequence is not None and saved is not None and cursor:
+                loader.sequence.resume_from(saved)
+        self.saved_sequences = ()
         lightning_names.fetcher_of(self._trainer.fit_loop).fetched = cursor
 
     def lead_fetcher(self) -> None:
         """Bring Lightning's fetcher to the loaders' position."""
         fetcher, loader = lightning_names.fetcher_of(self._trainer.fit_loop), self.first
         fetcher.fetched = loader.cursor
+        if loader.sequence is not None:
+            fetcher.length = None if loader.split.num_samples == UNKNOWN else loader.num_epoch_batches
         fetcher.done = loader.cursor >= loader.num_epoch_batches  # a received state may be from an epoch's end
 
     def refetched(self, num_batches: int) -> list[Any]:

@@ -14,7 +14,7 @@ optimizer update and a few small collectives of each other. After a loss the sur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from lightning_dlrover.live.position import FitPosition, Position
 from lightning_dlrover.live.progress import FitProgress
 from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.searches import Searches
+from lightning_dlrover.live.sequences import compare_next_batches, opened_sequences
 from lightning_dlrover.live.settings import SettingsInForce
 from lightning_dlrover.live.steps import TrainingSteps
 from lightning_dlrover.live.successors import Successors
@@ -283,6 +284,8 @@ class LiveTraining:
             position.batch = self.loaders.batch_number
             while self.collectives.attempt(self._begin_together, data) is None:
                 self._recover()
+            while self.collectives.attempt(self._compare_next_batches) is None:
+                self._recover()
             self._put_streams_on_record()
         else:
             if self.tables.elastic is not None:
@@ -295,6 +298,19 @@ class LiveTraining:
         if self.position.rank == 0:
             for opened in opened_streams(self._trainer, self.loaders.all, self.position.fit, begins_epoch):
                 self.world.event(opened, sentence(opened))
+            for sequence, text in opened_sequences(self.loaders.all, self.position.fit):
+                self.world.event(sequence, text)
+
+    def _compare_next_batches(self, joining: Sequence[str] = ()) -> None:
+        """Make sure that all workers read the same rows of an `IterableDataset`.
+
+        Args:
+            joining: workers without the state, which are refused if their rows differ.
+        """
+        formation = self.formation
+        assert formation is not None
+        ranks = [formation.rank_of(worker) for worker in joining]
+        compare_next_batches(self.loaders.all, formation.size, formation.rank, ranks, self.collectives.gathered)
 
     def _fingerprint_data(self) -> DataFingerprint:
         val = lightning_names.combined_loader(self._trainer.fit_loop.epoch_loop.val_loop)
@@ -397,6 +413,7 @@ class LiveTraining:
         me = self.world.worker_id
         if self.tables.elastic is not None:
             self.tables.settle(formation, standing, plan.joining)
+            self._compare_with_joiners(standing, plan.joining)
             if formation.rank == 0:
                 self._take_over_rank_zero()
             self._pace.went_on(self.loaders.batch_number + 1)
@@ -413,6 +430,7 @@ class LiveTraining:
             self.validation.settle()
         if not has_resumed:  # else all have it
             self._state.give(formation, plan.joining)
+        self._compare_with_joiners(standing, plan.joining)
         if not is_between_fits:  # else the Trainer is about to do both
             strategy.replica.wrap_anew(in_validation=is_validating)
             if formation.rank == 0:
@@ -420,6 +438,11 @@ class LiveTraining:
         last = max((p.batch for p in standing.values()), default=0)
         self._pace.went_on(last + 1)
         return any(me == worker for _, worker in plan.behind)
+
+    def _compare_with_joiners(self, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]) -> None:
+        """Let joiners read up to the others, before any step depends on them."""
+        if standing and joining and not self.position.is_between_fits:
+            self._compare_next_batches([worker for _, worker in joining])
 
     def _hand_over_update(self, formation: Formation, source: str, worker: str, standing: Mapping[str, Position]) -> None:
         """Send the last update from one survivor to another that lacks it."""

@@ -11,6 +11,7 @@ from lightning_dlrover.checks.loaders import UnsupportedLoaderError, batching_of
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.live.lightning_names import replaces_samplers, set_replaces_samplers, takes_iterator
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.sequences import settings_for
 from lightning_dlrover.packages import TrainerFn
 
 if TYPE_CHECKING:
@@ -25,10 +26,14 @@ class UsersLoaders:
 
     Args:
         global_batch_size: samples per training step over all workers; None: derived from the loader's batch size.
+        max_catch_up_s: seconds for which workers wait for a joiner that reads an `IterableDataset` up to their place.
+        compare_data: whether workers compare samples.
     """
 
-    def __init__(self, global_batch_size: int | None) -> None:
+    def __init__(self, global_batch_size: int | None, max_catch_up_s: float = 60.0, compare_data: bool = True) -> None:
         self._global_batch_size = global_batch_size
+        self._max_catch_up_s = max_catch_up_s
+        self._compare_data = compare_data
         self._are_split_by_user: bool | None = None  # whether the Trainer was made with `use_distributed_sampler=False`
 
     def keep_samplers(self, trainer: Any) -> None:
@@ -78,6 +83,7 @@ class UsersLoaders:
             sockets=lambda: live.world.owned_sockets,
             materialise=of_rank_zero,
             max_workers=job.lane_workers,
+            sequence=settings_for(trainer, training, global_batch, self._max_catch_up_s, self._compare_data),
         )
 
 

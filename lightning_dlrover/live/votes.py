@@ -1,4 +1,4 @@
-"""Agree with the other workers between steps: on stopping, on saving a checkpoint, and that learning rates are alike.
+"""Agree with the other workers between steps: on stopping, on saving a checkpoint, that learning rates and rows are alike.
 
 Each vote on the round carries numbers. A worker receives the minimum of each over all workers one vote later.
 """
@@ -11,6 +11,7 @@ from lightning_dlrover.checks.script import different_rates, rates, rates_digest
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.position import Position
+from lightning_dlrover.live.sequences import digest, refuse_different_rows
 from lightning_dlrover.observe.pulse import NUM_SAID, Pulse
 from lightning_dlrover.rdzv.group import transfer
 
@@ -40,15 +41,16 @@ class Votes:
         self._fit_of_vote = position.fit
         said = self._pulse.say(formation.round.number, position.rank, position.size)
         tables = self._fit.strategy.elastic_tables
-        digest = rates_digest(self._fit.trainer.optimizers)
+        alike = rates_digest(self._fit.trainer.optimizers) ^ digest(self._fit.loaders.all)
         request = self._fit.world.membership.shared.checkpoint_request()
-        return [*(tables.wishes() if tables is not None else []), -int(self._wants_stop), digest, -digest, request, *said]
+        return [*(tables.wishes() if tables is not None else []), -int(self._wants_stop), alike, -alike, request, *said]
 
     def count(self, step_time_s: float) -> bool:
         """Carry out the result of a vote, if there is one. Return whether a checkpoint was requested.
 
         Raises:
             UnsupportedScriptError: the workers' learning rates differ.
+            MembershipError: they have read different rows of an `IterableDataset`.
         """
         wishes, num_said = self._fit.world.wishes, NUM_SAID * self._fit.position.size
         if not wishes:
@@ -57,6 +59,7 @@ class Votes:
         self._fit.world.wishes = wishes[: -num_said - 4] if self._fit.strategy.elastic_tables is not None else []
         if wishes[-num_said - 3] != -wishes[-num_said - 2]:
             self._refuse_different_rates()
+            refuse_different_rows(self._fit.loaders.all)
         if wishes[-num_said - 4] and self._fit_of_vote == self._fit.position.fit:  # else the vote began in an earlier fit
             self._wants_stop, self._fit.trainer.should_stop = False, True
         self._pulse.hear(wishes[-num_said:], step_time_s)

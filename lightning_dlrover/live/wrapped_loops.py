@@ -8,6 +8,7 @@
 | `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
 | `fit_loop.setup_data` | `LiveTraining.set_up_data` |
 | `epoch_loop.on_run_start` | `LiveTraining.begin_epoch` |
+| `epoch_loop.reset` | Lightning's own, and an end of Lightning's own for epochs of unknown length |
 | `epoch_loop.advance` | `TableRounds.again_if_rolled_back` with tables, then `agree_on_stop` |
 | `epoch_loop.on_advance_end` | `TableRounds.end_batch` with tables, then `agree_on_stop` |
 | `fit_loop.on_advance_end` | `TableRounds.end_epoch` with tables, then `agree_on_stop` |
@@ -80,6 +81,7 @@ def wrap_loops(
     replace_setup_of_data(fit_loop, lambda set_up: partial(live.set_up_data, set_up))
     replace(epoch_loop, "on_run_start", lambda begin: partial(live.begin_epoch, begin))
     _wrap_batches(epoch_loop, fit_loop, live, has_tables)
+    replace(epoch_loop, "reset", lambda reset: partial(_reset_ended_epoch, epoch_loop, reset))
     if validates_by_clock(trainer):
         # Each worker reads its own clock, and workers that validate would wait for those that do not. Rank 0 decides.
         replace_validation_check(epoch_loop, lambda is_due: lambda fetcher: of_rank_zero(is_due(fetcher)))
@@ -87,6 +89,21 @@ def wrap_loops(
     stop_sending_sigterm(epoch_loop)
     live.world.listen_for_sigterm()
     live.position.is_in_loops = True
+
+
+def _reset_ended_epoch(epoch_loop: Any, reset: Callable[[], None]) -> None:
+    """Reset an epoch's counters also if a checkpoint is from an epoch's last batch and no loader has a length.
+
+    Lightning compares them with the number of batches. Without one it would take the next epoch for one that has ended, too.
+    """
+    progress = epoch_loop.batch_progress
+    is_from_end = getattr(epoch_loop, "restarted_on_train_batch_end", False) and progress.is_last_batch
+    reset()
+    if is_from_end and progress.current.ready:
+        progress.reset_on_run()
+        epoch_loop.scheduler_progress.reset_on_run()
+        epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+        epoch_loop.val_loop.batch_progress.total.reset()
 
 
 def _wrap_validation(val_loop: Any, live: LiveTraining) -> None:

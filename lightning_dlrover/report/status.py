@@ -42,7 +42,7 @@ from lightning_dlrover.rdzv.live import rounds
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
-from lightning_dlrover.report.streams import described, read_streams
+from lightning_dlrover.report.streams import described, described_sequence, read_sequences, read_streams
 from lightning_dlrover.report.surroundings import Surroundings
 
 __all__ = [
@@ -364,7 +364,10 @@ def show_status(
         "controller": _show_controller(found),
         "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
-        "streams": [described(stream) for stream in streams.streams] if (streams := read_streams(events)) else [],
+        "streams": [
+            *([described(stream) for stream in streams.streams] if (streams := read_streams(events)) else []),
+            *map(described_sequence, read_sequences(events)),
+        ],
         "plan": _show_plan(plan) if plan else None,
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,

@@ -7,10 +7,20 @@ from dataclasses import dataclass, replace
 
 from lightning_dlrover.codec import from_fields
 from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.rdzv.job.events import FitFinished, StreamOpened, WindowMeasured, events_of
+from lightning_dlrover.rdzv.job.events import FitFinished, SequenceOpened, StreamOpened, WindowMeasured, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
 
-__all__ = ["ReadStreams", "Standing", "described", "guarantee", "read_streams", "standing", "steps_per_epoch"]
+__all__ = [
+    "ReadStreams",
+    "Standing",
+    "described",
+    "described_sequence",
+    "guarantee",
+    "read_sequences",
+    "read_streams",
+    "standing",
+    "steps_per_epoch",
+]
 
 
 @dataclass(frozen=True)
@@ -151,3 +161,23 @@ def described(stream: StreamOpened) -> str:
     files = f"1 {kind}" if stream.num_shards == 1 else f"{stream.num_shards} {kind}s"
     where = f" in the window of epoch {stream.epoch}" if stream.grows else ""
     return f"{stream.source:.100}, {files}, {stream.num_rows} rows{where}: {guarantee(stream)}"
+
+
+def read_sequences(events: Sequence[EventRecord]) -> list[SequenceOpened]:
+    """Return the loaders of an `IterableDataset` in the newest fit that has any."""
+    found = [opened for _, opened in events_of(events, SequenceOpened)]
+    newest = max((opened.fit for opened in found), default=0)
+    by_number = {opened.number: opened for opened in found if opened.fit == newest}
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def described_sequence(opened: SequenceOpened) -> str:
+    """Return the guarantee for an `IterableDataset` in one line."""
+    if opened.is_stateful:
+        how = "stateful: joiners and checkpoints get its state"
+    else:
+        how = (
+            "opaque: a joiner reads an epoch from its first row up to the others, who wait; it is refused if that takes longer "
+            f"than {opened.max_catch_up_s:g} s"
+        )
+    return f"{opened.dataset}, an IterableDataset, each row exactly once; {how}"

@@ -92,7 +92,11 @@ class ReadingAhead(DataLoader[int]):
 @pytest.mark.parametrize(
     "loader, advice",
     [
-        (DataLoader(Stream()), "map-style dataset"),
+        (DataLoader(Stream(), batch_size=None), "takes whole batches from Stream, .* let the dataset yield single samples"),
+        (
+            ReadingAhead(Stream()),
+            r"ReadingAhead overrides .* Use a plain DataLoader: a live job keeps",
+        ),
         (DataLoader(DATA, batch_size=None), "give it a batch_size"),
         (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), "give the DataLoader a batch_size"),
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch_sampler list decides"),
@@ -110,6 +114,13 @@ def test_loader_that_cannot_be_split_is_refused_with_advice(loader: DataLoader[A
         batching_of(loader)
     with pytest.raises(UnsupportedLoaderError, match=advice):
         check_data_loader(loader, is_split_by_user=False, hook="train_dataloader")
+
+
+@pytest.mark.parametrize("is_split_by_user", [False, True])
+def test_iterable_dataset_is_taken_with_its_batch_size(is_split_by_user: bool) -> None:
+    loader = DataLoader(Stream(), batch_size=3, drop_last=True, num_workers=2)
+    check_data_loader(loader, is_split_by_user, "train_dataloader")
+    assert (batching_of(loader).batch_size, batching_of(loader).drop_last) == (3, True)
 
 
 def test_plain_batch_sampler_keeps_its_batch_size_and_order() -> None:

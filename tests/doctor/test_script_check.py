@@ -70,9 +70,9 @@ GOOD = """
 """
 
 BAD = """
-    class Stream(IterableDataset):
+    class Batches(IterableDataset):
         def __iter__(self):
-            return iter(samples)
+            return iter(DataLoader(samples, 10))
 
     class OfThisRank(Sampler):
         rank, num_replicas = 0, 2
@@ -114,7 +114,7 @@ BAD = """
             checkpoint["f"] = lambda: 1
 
     trainer = L.Trainer(strategy="ddp", devices=4, accelerator="cpu", max_epochs=2)
-    trainer.fit(Bad(), DataLoader(Stream(), 10), [DataLoader(samples, 10, sampler=OfThisRank()), Few()])
+    trainer.fit(Bad(), DataLoader(Batches(), None), [DataLoader(samples, 10, sampler=OfThisRank()), Few()])
 """
 
 
@@ -184,7 +184,7 @@ def test_unsupported_parts_are_all_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert named(findings, "script", "has trained its first batch").verdict == "ok"
     for check, text, move in (
         ("strategy", "Trainer(strategy='ddp') is not DLRoverStrategy", "strategy=DLRoverStrategy()"),
-        ("training data", "Stream is an IterableDataset", "map-style dataset"),
+        ("training data", "takes whole batches from Batches", "give it a batch_size"),
         ("validation data", "sampler OfThisRank gives every worker samples of its own", "give the DataLoader a sampler"),
         ("validation data", "holds a __main__.Few", "map-style dataset"),
         ("training_step", "follows loss.backward()", "self.manual_backward(loss)"),
@@ -230,7 +230,7 @@ def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) ->
         return last
 
     def refused() -> None:
-        check_arguments(0, 0.1, timedelta(1), None, None, None, True, True)
+        check_arguments(0, 0.1, timedelta(1), None, None, None, True, True, 60.0)
 
     def wrong() -> None:
         raise ValueError("no data")

@@ -611,9 +611,9 @@ class Fetching(ToyModel):
         return super().training_step(batch, batch_idx)
 
 
-class Stream(IterableDataset[Any]):
+class OwnBatches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        return iter(Rows(NUM_ROWS))
+        return iter(DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
 
 
 MODELS: dict[str, type[ToyModel]] = {
@@ -700,9 +700,9 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"use_distributed_sampler": False}
     model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
     num_rows = {"one_device": OneDevice.NUM_ROWS, "bf16": NUM_ROWS + BATCH_SIZE // 2}.get(feature.name, NUM_ROWS)
-    data: Any = Stream() if feature.name == "iterable" else Rows(num_rows)
+    data = Rows(num_rows)
     sampler = Backwards() if feature.name == "sampler" else None
-    shuffle = None if feature.name in ("iterable", "sampler") else True
+    shuffle = None if feature.name == "sampler" else True
     batch_size = 1 if feature.name == "single_sample" else BATCH_SIZE
     loader = DataLoader(data, batch_size, shuffle=shuffle, sampler=sampler, drop_last=feature.name == "bf16")
     val_loader = DataLoader(Rows(40), BATCH_SIZE) if feature.name == "early_stopping" else None
@@ -731,6 +731,8 @@ def _training_data(name: str, loader: DataLoader[Any]) -> Any:
     """Return a feature's training data: `loader`, unless the data are the feature."""
     rows = Rows(NUM_ROWS)
     match name:
+        case "own_batches":
+            return DataLoader(OwnBatches(), batch_size=None)
         case "batch_sampler":
             return DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), BATCH_SIZE, False))
         case "max_size_cycle" | "max_size":

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from iterables import order_of
 from toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
 from waiting import TooLateError, eventually
 
@@ -367,6 +368,8 @@ def _order(job: Job, settings: ToySettings, epoch: int) -> list[int]:
     """Return the ids of an epoch's rows, in training order."""
     if settings.streams:
         return streamed_order(streamed(job.folder / "train", settings.shuffle), epoch, settings.batch_size, job.max_workers)
+    if settings.iterable:
+        return order_of(settings.iterable, settings.num_rows, settings.shuffle, SEED, epoch)
     return epoch_order(settings.num_rows, settings.shuffle, SEED, epoch).tolist()
 
 

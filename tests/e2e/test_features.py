@@ -534,7 +534,7 @@ def test_joiner_with_another_learning_rate_is_refused(make_job: MakeJob) -> None
 @pytest.mark.parametrize(
     "name, problem, advice",
     [
-        ("iterable", "Stream is an IterableDataset", "map-style dataset"),
+        ("own_batches", "takes whole batches from OwnBatches", "let the dataset yield single samples"),
         ("rank_aware", "sampler Repeating gives every worker samples of its own", "the order of the whole epoch"),
         ("split_by_user", "sampler Backwards decides by itself", "leave use_distributed_sampler at True"),
         ("list", "train_dataloader holds a range", "map-style dataset"),

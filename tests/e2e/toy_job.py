@@ -18,13 +18,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from iterables import ITERABLES
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -197,6 +198,12 @@ class ToySettings:
     global_batch_size: int | None = None
     slow_start_s: float = 0.0  # seconds before the worker reaches the training loop
     streams: bool = False  # read from Parquet files in the job's folder
+    iterable: str = ""  # kind of an `IterableDataset`, see `iterables.py`
+    row_s: float = 0.0  # seconds that a row of it takes
+    max_catch_up_s: float = 60.0
+    save_every: int = 0  # batches between checkpoints
+    resumes: str = ""  # checkpoint to resume from
+    limits: dict[str, int] = field(default_factory=dict)  # further arguments of the Trainer
 
     @property
     def batches_per_epoch(self) -> int:
@@ -337,19 +344,38 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
     L.seed_everything(SEED, verbose=False)
     trainer = make_trainer(
         recorder.place.folder,
-        strategy=DLRoverStrategy(global_batch_size=settings.global_batch_size or settings.batch_size, check_interval_s=0.03),
-        max_epochs=settings.max_epochs,
+        strategy=DLRoverStrategy(
+            global_batch_size=settings.global_batch_size or settings.batch_size,
+            check_interval_s=0.03,
+            max_catch_up_s=settings.max_catch_up_s,
+        ),
+        **{"max_epochs": settings.max_epochs, **settings.limits},
         accumulate_grad_batches=settings.accumulate,
         val_check_interval=settings.val_every,
         limit_val_batches=None if settings.num_val_rows else 0,
+        **_saving(recorder, settings),
     )
     train: Dataset[Any] = Rows(settings.num_rows)
     val: Dataset[Any] = Rows(settings.num_val_rows)
     if settings.streams:
         train = streamed(Path(recorder.place.folder) / "train", settings.shuffle)
         val = streamed(Path(recorder.place.folder) / "val", shuffle=False)
-    shuffle = settings.shuffle and not settings.streams
+    if settings.iterable:
+        train = ITERABLES[settings.iterable](train, settings.shuffle, settings.row_s)
+        val = ITERABLES[settings.iterable](val, shuffle=False)
+    shuffle = settings.shuffle and not settings.streams and not settings.iterable
     loader = DataLoader(train, settings.batch_size, shuffle=shuffle, num_workers=settings.loader_workers)
     val_loader = DataLoader(val, settings.batch_size) if settings.num_val_rows else None
-    trainer.fit(ToyModel(recorder, settings.step_s, settings.slow_start_s), loader, val_loader)
+    trainer.fit(
+        ToyModel(recorder, settings.step_s, settings.slow_start_s), loader, val_loader, ckpt_path=settings.resumes or None
+    )
     recorder.write("after_fit", step=trainer.global_step)
+
+
+def _saving(recorder: Recorder, settings: ToySettings) -> dict[str, Any]:
+    if not settings.save_every:
+        return {}
+    folder = Path(recorder.place.folder) / "checkpoints"
+    checkpoints = importlib.import_module(f"{L.__name__}.pytorch.callbacks" if L.__name__ == "lightning" else L.__name__)
+    saves = checkpoints.ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=settings.save_every)
+    return {"callbacks": [saves], "enable_checkpointing": True}

@@ -30,6 +30,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -671,7 +672,9 @@ def test_loader_ends_with_the_trainers_epoch_if_that_is_shorter() -> None:
 
 def train_loaders(combined: CombinedLoader, has_global_batch_size: bool = False) -> TrainLoaders:
     """The loaders of a Trainer with epochs of 5 batches."""
-    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=combined), num_training_batches=5)
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(_combined_loader=combined), num_training_batches=5, accumulate_grad_batches=1
+    )
     return TrainLoaders(trainer, FitPosition(None), has_global_batch_size)
 
 
@@ -692,6 +695,16 @@ def test_one_global_batch_size_for_unlike_loaders_is_refused() -> None:
     loaders = [elastic(20, 8, batch_size=size) for size in (4, 8)]
     with pytest.raises(UnsupportedLoaderError, match=r"batch sizes \[4, 8\], and global_batch_size would give each"):
         train_loaders(CombinedLoader(loaders), has_global_batch_size=True).keep_step()
+
+
+def test_iterable_dataset_beside_another_loader_is_refused() -> None:
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(int, 1)
+
+    endless = ElasticLoader(DataLoader(Endless(), batch_size=4), 4, training=True)
+    with pytest.raises(UnsupportedLoaderError, match="one of them of the IterableDataset Endless: its end is not known before"):
+        train_loaders(CombinedLoader([elastic(20, 4), endless])).keep_step()
 
 
 def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:

@@ -59,6 +59,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event"),
         "_workers_status",
     ),
+    "torch.utils.data._utils.worker": ("_worker_info",),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.utils.flop_counter": ("flop_registry", "sdpa_flop"),
 }

@@ -29,6 +29,7 @@ __all__ = [
     "PlannerEvent",
     "RecordIgnored",
     "RoundFormed",
+    "SequenceOpened",
     "SettingsApplied",
     "SizeRequested",
     "SnapshotCompleted",
@@ -321,6 +322,18 @@ class StreamOpened(Event):
     # First row of each shard and the row after the last, of a source whose rows come and go.
     ranges: dict[str, list[int]] | None = None
     grows: bool = False  # whether these are the rows of one epoch, and each has a record of its own
+
+
+@dataclass(frozen=True)
+class SequenceOpened(Event):
+    """A training loader of a `fit` that reads an `IterableDataset`. Written once per fit."""
+
+    KIND = "sequence"
+    fit: int
+    number: int  # of the training loader, from 0
+    dataset: str  # its class
+    is_stateful: bool  # whether it has a state that joiners get
+    max_catch_up_s: float  # seconds that a joiner has to read what others have read
 
 
 @dataclass(frozen=True)

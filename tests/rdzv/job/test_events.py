@@ -23,6 +23,7 @@ from lightning_dlrover.rdzv.job.events import (
     OutcomeJudged,
     RecordIgnored,
     RoundFormed,
+    SequenceOpened,
     SettingsApplied,
     SizeRequested,
     SnapshotCompleted,
@@ -102,6 +103,9 @@ LINES: dict[str, Event] = {
     '"rollback" {"round":3,"batch":38,"batches":2}': StateRolledBack(3, 38, 2),
     '"finished" {"global_step":100}': FitFinished(100),
     '"stream" {' + STREAM + "}": OPENED,
+    '"sequence" {"fit":1,"number":0,"dataset":"Numbers","is_stateful":true,"max_catch_up_s":60.0}': (
+        SequenceOpened(1, 0, "Numbers", True, 60.0)
+    ),
     '"stream" {' + STREAM + ',"seed":7}': dataclasses.replace(OPENED, seed=7),
     '"reshard" {"round":3,"values_moved":10,"values":100,"seconds":0.5}': TablesMoved(3, 10, 100, 0.5),
     '"snapshot" {"round":3,"bytes_rank_0":4096,"replicas":1}': SnapshotCompleted(3, 4096, 1),

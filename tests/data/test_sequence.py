@@ -1,0 +1,488 @@
+"""Any `IterableDataset` gives the same global batches in each world, with and without loader workers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.data import one_pass
+from lightning_dlrover.data.source import DataError
+from lightning_dlrover.live.data_fingerprint import are_same_row, described_row
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.sequence_order import UNKNOWN, SequenceSettings
+
+SETTINGS = SequenceSettings(describe=described_row, are_alike=are_same_row)
+
+
+class Opaque(IterableDataset[int]):
+    """Numbers in order."""
+
+    def __init__(self, num_rows: int | None) -> None:
+        self.num_rows = num_rows
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in itertools.count() if self.num_rows is None else range(self.num_rows):
+            self.num_read += 1
+            yield number
+
+
+class Stateful(IterableDataset[int]):
+    """Numbers in order, with torchdata's protocol. Its state is applied to the next iterator only."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.next = 0
+        self._resumes = False
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._resumes:
+            self.next = 0
+        self._resumes = False
+        while self.next < self.num_rows:
+            self.next += 1
+            self.num_read += 1
+            yield self.next - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self._resumes = state["next"], True
+
+
+class GoesOn(Stateful):
+    """An iterator goes on where the one before was left, unless that has ended, as in torchdata's examples."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.num_rows:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+
+class Shuffled(IterableDataset[float]):
+    """An unseeded order, augmented by unseeded numbers of all three libraries."""
+
+    def __iter__(self) -> Iterator[float]:
+        for number in torch.randperm(40).tolist():
+            yield number + random.random() / 4 + np.random.rand() / 4 + float(torch.rand(())) / 4
+
+
+class SplitByWorker(IterableDataset[int]):
+    """Takes every n-th row in each of n loader workers, as scripts for plain torch do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from range(first, 30, step)
+
+
+class LossyState(Stateful):
+    """A shuffle buffer that is not part of the state: what comes after a state was loaded is not what came before."""
+
+    def __iter__(self) -> Iterator[int]:
+        buffer: list[int] = []
+        for row in super().__iter__():
+            buffer.append(row)
+            if len(buffer) > 8:
+                yield buffer.pop(0)
+        yield from buffer
+
+
+def make(
+    dataset: IterableDataset[Any],
+    rank: int = 0,
+    world: int = 1,
+    batch_size: int = 8,
+    settings: SequenceSettings = SETTINGS,
+    training: bool = True,
+    **options: Any,
+) -> ElasticLoader:
+    loader = DataLoader(dataset, batch_size=3, **options)
+    made = ElasticLoader(loader, batch_size, training, place=lambda: (rank, world), sequence=settings)
+    iter(made)
+    made.set_epoch(0)
+    return made
+
+
+def shares(made: ElasticLoader, limit: int = 1000) -> list[list[Any]]:
+    """Return the rest of an epoch without placeholders, by batch."""
+    return [batch.tolist()[: made.split.num_own_samples(made.cursor - 1)] for batch in rest(made, limit)]
+
+
+def rest(made: ElasticLoader, limit: int = 1000) -> Iterator[Any]:
+    """Yield the batches to come. `iter` would begin the epoch again."""
+    for _ in range(limit):
+        try:
+            yield next(made)
+        except StopIteration:
+            return
+
+
+def global_batches(of_ranks: list[list[list[Any]]]) -> list[list[Any]]:
+    return [list(itertools.chain(*parts)) for parts in zip(*of_ranks, strict=True)]
+
+
+def chunks(num_rows: int, size: int = 8) -> list[list[int]]:
+    return [list(range(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
+
+
+@pytest.fixture(autouse=True)
+def _snapshots_at_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_pass, "SNAPSHOT_S", 0.0)
+    monkeypatch.setattr(one_pass, "MAX_SNAPSHOT_SHARE", math.inf)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 8, 16, 17, 20, 23])
+@pytest.mark.parametrize("kind", [Opaque, Stateful])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_all_worlds_read_the_same_global_batches_and_end_together(kind: Any, world: int, num_rows: int) -> None:
+    loaders = [make(kind(num_rows), rank, world) for rank in range(world)]
+    assert global_batches([shares(loader) for loader in loaders]) == chunks(num_rows)
+    for loader in loaders:
+        assert loader.num_epoch_batches == len(chunks(num_rows)) == loader.cursor
+        assert loader.split.num_samples == num_rows
+        if num_rows:
+            last = loader.cursor - 1
+            assert loader.split.loss_weight(last) * (num_rows - 8 * last) == loader.split.num_own_samples(last) * world
+
+
+@pytest.mark.parametrize("num_rows", [0, 7, 8, 15, 16])
+def test_incomplete_last_batch_is_dropped_if_the_loader_says_so(num_rows: int) -> None:
+    loaders = [make(Opaque(num_rows), rank, 2, drop_last=True) for rank in range(2)]
+    assert global_batches([shares(loader) for loader in loaders]) == [each for each in chunks(num_rows) if len(each) == 8]
+    assert loaders[0].cursor == loaders[0].num_epoch_batches == num_rows // 8
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_loader_worker_reads_the_same_as_this_process(world: int) -> None:
+    for kind in (Opaque, Stateful):
+        loaders = [make(kind(43), rank, world, num_workers=2) for rank in range(world)]
+        assert [loader.num_workers for loader in loaders] == [1] * world
+        assert global_batches([shares(loader) for loader in loaders]) == chunks(43)
+        for loader in loaders:
+            loader.close()
+
+
+def test_last_batch_is_known_to_be_the_last_when_it_is_handed_out() -> None:
+    ends: list[int] = []
+    loader = make(Opaque(16), settings=SequenceSettings(at_end=lambda: ends.append(loader.cursor)))
+    next(loader)
+    assert ends == []
+    assert loader.num_epoch_batches == UNKNOWN // 8
+    next(loader)
+    assert ends == [2]
+
+
+def test_length_is_unknown_unless_the_dataset_has_one() -> None:
+    with pytest.raises(TypeError):
+        len(make(Opaque(16)))
+
+    class Sized(Opaque):
+        def __len__(self) -> int:
+            return 17
+
+    assert len(make(Sized(17))) == 3
+    assert len(make(Sized(17), drop_last=True)) == 2
+
+
+def test_infinite_dataset_is_read_as_far_as_it_is_used() -> None:
+    dataset = Opaque(None)
+    loader = make(dataset)
+    assert shares(loader, 5) == chunks(40)
+    assert dataset.num_read == 41  # one row ahead
+
+
+def test_number_of_batches_limits_an_epoch() -> None:
+    loader = make(Opaque(None))
+    loader.keep_step(3, cycles=True)
+    assert shares(loader) == chunks(24)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_worker_info_is_hidden_so_that_no_row_is_left_out(num_workers: int) -> None:
+    loader = make(SplitByWorker(), num_workers=num_workers, persistent_workers=num_workers > 0)
+    assert shares(loader) == chunks(30)
+    loader.close()
+
+
+def test_start_up_function_of_loader_workers_finds_the_users_dataset() -> None:
+    def prepare(worker_id: int) -> None:
+        info: Any = get_worker_info()
+        info.dataset.num_rows = 10 * info.num_workers + worker_id
+
+    loader = make(Opaque(0), num_workers=2, worker_init_fn=prepare)
+    assert shares(loader) == chunks(10)
+    loader.close()
+
+
+def test_state_with_classes_of_the_users_is_not_handed_on(caplog: pytest.LogCaptureFixture) -> None:
+    class WithObjects(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"next": self.next, "how": make}
+
+    old = make(WithObjects(100))
+    shares(old, 6)
+    assert old.state().snapshot is None
+    assert "the state of WithObjects is not handed on" in caplog.text
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_unseeded_numbers_are_alike_on_all_workers_and_differ_by_epoch(num_workers: int) -> None:
+    read = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        loader = make(Shuffled(), num_workers=num_workers)
+        before = random.getstate(), str(np.random.get_state())
+        epochs = [shares(loader)]
+        assert random.getstate() == before[0]
+        assert str(np.random.get_state()) == before[1]
+        iter(loader)
+        loader.set_epoch(1)
+        epochs.append(shares(loader))
+        loader.close()
+        read.append(epochs)
+    assert read[0] == read[1]
+    assert read[0][0] != read[0][1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_given_again_to_another_split(num_workers: int) -> None:
+    dataset = Opaque(100)
+    loader = make(dataset, num_workers=num_workers, persistent_workers=num_workers > 0)
+    for _ in range(5):
+        next(loader)
+    loader.reshard(1, 2, rewind=1)
+    assert loader.refetch().tolist() == [36, 37, 38, 39]
+    loader.reshard(0, 1)
+    assert loader.refetch().tolist() == list(range(40, 48))
+    if not num_workers:
+        assert dataset.num_read == 49  # nothing was read twice
+    loader.close()
+
+
+def test_last_batch_is_given_again_after_the_end() -> None:
+    dataset = Opaque(20)
+    loader = make(dataset)
+    shares(loader)
+    loader.reshard(0, 2, rewind=1)
+    assert loader.refetch().tolist() == [16, 17]
+    assert dataset.num_read == 20
+
+
+def test_accumulated_batches_are_kept() -> None:
+    dataset = Opaque(100)
+    loader = make(dataset)
+    assert loader.sequence is not None
+    loader.sequence.redo_batches = 5
+    for _ in range(8):
+        next(loader)
+    loader.reshard(0, 1, rewind=4)
+    assert shares(loader, 2) == chunks(100)[4:6]
+    assert dataset.num_read == 65
+
+
+@pytest.mark.parametrize("kind", [Stateful, GoesOn])
+def test_epoch_begins_with_the_first_row_wherever_the_last_one_was_left(kind: Any) -> None:
+    loader = make(kind(100))
+    shares(loader, 4)
+    for epoch in (1, 2):
+        iter(loader)
+        loader.set_epoch(epoch)
+        assert shares(loader, 13 if epoch == 1 else 2) == chunks(100)[: 13 if epoch == 1 else 2]
+    state = make(kind(100)).state()
+    loader.load_state(state)
+    assert shares(loader) == chunks(100)
+
+
+def test_rollback_further_than_rows_are_kept_reads_the_epoch_again() -> None:
+    dataset = Opaque(100)
+    loader = make(dataset)
+    early = loader.state()
+    for _ in range(8):
+        next(loader)
+    loader.load_state(early)
+    assert shares(loader) == chunks(100)
+    assert dataset.num_read == 165
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [Opaque, Stateful])
+def test_joiner_goes_on_where_the_others_are(kind: Any, num_workers: int) -> None:
+    old = make(kind(100), 0, 1)
+    before = shares(old, 6)
+    state = old.state()
+    old.reshard(0, 2)
+    dataset = kind(100)
+    joiner = make(dataset, 1, 2, num_workers=num_workers)
+    joiner.load_state(state)
+    assert before + global_batches([shares(old), shares(joiner)]) == chunks(100)
+    if not num_workers:
+        assert dataset.num_read == (52 if kind is Stateful else 100)
+    joiner.close()
+
+
+def test_joiner_with_unseeded_numbers_goes_on_with_the_same_rows() -> None:
+    class StatefulNoise(Stateful):
+        def __iter__(self) -> Iterator[Any]:
+            return (row + random.random() / 2 for row in super().__iter__())
+
+    class StatefulOrder(Stateful):
+        def __iter__(self) -> Iterator[Any]:
+            order = torch.randperm(self.num_rows).tolist()
+            return (order[row] for row in super().__iter__())
+
+    for kind in (StatefulNoise, StatefulOrder):
+        old, joiner = make(kind(100)), make(kind(100))
+        shares(old, 6)
+        joiner.load_state(old.state())
+        assert shares(joiner) == shares(old)
+
+
+def test_state_that_does_not_bring_back_the_rows_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    old, joiner = make(LossyState(100)), make(LossyState(100))
+    shares(old, 6)
+    joiner.load_state(old.state())
+    assert shares(joiner) == shares(old) == chunks(100)[6:]
+    assert "with another row than it had next" in caplog.text
+
+
+def test_checkpoint_resumes_in_another_world() -> None:
+    for kind in (Opaque, Stateful, GoesOn):
+        old = make(kind(100))
+        before = shares(old, 7)
+        assert old.sequence is not None
+        saved = torch.load(_bytes(old.sequence.in_checkpoint()), weights_only=False)
+        resumed = [make(kind(100), rank, 3) for rank in range(3)]
+        for loader in resumed:
+            loader.cursor = 7
+            assert loader.sequence is not None
+            loader.sequence.resume_from(saved)
+        assert before + global_batches([shares(loader) for loader in resumed]) == chunks(100)
+
+
+def _bytes(obj: object) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(obj, file)
+    file.seek(0)
+    return file
+
+
+def test_joiner_that_reads_too_slowly_is_refused_early_and_in_words() -> None:
+    class Slow(Opaque):
+        def __iter__(self) -> Iterator[int]:
+            for row in super().__iter__():
+                time.sleep(0.001)
+                yield row
+
+    joiner = make(Slow(None), 1, 2, settings=SequenceSettings(max_catch_up_s=0.5))
+    joiner.cursor = 10_000
+    assert joiner.sequence is not None
+    joiner.sequence.is_catching_up = True
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"80000 rows .* limit of 0.5 s. Give Slow the methods state_dict\(\)"):
+        joiner.peek()
+    assert time.monotonic() - began < 0.5
+
+
+def test_error_of_the_dataset_is_raised_again_and_never_taken_for_the_end() -> None:
+    class Broken(Opaque):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(10)
+            raise OSError("the disk is gone")
+
+    loader = make(Broken(None))
+    assert next(loader).tolist() == list(range(8))
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(loader)
+        loader.reshard(0, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_validation_splits_the_counted_rows(world: int, num_workers: int) -> None:
+    loaders = [make(Opaque(20), rank, world, training=False, num_workers=num_workers) for rank in range(world)]
+    assert len(loaders[0]) == 3
+    found = [[row for batch in rest(loader) for row in batch.tolist()] for loader in loaders]
+    assert sorted(itertools.chain(*found)) == list(range(20))
+    for loader in loaders:
+        iter(loader)
+        loader.deal([np.array([3, 4, 9]), np.array([1])])
+        assert [batch.tolist() for batch in rest(loader)] == [[3, 4, 9], [1]]
+        loader.close()
+
+
+def test_endless_validation_is_counted_up_to_its_limit() -> None:
+    loader = make(Opaque(None), training=False, settings=SequenceSettings(max_rows=24))
+    assert len(loader) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_new_epoch_begins_with_set_epoch(options: dict[str, Any]) -> None:
+    class ByEpoch(Opaque):
+        def set_epoch(self, epoch: int) -> None:
+            self.num_rows = 8 * (epoch + 1)
+
+    loader = make(ByEpoch(None), **options)
+    for epoch in range(3):
+        iter(loader)
+        loader.set_epoch(epoch)
+        assert shares(loader) == chunks(8 * (epoch + 1))
+    loader.close()
+
+
+def test_epoch_ends_before_a_length_that_is_too_large() -> None:
+    class Sized(Opaque):
+        def __len__(self) -> int:
+            return 100
+
+    ends: list[int] = []
+    loader = make(Sized(20), settings=SequenceSettings(at_end=lambda: ends.append(loader.cursor)))
+    loader.keep_step(len(loader), cycles=True)
+    assert shares(loader) == chunks(20)
+    assert ends == [3]
+    assert loader.num_epoch_batches == 3
+
+
+def test_forked_process_has_an_iterator_of_its_own() -> None:
+    loader = make(Opaque(100))
+    next(loader)
+    assert loader.sequence is not None
+    reader: Any = loader.sequence.reading_loader.dataset
+    child = os.fork()
+    if not child:
+        request = next(loader.sequence.requests(1))
+        rows = reader.__getitems__(request)
+        os._exit(0 if list(rows) == list(range(8, 16)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert next(loader).tolist() == list(range(8, 16))
+
+
+def test_loaders_that_make_batches_themselves_are_refused() -> None:
+    with pytest.raises(UnsupportedLoaderError, match="takes whole batches from Opaque"):
+        ElasticLoader(DataLoader(Opaque(8), batch_size=None), 8, True)
+
+    class StatefulDataLoader(DataLoader[int]):
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    with pytest.raises(UnsupportedLoaderError, match="Use a plain DataLoader"):
+        ElasticLoader(StatefulDataLoader(Opaque(8), batch_size=2), 8, True)
