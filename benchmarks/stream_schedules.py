@@ -24,7 +24,7 @@ SEED = 3
 
 
 class Numbered:
-    """Shards whose rows are the numbers from 0 on, one by one or as record batches.
+    """Shards of the numbers from 0 on, one by one or as record batches.
 
     Args:
         lengths: rows of each shard.
@@ -89,7 +89,7 @@ class Tally:
 
 
 class SimulatedJob:
-    """The loaders of all workers of a job, whose worlds change.
+    """The loaders of all workers of a job, in changing worlds.
 
     Args:
         num_loader_workers: loader workers of each worker.

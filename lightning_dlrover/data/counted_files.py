@@ -17,7 +17,7 @@ __all__ = ["Count", "cache_file", "counted"]
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 32
-"""Files whose rows are counted at once. Stores answer many requests at a time."""
+"""Files that are counted at once. Stores answer many requests at a time."""
 
 PROGRESS_AFTER_S = 2.0
 """Seconds of counting after which a progress bar appears."""

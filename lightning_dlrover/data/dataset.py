@@ -42,10 +42,10 @@ NUM_READERS = 2
 class Positions(Sequence[int]):
     """Positions in one order of a stream's rows."""
 
-    seed: int  # of this epoch's order
+    seed: int  # seed of this epoch's order
     layout: Layout
     ranges: tuple[tuple[int, int], ...]  # half-open
-    window: tuple[tuple[str, int, int], ...] | None = None  # of a source that grows: its shards in this epoch
+    window: tuple[tuple[str, int, int], ...] | None = None  # shards of a growing source in this epoch
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
@@ -102,8 +102,8 @@ class Stream(Dataset[Any]):
         self._layout: Layout | None = None  # once the shards are known
         self.windows = Windows(source) if isinstance(source, WindowedSource) else None
         self._shards: Sequence[Shard] | None = None
-        self._num_rows = 0  # in all shards, once they are known; asked for several times in each batch
-        self._window_epoch = 0  # whose shards these are
+        self._num_rows = 0  # rows of all shards, once they are known; asked for several times in each batch
+        self._window_epoch = 0  # the epoch of these shards
         self._forget_readers()
         prepare_default_collate()
 
@@ -258,7 +258,7 @@ class Stream(Dataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch whose rows a DataLoader by itself gets."""
+        """The epoch that a DataLoader by itself reads."""
         return int(self._start[0])
 
     def set_epoch(self, epoch: int, first_row: int = 0) -> None:

@@ -60,7 +60,7 @@ class Files:
         self._locations: dict[str, Location] = {}
         self._marks: dict[str, npt.NDArray[np.int64]] = {}
         self._format = format or ""
-        self._schema: Any = None  # of the columns of CSV and TSV
+        self._schema: Any = None  # columns of CSV and TSV
 
     def __repr__(self) -> str:
         options = f", {self._given_format!r}" if self._given_format is not None else ""
@@ -242,7 +242,7 @@ def _line_breaks(data: bytes) -> npt.NDArray[np.int64]:
 def _count_lines(location: Location, has_header: bool) -> Count:
     lines, position, last = 0, 0, b"\n"
     marks: list[int] = [0]
-    begin = 0  # of the first row
+    begin = 0  # number of the first row
     try:
         with _opened(location) as file:
             while data := file.read(CHUNK_BYTES):

@@ -55,7 +55,7 @@ PERMANENT = frozenset(
 OF_GROUPS = frozenset({"GROUP_AUTHORIZATION_FAILED", "_NO_OFFSET"})
 """Errors that concern groups alone, which are not used."""
 
-_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()  # of this process, and of those it was forked from
+_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()  # this process's own, and those of its parents
 _has_registered: list[bool] = []  # whether forked processes keep these connections
 _inherited: list[_Connection] = []  # never freed: ending a parent's consumer would touch threads that were not forked
 

@@ -43,7 +43,7 @@ MAX_REQUEST_BYTES = 4 * READ_AHEAD_BYTES
 """Bytes that one request asks for at most, so that it ends within `REQUEST_TIMEOUT_S` on a slow line."""
 
 NUM_THREADS = 32
-"""Files whose sizes are asked for at once, where a store lists none."""
+"""Sizes of files that are requested at once, where a store lists none."""
 
 HIDDEN = ("_", ".")
 """First letters of names that Spark, Hive and others give to files which are no data."""
@@ -294,7 +294,7 @@ def _status(error: BaseException) -> int | None:
     seen: BaseException | None = error
     while seen is not None:
         response = getattr(seen, "response", None)
-        if isinstance(response, dict):  # of botocore
+        if isinstance(response, dict):  # the form of botocore
             value = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         else:
             name = next((name for name in ("status", "status_code", "code") if hasattr(seen, name)), "")

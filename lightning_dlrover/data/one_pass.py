@@ -52,7 +52,7 @@ class Snapshot:
     seed: int
     epoch: int
     row: int  # number of the row that comes next
-    state: Any  # what `state_dict()` has returned
+    state: Any  # result of `state_dict()`
     random: dict[str, Any]
     first: Any  # description of the row that comes next; None: it cannot be compared
 

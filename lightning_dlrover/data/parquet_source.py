@@ -34,7 +34,7 @@ class Parquet:
         self._columns = list(columns) if columns is not None else None
         self._on_error = on_error
         self._locations: dict[str, Location] = {}
-        self._metadata: OrderedDict[Shard, Any] = OrderedDict()  # of the files that were opened last
+        self._metadata: OrderedDict[Shard, Any] = OrderedDict()  # metadata of the files that were opened last
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_metadata": OrderedDict()}

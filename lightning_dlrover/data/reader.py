@@ -66,7 +66,7 @@ class _Cursor:
 
 class _Lane:
     def __init__(self) -> None:
-        self.number = -1  # of the block
+        self.number = -1  # number of the block
         self.block: Block | list[Any] = []
         self.starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `block`; None: nothing was skipped
         self.cursor: _Cursor | None = None
@@ -168,7 +168,7 @@ class LaneReader:
             log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
         if order is None:
             return np.concatenate(([0], np.cumsum(is_there))), None
-        number = np.cumsum(is_there) - 1  # of a row among those that could be read
+        number = np.cumsum(is_there) - 1  # a row's number among those that could be read
         kept = is_there[order]
         return np.concatenate(([0], np.cumsum(kept))), number[order[kept]]
 

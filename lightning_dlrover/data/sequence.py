@@ -46,7 +46,7 @@ class BatchShare:
     """Request for one worker's share of a global batch."""
 
     place: Place
-    first_row: int  # of the global batch
+    first_row: int  # number of the global batch
     batch_size: int
     global_rank: int
     world_size: int
@@ -355,7 +355,7 @@ def advice_for_joiners(dataset: object) -> str:
 
 
 def reading_loader(loader: DataLoader[Any], reader: SequenceReader, batches: Sequence[Any] = ()) -> DataLoader[Any]:
-    """Return a loader with the user's settings whose batches are `Fetched`, read by this process or by one loader worker."""
+    """Return a loader of `Fetched` batches with the user's settings, read by this process or by one loader worker."""
     num_workers = min(1, loader.num_workers)
     return DataLoader(
         reader,

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 __all__ = ["DataError", "Ranges", "Shard", "Skipped", "Source", "WindowedSource", "check_extra"]
 
 Ranges = dict[str, tuple[int, int]]
-"""What a window has of each shard, by its key: number of the first row, and of the one after the last."""
+"""Rows of each shard in a window, by its key: number of the first row, and of the one after the last."""
 
 
 class DataError(RuntimeError):

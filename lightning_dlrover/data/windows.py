@@ -1,4 +1,4 @@
-"""Fix which rows make a window of a source whose rows come and go, once for all that read it.
+"""Fix the rows of each window of a source, once for all its readers.
 
 A source that grows has a window for each epoch, which goes on where the window before has ended. Any other one has a single
 window. The process that needs a window first proposes it. In a live job its record in etcd makes it that of all workers.

@@ -30,7 +30,7 @@ class JobWindows:
     def __init__(self, world: World, position: FitPosition) -> None:
         self._world = world
         self._position = position
-        self._windows: dict[str, Windows] = {}  # by name of the stream; outlive the loaders
+        self._windows: dict[str, Windows] = {}  # one for each stream, by its name; they outlive the loaders
         self._saved: dict[str, tuple[int, Ranges]] = {}  # windows of a checkpoint that is being resumed
 
     def attend(self, stream: Stream) -> None:

@@ -258,7 +258,7 @@ def recount_batches(trainer: L.Trainer) -> None:
     combined = fit_loop._combined_loader
     assert combined is not None
     assert combined.limits is not None
-    combined.limits[:] = [len(loader) for loader in combined.flattened]  # in place: the iterator has the same list
+    combined.limits[:] = [len(loader) for loader in combined.flattened]  # changed in place: the iterator has the same list
     fit_loop.max_batches = len(combined)
     if fit_loop._data_fetcher is not None:
         fit_loop._data_fetcher.length = fit_loop.max_batches

@@ -39,8 +39,8 @@ class LoaderState:
     global_batch_size: int
     order: torch.Tensor | None  # set only with a sampler of the user's; else it follows from seed and epoch
     seed: int = 0  # seed of the order
-    layout: Layout | None = None  # of a stream's rows
-    window: dict[str, list[int]] | None = None  # rows of each shard, of a stream whose rows come and go
+    layout: Layout | None = None  # layout of a stream's rows
+    window: dict[str, list[int]] | None = None  # rows of each shard, for a stream that has windows
     snapshot: Snapshot | None = None  # state of an `IterableDataset` at or before the cursor
     end: int | None = None  # rows of an `IterableDataset` in this epoch, once they are known
 

@@ -79,7 +79,7 @@ class FitPosition:
     at_boundary: bool = False
     stopped_at: str = ""
     is_repeatable: bool = False  # set in work outside of steps that a loss may interrupt, as it is done again
-    looks: int = 0  # for new rows of a stream, while it has none
+    looks: int = 0  # times that it has looked for new rows of a stream
 
     @property
     def rank(self) -> int:

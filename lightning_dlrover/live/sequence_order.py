@@ -40,7 +40,7 @@ __all__ = ["UNKNOWN", "HandedOut", "SequenceOrder", "SequenceSettings", "Sequenc
 log = logging.getLogger(__name__)
 
 UNKNOWN = 2**62
-"""Number of samples of an epoch whose end nobody has seen yet."""
+"""Number of samples of an epoch before its end is known."""
 
 NUM_SNAPSHOTS = 4
 """Newest snapshots that are kept. Loader workers run ahead, so the newest one may be of rows still to come."""

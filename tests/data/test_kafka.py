@@ -154,7 +154,7 @@ def test_messages_that_come_later_are_not_read(brokers: MockCluster) -> None:
     assert len(data) == 60
     brokers.produce_numbers("later", 200, start=60)
     assert sorted(drawn(data)) == list(range(60))
-    assert sorted(drawn(data)) == list(range(60))  # in the next epoch neither
+    assert sorted(drawn(data)) == list(range(60))  # neither in the next epoch
 
 
 def test_workers_with_other_ranges_have_other_fingerprints(brokers: MockCluster) -> None:

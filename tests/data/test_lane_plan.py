@@ -1,4 +1,4 @@
-"""The order of a stream's rows: each once, equal for all who read it, and lanes that stay with their readers."""
+"""The order of a stream's rows: each once, equal for all readers, and lanes that stay with their readers."""
 
 from __future__ import annotations
 

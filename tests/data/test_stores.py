@@ -38,7 +38,7 @@ class FaultyStore:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.faults: dict[str, list[str]] = defaultdict(list)
-        self.requests: Counter[tuple[str, str]] = Counter()  # by method and path
+        self.requests: Counter[tuple[str, str]] = Counter()  # counts by method and path
         self.at_once, self.max_at_once, self.delay_s = 0, 0, 0.0
         self.gives_etags, self.obeys_ranges, self.hang_s = True, True, 30.0
         self.lock = threading.Lock()
@@ -262,7 +262,7 @@ def test_refusal_comes_at_once_with_the_name_of_the_file(
     store: FaultyStore, change: Callable[[FaultyStore], None], message: str, while_read: bool
 ) -> None:
     store.files["/a.parquet"] = table_bytes(0)
-    source = parquet(f"{store.url}/a.parquet", on_error="skip")  # which skips what is corrupt, not what is away
+    source = parquet(f"{store.url}/a.parquet", on_error="skip")  # skips corrupt row groups, not absent files
     (shard,) = source.shards()
     rows = iter(source.read(shard, 0))
     if while_read:

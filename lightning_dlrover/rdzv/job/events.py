@@ -330,7 +330,7 @@ class SequenceOpened(Event):
 
     KIND = "sequence"
     fit: int
-    number: int  # of the training loader, from 0
+    number: int  # number of the training loader, from 0
     dataset: str  # its class
     is_stateful: bool  # whether it has a state that joiners get
     max_catch_up_s: float  # seconds that a joiner has to read what others have read
