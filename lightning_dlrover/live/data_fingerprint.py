@@ -159,7 +159,7 @@ def refuse_different_data(encoded: Sequence[str], run: str) -> None:
 
     Args:
         encoded: fingerprints by rank.
-            run: name of the run for the error.
+        run: name of the run for the error.
 
     Raises:
         MembershipError: two differ, or one cannot be read.

@@ -67,17 +67,12 @@ class LiveTraining:
     """One worker's part in a live job, from `Trainer.fit`'s entrance to its end.
 
     Args:
-            formation: the first round, or None on a worker that joins later.
-            check_interval_s: approximate seconds between two votes on whether to switch.
+        formation: the first round, or None on a worker that joins later.
+        check_interval_s: approximate seconds between two votes on whether to switch.
     """
 
     def __init__(
-        self,
-        strategy: DLRoverStrategy,
-        trainer: L.Trainer,
-        world: World,
-        formation: Formation | None,
-        check_interval_s: float,
+        self, strategy: DLRoverStrategy, trainer: L.Trainer, world: World, formation: Formation | None, check_interval_s: float
     ) -> None:
         self.world = world
         self._strategy = strategy

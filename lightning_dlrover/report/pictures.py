@@ -98,15 +98,8 @@ def throughput_picture(story: JobStory) -> Figure:
     for first, run in _runs(story, profiles):
         ends = [_x(story, p.at) for p in run]
         label = "samples per second" if first else None
-        rate.plot(
-            ends,
-            [p.samples_per_s for p in run],
-            "o-",
-            color=MEASURED,
-            markersize=3,
-            linewidth=1.4,
-            label=label,
-        )
+        rates = [p.samples_per_s for p in run]
+        rate.plot(ends, rates, "o-", color=MEASURED, markersize=3, linewidth=1.4, label=label)
     rate.set_ylim(0, 1.25 * max((p.samples_per_s for p in profiles), default=1.0))
     if not profiles:
         rate.set_yticks([])

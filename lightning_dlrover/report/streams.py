@@ -177,7 +177,7 @@ def described_sequence(opened: SequenceOpened) -> str:
         how = "stateful: joiners and checkpoints get its state"
     else:
         how = (
-            "opaque: a joiner reads an epoch from its first row up to the others, which wait; it is refused if that takes longer "
-            f"than {opened.max_catch_up_s:g} s"
+            "opaque: a joiner reads an epoch from its first row up to the others, which wait; it is refused if that takes "
+            f"longer than {opened.max_catch_up_s:g} s"
         )
     return f"{opened.dataset}, an IterableDataset, each row exactly once; {how}"
