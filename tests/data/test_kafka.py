@@ -419,6 +419,17 @@ def test_new_rows_are_waited_for(brokers: MockCluster) -> None:
     timer.join()
 
 
+def test_source_that_begins_at_the_end_begins_where_it_was_first_looked_for(brokers: MockCluster) -> None:
+    brokers.produce_numbers("newest", 30)
+    data = stream(numbers(brokers, "newest", start="latest", stop=None, dry_s=20.0))
+    timer = threading.Timer(0.7, brokers.produce_numbers, ("newest", 33, 30))
+    timer.start()
+    rows = drawn(data)
+    timer.join()
+    assert rows
+    assert {*rows} <= {30, 31, 32}
+
+
 def test_later_job_goes_on_after_the_checkpoints_window(brokers: MockCluster) -> None:
     brokers.produce_numbers("resumed", 40)
 
