@@ -123,6 +123,10 @@ class Windows:
         self._known = {e: known for e, known in self._known.items() if epoch - NUM_KEPT < e < epoch} | {epoch: ranges}
         self._shared.write(json.dumps(self._known))
 
+    def anew(self) -> Windows:
+        """Return windows of the same source of which none is known."""
+        return Windows(self._source)
+
     def begin_again(self) -> None:
         """Count epochs from 0 again, for another fit. A source that grows goes on where the newest window has ended."""
         if self.grows and self._known:
