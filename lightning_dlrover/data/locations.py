@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from lightning_dlrover.data.source import DataError
 
-__all__ = ["GIVE_UP_S", "Location", "Store", "located"]
+__all__ = ["GIVE_UP_S", "Location", "Store", "located", "patiently"]
 
 log = logging.getLogger(__name__)
 

@@ -123,6 +123,10 @@ class Windows:
         self._known = {e: known for e, known in self._known.items() if epoch - NUM_KEPT < e < epoch} | {epoch: ranges}
         self._shared.write(json.dumps(self._known))
 
+    def anew(self) -> Windows:
+        """Return windows of the same source of which none is known."""
+        return Windows(self._source)
+
     def begin_again(self) -> None:
         """Count epochs from 0 again, for another fit. A source that grows goes on where the newest window has ended."""
         if self.grows and self._known:
@@ -145,12 +149,13 @@ class Windows:
                 f"{self._source!r:.120} has rows that come and go, and a loader worker was started before those of epoch "
                 f"{epoch} were known: call len() of the stream before the loader's iterator is made"
             )
-        after = self._stops_before(epoch)
+        begin = after = self._stops_before(epoch)
         began = time.monotonic()
         has_warned = False
         while (fixed := self.keeper.read(epoch, after)) is None:
             looked = time.monotonic()
-            ranges = self._source.window(after)
+            ranges = self._source.window(begin)
+            begin = {key: first for key, (first, _) in ranges.items()}  # the newest row may be another one at the next look
             now = time.monotonic()
             if num_rows(ranges) or not self.grows or now - began >= self._source.dry_s:
                 return self.keeper.fix(epoch, after, ranges)

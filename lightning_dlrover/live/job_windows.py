@@ -39,7 +39,11 @@ class JobWindows:
             return
         name = stream.name
         if name not in self._windows:
-            stream.windows.begin_again()
+            if isinstance(stream.windows.keeper, _Keeper):
+                stream.windows.begin_again()  # an earlier fit has trained what is known
+                stream.share_windows(stream.windows)
+            else:
+                stream.share_windows(stream.windows.anew())  # the script has looked at the stream by itself
             stream.windows.keeper = _Keeper(name, stream.grows, self._world, self._position)
             self._windows[name] = stream.windows
         elif stream.windows is not self._windows[name]:

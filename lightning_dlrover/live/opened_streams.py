@@ -67,7 +67,7 @@ def opened_streams(
                 cycle=layout.cycle,
                 block_rows=layout.block_rows,
                 ranges=ranges if ranges is None or len(ranges) <= MAX_RANGES else None,
-                grows=stream.grows,
+                grows=stream.grows or None,
                 seed=loader.order.seed % 2**64 if stream.shuffle_rows else None,  # orders take so many bits, and no sign
             )
         )

@@ -419,6 +419,27 @@ def test_new_rows_are_waited_for(brokers: MockCluster) -> None:
     timer.join()
 
 
+def test_source_that_begins_at_the_end_begins_where_it_was_first_looked_for(brokers: MockCluster) -> None:
+    brokers.produce_numbers("newest", 30)
+    data = stream(numbers(brokers, "newest", start="latest", stop=None, dry_s=20.0))
+    timer = threading.Timer(0.7, brokers.produce_numbers, ("newest", 33, 30))
+    timer.start()
+    rows = drawn(data)
+    timer.join()
+    assert rows
+    assert {*rows} <= {30, 31, 32}
+
+
+def test_later_fit_goes_on_where_the_one_before_has_ended(brokers: MockCluster) -> None:
+    brokers.produce_numbers("twice", 60)
+    data = stream(numbers(brokers, "twice", stop=None, window_rows=30, dry_s=0.0))
+    first = drawn(data)
+    assert data.windows is not None
+    data.windows.begin_again()
+    data.share_windows(data.windows)
+    assert sorted(first + drawn(data)) == list(range(60))
+
+
 def test_later_job_goes_on_after_the_checkpoints_window(brokers: MockCluster) -> None:
     brokers.produce_numbers("resumed", 40)
 

@@ -82,6 +82,7 @@ def train_kafka(recorder: Recorder, settings: KafkaSettings) -> None:
     window = {"stop": "latest"} if settings.window_rows is None else {"stop": None, "window_rows": settings.window_rows}
     source = kafka(settings.topic, settings.servers, value=json.loads, dry_s=settings.dry_s, **window)
     rows = stream(source, transform=_as_sample, shuffle_rows=settings.shuffle_rows, seed=SEED)
+    recorder.write("looked", rows=len(rows))  # a worker that looks later finds more, and must train the others' rows
     loader = DataLoader(rows, settings.batch_size, num_workers=settings.loader_workers)
     model = KafkaModel(recorder, settings.step_s)
     trainer.fit(model, loader, ckpt_path=settings.ckpt_path)

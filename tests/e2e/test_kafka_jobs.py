@@ -38,6 +38,7 @@ def check(job: Job, settings: KafkaSettings, num_rows: int, epochs: int = 1) -> 
         assert weights == pytest.approx(reference(job, settings), rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_topic_that_grows_is_trained_once_while_workers_come_and_go(
     make_job: MakeJob, broker: MockCluster, loader_workers: int
@@ -163,6 +164,7 @@ def test_later_job_goes_on_at_the_next_message(make_job: MakeJob, broker: MockCl
     assert sorted(chain.from_iterable(trained)) == list(range(150))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["kill", "join", "leave"])
 def test_workers_change_while_all_wait_for_messages(make_job: MakeJob, broker: MockCluster, change: str) -> None:
     produce(broker, 80)

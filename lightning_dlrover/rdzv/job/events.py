@@ -321,7 +321,7 @@ class StreamOpened(Event):
     seed: int | None = None  # seed of epoch 0; None: rows are not shuffled
     # First row of each shard and the row after the last, of a source whose rows come and go.
     ranges: dict[str, list[int]] | None = None
-    grows: bool = False  # whether these are the rows of one epoch, and each has a record of its own
+    grows: bool | None = None  # True: these are the rows of one epoch, and each has a record of its own
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ LINES: dict[str, Event] = {
         SequenceOpened(1, 0, "Numbers", True, 60.0)
     ),
     '"stream" {' + STREAM + ',"seed":7}': dataclasses.replace(OPENED, seed=7),
+    '"stream" {' + STREAM + ',"ranges":{"a/0":[3,9]},"grows":true}': dataclasses.replace(
+        OPENED, ranges={"a/0": [3, 9]}, grows=True
+    ),
     '"reshard" {"round":3,"values_moved":10,"values":100,"seconds":0.5}': TablesMoved(3, 10, 100, 0.5),
     '"snapshot" {"round":3,"bytes_rank_0":4096,"replicas":1}': SnapshotCompleted(3, 4096, 1),
     '"snapshot" {"round":3,"batch":38,"lost":["b"]}': SnapshotLost(3, 38, ["b"]),
