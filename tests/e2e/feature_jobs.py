@@ -308,6 +308,8 @@ class Follower(Callback):
         model.recorder.write("followed", epoch=trainer.current_epoch, batch=batch_idx, value=value)
 
     def on_train_epoch_start(self, trainer: L.Trainer, model: Any) -> None:
+        if model.live is not None and 0 < model.live.loaders.first.cursor < model.live.loaders.first.num_epoch_batches:
+            return  # this worker is admitted inside of an epoch, and the values are those of the last step
         # A step's value that nothing monitors is not reduced: each worker keeps its own.
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "ids_step"}
         if "ids_epoch" in metrics:

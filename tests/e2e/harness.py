@@ -54,6 +54,9 @@ Record = dict[str, Any]  # a line of a worker's file; see the `write` calls of t
 DEADLINE_S = 60.0
 """Seconds after which a job counts as hung."""
 
+PATIENCE_S = 1.0
+"""Seconds in which an idle machine starts a worker and lets it join."""
+
 _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and its polling is not thread-safe
 
 
@@ -243,13 +246,22 @@ class Job:
         self.wait_until(lambda: self.step >= step, f"step {step}")
 
     def wait_for_world(self, size: int, since: int | None = None) -> int:
-        """Wait until `size` workers have completed a step; return its number."""
-        after = self.step if since is None else since
+        """Wait until `size` workers have completed a step; return its number.
+
+        If that takes long, steps take longer meanwhile, or the job would end before a busy machine has started its workers.
+        """
+        after, dawdle = self.step if since is None else since, self.folder / "dawdle"
+        patient_until = time.monotonic() + PATIENCE_S
 
         def look() -> int | None:
+            if time.monotonic() > patient_until:
+                dawdle.touch()
             return next((r["step"] for r in self.records("done") if r["world"] == size and r["step"] > after), None)
 
-        return self.wait_until(look, f"a step of {size} workers after step {after}")
+        try:
+            return self.wait_until(look, f"a step of {size} workers after step {after}")
+        finally:
+            dawdle.unlink(missing_ok=True)
 
     def events(self, kind: str) -> list[EventRecord]:
         """Events of this kind in the job's history, oldest first."""

@@ -79,6 +79,11 @@ class Place:
         return Path(self.folder) / "end"
 
     @property
+    def dawdle(self) -> Path:
+        """A file that exists while a test waits for workers that a busy machine starts slowly."""
+        return Path(self.folder) / "dawdle"
+
+    @property
     def hurry(self) -> Path:
         """File that exists while steps take no longer than they need, see `Recorder.pace`."""
         return Path(self.folder) / "hurry"
@@ -99,6 +104,10 @@ class Place:
         }
 
 
+DAWDLE_S = 0.3
+"""Seconds of a step while a test waits for workers."""
+
+
 class Recorder:
     """Appends JSON lines that survive a SIGKILL, and lets a test kill its worker at a chosen moment."""
 
@@ -111,7 +120,9 @@ class Recorder:
 
     def pace(self, seconds: float) -> None:
         """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry."""
-        if seconds and not self.place.hurry.exists():
+        if self.place.dawdle.exists():
+            time.sleep(max(seconds, DAWDLE_S))
+        elif seconds and not self.place.hurry.exists():
             time.sleep(seconds)
 
     def moment(self, name: str) -> None:
