@@ -122,18 +122,11 @@ class LiveTraining:
         set_up()
         if self.loaders.are_made and self.loaders.grow:
             self.loaders.begin_windows(self._next_windows())
-            if not self._trainer.fit_loop.epoch_loop.restarting:  # else Lightning still needs the number of the epoch before
-                self.loaders.recount()
+            self.loaders.recount()
             if self.loaders.has_ended:
                 raise StopIteration
             if self.position.has_entered:
                 self._put_streams_on_record(begins_epoch=True)
-
-    def begin_epoch(self, begin: Callable[..., None], *args: Any) -> None:
-        """Begin an epoch's batches. Lightning has finished with those of the epoch before."""
-        begin(*args)
-        if self.loaders.are_made:
-            self.loaders.recount()
 
     def _next_windows(self) -> list[dict[str, list[int]] | None]:
         """Wait for the rows of the epoch that begins. If a worker is lost meanwhile, meet the others first, and wait again."""
