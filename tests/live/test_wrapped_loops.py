@@ -90,7 +90,8 @@ def fitted(batches: Batches, model: Model, callbacks: list[Any], ckpt_path: Path
 
     def set_up(own: Any) -> None:  # as `LiveTraining.set_up_data`
         own()
-        batches.set_epoch(fit_loop.epoch_progress.current.processed)
+        epochs: Any = fit_loop.epoch_progress.current
+        batches.set_epoch(epochs.processed)
         if batches.has_length:
             lightning_names.recount_batches(trainer)
 
