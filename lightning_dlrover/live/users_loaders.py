@@ -93,7 +93,7 @@ def _begin_window(data: Stream, live: LiveTraining, trainer: Any, training: bool
     Raises:
         UnsupportedLoaderError: rows of a stream that grows would never be trained.
     """
-    live.windows.attend(data)
+    live.windows.attend(data, trainer.current_epoch)
     if not data.grows:
         return
     if not training:

@@ -7,6 +7,7 @@
 | `val_loop.run` | `Validation.run` |
 | `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
 | `fit_loop.setup_data` | `LiveTraining.set_up_data` |
+| `fit_loop.on_advance_start` | `LiveTraining.begin_epoch` |
 | `fit_loop.reset` | Lightning's own, after a checkpoint from an epoch's end no longer counts as one from inside an epoch |
 | `epoch_loop.reset` | Lightning's own, and its reset of an ended epoch also where its number of batches is not known |
 | `epoch_loop.advance` | `TableRounds.again_if_rolled_back` with tables, then `agree_on_stop` |
@@ -81,6 +82,7 @@ def wrap_loops(
     _wrap_validation(epoch_loop.val_loop, live)
     replace_setup_of_data(fit_loop, lambda set_up: partial(live.set_up_data, set_up))
     wrap_restarts(fit_loop)
+    replace(fit_loop, "on_advance_start", lambda begin: partial(live.begin_epoch, begin))
     _wrap_batches(epoch_loop, fit_loop, live, has_tables)
     if validates_by_clock(trainer):
         # Each worker reads its own clock, and workers that validate would wait for those that do not. Rank 0 decides.
