@@ -313,7 +313,7 @@ class DLRoverStrategy(EitherStrategy):
             start = checkpoint.get("dlrover", {})
             self._job.start_workers = start.get("start_workers", self._job.start_workers)
             self._job.lane_workers = start.get("lane_workers", self._job.lane_workers)
-            if self.live is not None:
+            if self.live is not None and self._lightning_trainer.state.fn == TrainerFn.FITTING:  # others train no rows
                 self.live.windows.resume(start.get("streams", ()))
                 self.live.loaders.saved_sequences = start.get("sequences", [])
         return checkpoint

@@ -139,7 +139,7 @@ class Stream(Dataset[Any]):
                 raise DataError(
                     f"{self.source!r:.120} has {key!r} {times} times: its rows would be trained as often in an epoch"
                 )
-            has_ended = self.grows and self.epoch > 0
+            has_ended = self.windows is not None and self.grows and (self.epoch > 0 or self.windows.goes_on)
             if not has_ended and not any(shard.rows for shard in shards):
                 raise DataError(f"{self.source!r:.120} has no rows (in {len(shards)} shards): check the path or the pattern")
             self._shards, self._num_rows = shards, sum(shard.rows for shard in shards)

@@ -103,6 +103,11 @@ class Windows:
     def grows(self) -> bool:
         return self._source.grows
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether epoch 0 begins where an earlier fit has ended."""
+        return self._start is not None
+
     def of(self, epoch: int) -> Ranges:
         """Return the window of an epoch. Without rows in it, a growing source has ended before that epoch.
 
@@ -136,9 +141,16 @@ class Windows:
     def go_on_before(self, epoch: int, ranges: Mapping[str, Sequence[int]]) -> None:
         """Decide an epoch anew, which begins where a window without rows begins."""
         if epoch:
+            self._known.pop(epoch, None)
             self.take(epoch - 1, {key: (first, first) for key, (first, _) in ranges.items()})
         else:
             self._known, self._start = {}, {key: int(first) for key, (first, _) in ranges.items()}
+
+    def look_again(self, epoch: int) -> None:
+        """Decide an epoch anew if it had no rows."""
+        ranges = self._known.get(epoch)
+        if self.grows and ranges is not None and not num_rows(ranges):
+            self.go_on_before(epoch, ranges)
 
     def _decided(self, epoch: int) -> Ranges:
         if get_worker_info() is not None:  # each process would decide differently

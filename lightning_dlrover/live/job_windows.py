@@ -33,8 +33,12 @@ class JobWindows:
         self._windows: dict[str, Windows] = {}  # one for each stream, by its name; they outlive the loaders
         self._saved: dict[str, tuple[int, Ranges]] = {}  # windows of a checkpoint that is being resumed
 
-    def attend(self, stream: Stream) -> None:
-        """Let a stream have the windows of the job."""
+    def attend(self, stream: Stream, epoch: int) -> None:
+        """Let a stream have the windows of the job.
+
+        Args:
+            epoch: the one that is about to begin. An earlier fit may have ended before it, for want of rows.
+        """
         if stream.windows is None:
             return
         name = stream.name
@@ -46,7 +50,8 @@ class JobWindows:
                 stream.share_windows(stream.windows.anew())  # the script has looked at the stream by itself
             stream.windows.keeper = _Keeper(name, stream.grows, self._world, self._position)
             self._windows[name] = stream.windows
-        elif stream.windows is not self._windows[name]:
+        else:
+            self._windows[name].look_again(epoch)
             stream.share_windows(self._windows[name])
         if name in self._saved:
             self._adopt(name)

@@ -97,6 +97,7 @@ __all__ = [
     "replace_setup_of_data",
     "replace_validation_check",
     "replaces_samplers",
+    "restart_nowhere",
     "restart_timer",
     "restore_checkpoint",
     "restore_loops",
@@ -496,6 +497,12 @@ def clear_restart_flags(*restarted: Any) -> None:
         for flag in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
             if hasattr(each, flag):
                 setattr(each, flag, False)
+
+
+def restart_nowhere(fit_loop: Any) -> None:
+    """Let a fit begin its next epoch after the load of a checkpoint, as Lightning does without `max_steps`."""
+    fit_loop._restarting = False  # its property would stay True
+    fit_loop.epoch_loop.restarting = False
 
 
 # --- hooks, callbacks and loggers ---------------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class LiveTraining:
         self.progress = FitProgress(fit, self._pace, self.pulse)
         self._was_at_boundary = strategy.clock.read()
         self._is_switching = False  # set at a boundary while the world may change
+        self._begins_epoch = False  # set while Lightning's loop begins one
         world.activity, world.is_in_step = position.describe, lambda: position.is_computing
 
     @property
@@ -117,23 +118,23 @@ class LiveTraining:
         """Make the training loaders, or take the rows of the epoch that begins.
 
         Raises:
-            StopIteration: a stream has no more rows, which ends the fit.
+            StopIteration: a stream has no more rows, which ends the loop over epochs. Before it, no batches do.
         """
         set_up()
         if self.loaders.are_made and self.loaders.grow:
             self.loaders.begin_windows(self._next_windows())
-            if not self._trainer.fit_loop.epoch_loop.restarting:  # else Lightning still needs the number of the epoch before
-                self.loaders.recount()
-            if self.loaders.has_ended:
+            self.loaders.recount()
+            if self._begins_epoch and self.loaders.has_ended:
                 raise StopIteration
             if self.position.has_entered:
                 self._put_streams_on_record(begins_epoch=True)
 
-    def begin_epoch(self, begin: Callable[..., None], *args: Any) -> None:
-        """Begin an epoch's batches. Lightning has finished with those of the epoch before."""
-        begin(*args)
-        if self.loaders.are_made:
-            self.loaders.recount()
+    def begin_epoch(self, begin: Callable[[], None]) -> None:
+        self._begins_epoch = True
+        try:
+            begin()
+        finally:
+            self._begins_epoch = False
 
     def _next_windows(self) -> list[dict[str, list[int]] | None]:
         """Wait for the rows of the epoch that begins. If a worker is lost meanwhile, meet the others first, and wait again."""

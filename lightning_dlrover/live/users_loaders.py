@@ -16,7 +16,6 @@ from lightning_dlrover.packages import TrainerFn
 
 if TYPE_CHECKING:
     from lightning_dlrover.live.place_in_job import PlaceInJob
-    from lightning_dlrover.live.training import LiveTraining
 
 __all__ = ["UsersLoaders"]
 
@@ -63,7 +62,9 @@ class UsersLoaders:
             dataloader = dataloader.users_loader  # Lightning has put ours into the user's CombinedLoader
         training = bool(trainer.training or (fitting and trainer.state.stage == "train"))
         if live is not None and isinstance(data := getattr(dataloader, "dataset", None), Stream):
-            _begin_window(data, live, trainer, training)
+            live.windows.attend(data, trainer.current_epoch)
+            if data.grows:
+                _begin_window(data, dataloader, trainer, training)
         if job is None or live is None or trainer.predicting or (not fitting and not isinstance(dataloader, DataLoader)):
             return dataloader
         if fitting:
@@ -87,23 +88,27 @@ class UsersLoaders:
         )
 
 
-def _begin_window(data: Stream, live: LiveTraining, trainer: Any, training: bool) -> None:
-    """Give a stream whose rows come and go those of the job.
+def _begin_window(data: Stream, dataloader: object, trainer: Any, training: bool) -> None:
+    """Let a stream that grows have the rows of the epoch that begins.
 
     Raises:
-        UnsupportedLoaderError: rows of a stream that grows would never be trained.
+        UnsupportedLoaderError: rows of it would never be trained.
     """
-    live.windows.attend(data)
-    if not data.grows:
-        return
     if not training:
         raise UnsupportedLoaderError(
             f"{data.source!r:.120} goes on for ever, and a loader for validation, test or prediction has to end: give its "
             "source a place to stop, such as kafka(..., stop='latest')"
         )
-    if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
+    limit = trainer.limit_train_batches
+    is_limited = (isinstance(limit, int) or limit != 1.0) and not trainer.fast_dev_run
+    if is_limited or trainer.overfit_batches:
         raise UnsupportedLoaderError(
-            f"limit_train_batches={trainer.limit_train_batches} and overfit_batches={trainer.overfit_batches} would leave rows "
+            f"limit_train_batches={limit} and overfit_batches={trainer.overfit_batches} would leave rows "
             f"of each window of {data.source!r:.120} out for ever: set the length of an epoch with kafka(..., window_rows=...)"
+        )
+    if isinstance(dataloader, DataLoader) and batching_of(dataloader).drop_last:
+        raise UnsupportedLoaderError(
+            f"drop_last=True would leave the last rows of each window of {data.source!r:.120} out for ever, and end training "
+            "at a window smaller than a batch: leave it out, a smaller last batch is weighted by its rows"
         )
     data.set_epoch(trainer.current_epoch)

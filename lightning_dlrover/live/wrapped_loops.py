@@ -7,8 +7,9 @@
 | `val_loop.run` | `Validation.run` |
 | `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
 | `fit_loop.setup_data` | `LiveTraining.set_up_data` |
-| `epoch_loop.on_run_start` | `LiveTraining.begin_epoch` |
-| `epoch_loop.reset` | Lightning's own, and an end of Lightning's own for epochs of unknown length |
+| `fit_loop.on_advance_start` | `LiveTraining.begin_epoch` |
+| `fit_loop.reset` | Lightning's own, after a checkpoint from an epoch's end no longer counts as one from inside an epoch |
+| `epoch_loop.reset` | Lightning's own, and its reset of an ended epoch also where its number of batches is not known |
 | `epoch_loop.advance` | `TableRounds.again_if_rolled_back` with tables, then `agree_on_stop` |
 | `epoch_loop.on_advance_end` | `TableRounds.end_batch` with tables, then `agree_on_stop` |
 | `fit_loop.on_advance_end` | `TableRounds.end_epoch` with tables, then `agree_on_stop` |
@@ -33,6 +34,7 @@ from lightning_dlrover.live.lightning_names import (
     replace_evaluation_step,
     replace_setup_of_data,
     replace_validation_check,
+    restart_nowhere,
     stop_sending_sigterm,
     validates_by_clock,
 )
@@ -43,7 +45,7 @@ from lightning_dlrover.observe.step_times import StepTimes
 if TYPE_CHECKING:
     from lightning_dlrover.live.training import LiveTraining
 
-__all__ = ["wrap_evaluations", "wrap_loops"]
+__all__ = ["wrap_evaluations", "wrap_loops", "wrap_restarts"]
 
 
 def wrap_evaluations(trainer: Any, live: LiveTraining | None) -> None:
@@ -79,9 +81,9 @@ def wrap_loops(
     replace(manual, "run", lambda run: _timed(partial(live.steps.run_manual, run), times, clock, live))
     _wrap_validation(epoch_loop.val_loop, live)
     replace_setup_of_data(fit_loop, lambda set_up: partial(live.set_up_data, set_up))
-    replace(epoch_loop, "on_run_start", lambda begin: partial(live.begin_epoch, begin))
+    wrap_restarts(fit_loop)
+    replace(fit_loop, "on_advance_start", lambda begin: partial(live.begin_epoch, begin))
     _wrap_batches(epoch_loop, fit_loop, live, has_tables)
-    replace(epoch_loop, "reset", lambda reset: partial(_reset_ended_epoch, epoch_loop, reset))
     if validates_by_clock(trainer):
         # Each worker reads its own clock, and workers that validate would wait for those that do not. Rank 0 decides.
         replace_validation_check(epoch_loop, lambda is_due: lambda fetcher: of_rank_zero(is_due(fetcher)))
@@ -91,10 +93,28 @@ def wrap_loops(
     live.position.is_in_loops = True
 
 
-def _reset_ended_epoch(epoch_loop: Any, reset: Callable[[], None]) -> None:
-    """Reset an epoch's counters also if a checkpoint is from an epoch's last batch and no loader has a length.
+def wrap_restarts(fit_loop: Any) -> None:
+    """Let a fit that resumes a checkpoint from an epoch's end begin with the first batch of the next one."""
+    epoch_loop = fit_loop.epoch_loop
+    replace(fit_loop, "reset", lambda reset: partial(_begin_after_ended_epoch, fit_loop, reset))
+    replace(epoch_loop, "reset", lambda reset: partial(_reset_ended_epoch, epoch_loop, reset))
 
-    Lightning compares them with the number of batches. Without one it would take the next epoch for one that has ended, too.
+
+def _begin_after_ended_epoch(fit_loop: Any, reset: Callable[[], None]) -> None:
+    """Let a checkpoint from an epoch's end begin the next epoch also with `max_steps`.
+
+    With `max_steps` Lightning restarts inside an epoch, which would count the batches of the ended one as done.
+    """
+    epochs = fit_loop.epoch_progress.current
+    if fit_loop.epoch_loop.batch_progress.is_last_batch and epochs.ready == epochs.started == epochs.processed:
+        restart_nowhere(fit_loop)
+    reset()
+
+
+def _reset_ended_epoch(epoch_loop: Any, reset: Callable[[], None]) -> None:
+    """Reset an epoch's counters also if a checkpoint is from an epoch's last batch and the next epoch has another length.
+
+    Lightning compares them with the next epoch's number of batches, and would take it for one that has begun, or ended.
     """
     progress = epoch_loop.batch_progress
     is_from_end = getattr(epoch_loop, "restarted_on_train_batch_end", False) and progress.is_last_batch

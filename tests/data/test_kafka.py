@@ -440,6 +440,32 @@ def test_later_fit_goes_on_where_the_one_before_has_ended(brokers: MockCluster) 
     assert sorted(first + drawn(data)) == list(range(60))
 
 
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_later_fit_looks_again_where_the_topic_was_dry(brokers: MockCluster, is_anew: bool) -> None:
+    topic = f"dry{is_anew}"
+    brokers.produce_numbers(topic, 30)
+    data = stream(numbers(brokers, topic, stop=None, dry_s=0.0))
+    windows = data.windows
+    assert windows is not None
+    lengths = [len(data)]
+    data.set_epoch(1)
+    lengths.append(len(data))
+
+    def begin_fit() -> None:  # as `JobWindows.attend`
+        if is_anew:
+            data.set_epoch(0)
+            windows.begin_again()
+        else:
+            windows.look_again(data.epoch)
+        data.share_windows(windows)
+
+    begin_fit()
+    lengths.append(len(data))
+    brokers.produce_numbers(topic, 50, start=30)
+    begin_fit()
+    assert [*lengths, len(data)] == [30, 0, 0, 20]
+
+
 def test_later_job_goes_on_after_the_checkpoints_window(brokers: MockCluster) -> None:
     brokers.produce_numbers("resumed", 40)
 

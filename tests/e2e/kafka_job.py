@@ -40,6 +40,7 @@ class KafkaSettings:
     step_s: float = 0.3  # until the test lets the job hurry
     checkpoint_every: int = 0  # steps
     ckpt_path: str | None = None
+    num_fits: int = 1
 
 
 class KafkaModel(ToyModel):
@@ -85,7 +86,9 @@ def train_kafka(recorder: Recorder, settings: KafkaSettings) -> None:
     recorder.write("looked", rows=len(rows))  # a worker that looks later finds more, and must train the others' rows
     loader = DataLoader(rows, settings.batch_size, num_workers=settings.loader_workers)
     model = KafkaModel(recorder, settings.step_s)
-    trainer.fit(model, loader, ckpt_path=settings.ckpt_path)
+    for _ in range(settings.num_fits):
+        trainer.fit(model, loader, ckpt_path=settings.ckpt_path)
+        recorder.write("fitted")
     if settings.checkpoint_every:
         trainer.save_checkpoint(f"{recorder.place.folder}/end.ckpt")
     recorder.write("after_fit", step=trainer.global_step, weights=_sums(model.net), epochs=trainer.current_epoch)

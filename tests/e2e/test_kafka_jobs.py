@@ -165,6 +165,21 @@ def test_later_job_goes_on_at_the_next_message(make_job: MakeJob, broker: MockCl
 
 
 @pytest.mark.long
+def test_later_fit_goes_on_after_a_dry_end_and_ends_well_without_a_message(make_job: MakeJob, broker: MockCluster) -> None:
+    produce(broker, 60)
+    settings = KafkaSettings(broker.servers, dry_s=3.0, num_fits=3)
+    job = make_job(settings, script=train_kafka, min_workers=2)
+    job.start()
+    job.start()
+    with job.at_full_speed():
+        job.wait_until(lambda: job.records("fitted"), "the end of the first fit")
+    produce(broker, 130, start=60)
+    assert job.finish() == [0, 0], job.report()
+    assert violations(job, settings, range(130)) == []
+    assert len(job.records("fitted")) == 6
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["kill", "join", "leave"])
 def test_workers_change_while_all_wait_for_messages(make_job: MakeJob, broker: MockCluster, change: str) -> None:
     produce(broker, 80)

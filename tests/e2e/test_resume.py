@@ -8,11 +8,12 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import Job, streamed_order
 from resume_jobs import BATCH_SIZE, NUM_ROWS, STEPS_PER_EPOCH, Resumable, run_resumable
-from toy_job import streamed, write_files
+from toy_job import ToySettings, streamed, write_files
 
 MakeJob = Callable[..., Job]
 
@@ -74,6 +75,35 @@ def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch(make_job: MakeJ
         expected = [(epoch, batch) for epoch in range(1, settings.epochs) for batch in range(STEPS_PER_EPOCH)]
         assert done == expected[len(expected) - len(done) :]
         assert worker.records("after_fit")[0]["step"] == settings.epochs * STEPS_PER_EPOCH
+
+
+@pytest.mark.parametrize("data", [{}, {"streams": True}, {"iterable": "opaque"}], ids=["map-style", "stream", "iterable"])
+def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch_with_max_steps(
+    data: dict[str, Any], make_job: MakeJob
+) -> None:
+    settings = ToySettings(num_rows=37, saves_epochs=True, max_epochs=1, limits={"max_steps": 13}, **data)
+    first = make_job(settings)
+    if settings.streams:
+        write_files(first.folder / "train", settings.num_rows)
+    first.start()
+    assert first.finish() == [0], first.report()
+    second = make_job(replace(settings, max_epochs=-1, resumes=str(first.folder / "checkpoints" / "step=5.ckpt")))
+    if settings.streams:
+        shutil.copytree(first.folder / "train", second.folder / "train")
+    second.start()
+    assert second.finish() == [0], second.report()
+    shares = second.records("share")
+    assert [(share["epoch"], share["batch"]) for share in shares] == [
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (1, 4),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
+    assert sorted(itertools.chain.from_iterable(share["ids"] for share in shares[:5])) == list(range(37))
 
 
 def test_job_resumes_with_collective_in_save_hook(make_job: MakeJob) -> None:

@@ -213,6 +213,7 @@ class ToySettings:
     row_s: float = 0.0  # seconds that a row of it takes
     max_catch_up_s: float = 60.0
     save_every: int = 0  # batches between checkpoints
+    saves_epochs: bool = False  # write a checkpoint at each epoch's end
     resumes: str = ""  # checkpoint to resume from
     limits: dict[str, int] = field(default_factory=dict)  # further arguments of the Trainer
 
@@ -384,9 +385,10 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
 
 
 def _saving(recorder: Recorder, settings: ToySettings) -> dict[str, Any]:
-    if not settings.save_every:
+    if not settings.save_every and not settings.saves_epochs:
         return {}
     folder = Path(recorder.place.folder) / "checkpoints"
     checkpoints = importlib.import_module(f"{L.__name__}.pytorch.callbacks" if L.__name__ == "lightning" else L.__name__)
-    saves = checkpoints.ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=settings.save_every)
+    every = {"save_on_train_epoch_end": True} if settings.saves_epochs else {"every_n_train_steps": settings.save_every}
+    saves = checkpoints.ModelCheckpoint(folder, "{step}", save_top_k=-1, **every)
     return {"callbacks": [saves], "enable_checkpointing": True}

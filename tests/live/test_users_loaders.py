@@ -1,0 +1,73 @@
+"""What a loader of a stream that grows may not be, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.data import stream
+from lightning_dlrover.data.source import Ranges, Shard
+from lightning_dlrover.live.users_loaders import UsersLoaders
+
+
+class Growing:
+    """Source of ten rows in each window."""
+
+    grows, dry_s = True, 0.0
+
+    def shards(self) -> Sequence[Shard]:
+        return []
+
+    def window(self, after: Mapping[str, int] | None) -> Ranges:
+        first = after["a"] if after is not None else 0
+        return {"a": (first, first + 10)}
+
+    def shards_in(self, ranges: Ranges) -> Sequence[Shard]:
+        return [Shard(key, stop - first) for key, (first, stop) in ranges.items()]
+
+    def read(self, shard: Shard, row: int) -> Iterator[int]:
+        return iter(range(row, shard.rows))
+
+
+def replaced(loader: DataLoader[Any], **options: Any) -> Any:
+    """Hand a loader to the strategy."""
+    limits = {"limit_train_batches": 1.0, "overfit_batches": 0.0, "fast_dev_run": False, **options}
+    # Loaders that are not refused come back as they are, because the Trainer predicts.
+    state = SimpleNamespace(fn="fit", stage="train")
+    trainer = SimpleNamespace(state=state, training=True, predicting=True, current_epoch=0, **limits)
+    live = SimpleNamespace(windows=SimpleNamespace(attend=lambda data, epoch: None))
+    job: Any = SimpleNamespace(live=live)
+    return UsersLoaders(None).replaced(loader, trainer, job, lambda: (0, 1), list)
+
+
+@pytest.mark.parametrize(
+    ("loader", "options"),
+    [
+        ({"batch_size": 4}, {}),
+        ({"batch_size": 4}, {"limit_train_batches": 1, "fast_dev_run": True}),
+        ({"batch_size": 4}, {"limit_train_batches": 3, "fast_dev_run": 3}),
+    ],
+)
+def test_loader_that_trains_every_row_is_accepted(loader: dict[str, Any], options: dict[str, Any]) -> None:
+    made: DataLoader[Any] = DataLoader(stream(Growing()), **loader)
+    assert replaced(made, **options) is made
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "words"),
+    [
+        ({"batch_size": 4}, {"limit_train_batches": 1}, "limit_train_batches=1 and"),
+        ({"batch_size": 4}, {"limit_train_batches": 0.5}, "limit_train_batches=0.5 and"),
+        ({"batch_size": 4}, {"overfit_batches": 2}, "overfit_batches=2 would leave rows"),
+        ({"batch_size": 4, "drop_last": True}, {}, "drop_last=True would leave the last rows"),
+        ({"batch_sampler": BatchSampler(SequentialSampler(range(10)), 4, True)}, {}, "drop_last=True"),
+    ],
+)
+def test_loader_that_leaves_rows_out_is_refused(loader: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedLoaderError, match=words):
+        replaced(DataLoader(stream(Growing()), **loader), **options)
