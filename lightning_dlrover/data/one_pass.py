@@ -6,7 +6,6 @@ by seed and epoch. A pass keeps the rows that may be asked for again, and takes 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import random
@@ -22,6 +21,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from lightning_dlrover.data.source import DataError
+from lightning_dlrover.rdzv.group import transfer
 
 __all__ = ["Limit", "OnePass", "OwnRandom", "Place", "Snapshot", "has_state"]
 
@@ -47,12 +47,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a dataset between two rows of a pass, as plain data."""
+    """The state of a dataset between two rows of a pass, as plain data that any worker and checkpoint takes."""
 
     seed: int
     epoch: int
     row: int  # number of the row that comes next
-    state: Any  # result of `state_dict()`
+    state: bytes  # result of `state_dict()`, with classes that `torch.load(weights_only=True)` would refuse, as numpy's
     random: dict[str, Any]
     first: Any  # description of the row that comes next; None: it cannot be compared
 
@@ -191,7 +191,7 @@ class OnePass:
         self._keep_from = self.first
         self._batch_size = batch_size
         self._describe = describe
-        self._pending: tuple[int, Any, dict[str, Any]] | None = None  # a snapshot before its next row was read
+        self._pending: tuple[int, bytes, dict[str, Any]] | None = None  # a snapshot before its next row was read
         self._snapshot_at = time.monotonic()
         self._snapshot_cost_s = 0.0
         self._random = OwnRandom.of(place)
@@ -199,11 +199,11 @@ class OnePass:
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
                 set_epoch(place.epoch)
             if snapshot is not None and has_state(dataset):
-                dataset.load_state_dict(copy.deepcopy(snapshot.state))
+                dataset.load_state_dict(transfer.loads(snapshot.state))
             self._iterator = iter(dataset)
             self._stateful = self._iterator if has_state(self._iterator) else dataset if has_state(dataset) else None
             if snapshot is not None and self._stateful is not dataset:
-                self._iterator.load_state_dict(copy.deepcopy(snapshot.state))
+                self._iterator.load_state_dict(transfer.loads(snapshot.state))
         if snapshot is not None:
             self._random = OwnRandom(random if random is not None else snapshot.random)
 
@@ -269,13 +269,33 @@ class OnePass:
             return
         assert self._stateful is not None
         try:
-            # Copied: it may hold the lists that the dataset goes on to change.
-            self._pending = self.next, copy.deepcopy(self._stateful.state_dict()), OwnRandom.in_force_now()
+            self._pending = self.next, _plain_bytes(self._stateful.state_dict()), OwnRandom.in_force_now()
+        except transfer.TransferError as error:
+            log.warning(
+                "the state of %s is not handed on, because it holds more than plain data (%s): joiners read an epoch from its "
+                "first row. Let state_dict() return numbers, texts, lists, dictionaries and tensors",
+                _name(self),
+                error,
+            )
+            self._stateful = None
         except Exception as error:  # the user's code; training goes on without snapshots
             log.warning("%s.state_dict() has failed, so joiners read from the epoch's beginning: %r", _name(self), error)
             self._stateful = None
         self._snapshot_at = time.monotonic()
         self._snapshot_cost_s = self._snapshot_at - now
+
+
+def _plain_bytes(state: Any) -> bytes:
+    """Serialize a state.
+
+    Raises:
+        TransferError: a joiner would refuse it, as it holds objects of the script's classes.
+    """
+    body = transfer.dumps(state)
+    if names := transfer.names_in(transfer.Packed(body, [])):
+        raise transfer.TransferError(", ".join(sorted(names)))
+    transfer.loads(body)
+    return body
 
 
 def _name(pass_: OnePass) -> str:

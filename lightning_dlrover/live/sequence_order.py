@@ -7,7 +7,6 @@ validation data are counted once, and then split like samples with numbers.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,11 +32,8 @@ from lightning_dlrover.data.sequence import (
     reading_loader,
 )
 from lightning_dlrover.live.order import WithoutWindows
-from lightning_dlrover.rdzv.group import transfer
 
 __all__ = ["UNKNOWN", "HandedOut", "SequenceOrder", "SequenceSettings", "SequenceSource"]
-
-log = logging.getLogger(__name__)
 
 UNKNOWN = 2**62
 """Number of samples of an epoch before its end is known."""
@@ -138,7 +134,6 @@ class SequenceOrder(WithoutWindows):
         self._ends: dict[int, int] = {}  # rows by epoch
         self._snapshots: list[Snapshot] = []
         self._handed_out: list[HandedOut] = []  # since the last vote has begun
-        self._has_own_classes = False  # whether the dataset's state holds objects that no joiner accepts
 
     # --- the interface of `SampleOrder` -------------------------------------------------------------------------------------
 
@@ -228,7 +223,7 @@ class SequenceOrder(WithoutWindows):
         self.is_catching_up = False
         if facts.is_last or not facts.num_rows:
             self._ends = {self._source.epoch: batch * self._source.global_batch_size + facts.num_rows}
-        if facts.snapshot is not None and self._can_be_sent(facts.snapshot):
+        if facts.snapshot is not None:
             self._snapshots = [*self._snapshots, facts.snapshot][-NUM_SNAPSHOTS:]
         seen = self.seen(batch, facts)
         is_repeated = bool(self._handed_out) and self._handed_out[-1][:2] == seen[:2]
@@ -254,24 +249,6 @@ class SequenceOrder(WithoutWindows):
         """Return the newest state of the dataset from which this row of the epoch can be reached."""
         fitting = [each for each in self._snapshots if Place(each.seed, each.epoch) == self._place and each.row <= row]
         return max(fitting, key=lambda each: each.row, default=None)
-
-    def _can_be_sent(self, snapshot: Snapshot) -> bool:
-        """Return whether a joiner accepts a state: plain data, and no objects of the script's classes."""
-        if self._has_own_classes:
-            return False
-        try:
-            names = ", ".join(transfer.needed_names(vars(snapshot)))
-        except transfer.TransferError as error:
-            names = str(error)
-        if names:
-            self._has_own_classes = True
-            log.warning(
-                "the state of %s is not handed on, because it holds more than plain data (%s): joiners read an epoch from its "
-                "first row. Let state_dict() return numbers, texts, lists, dictionaries and tensors",
-                self.name,
-                names,
-            )
-        return not names
 
     @property
     def snapshot(self) -> Snapshot | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import io
 import itertools
 import math
 import os
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live.data_fingerprint import are_same_row, described_row
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.sequence_order import UNKNOWN, SequenceSettings
+from lightning_dlrover.rdzv.group import transfer
 
 SETTINGS = SequenceSettings(describe=described_row, are_alike=are_same_row)
 
@@ -71,6 +75,17 @@ class GoesOn(Stateful):
             self.next += 1
             yield self.next - 1
         self.next = 0
+
+
+class NumpyState(Stateful):
+    """Its state holds what `torch.load(weights_only=True)` refuses."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": np.array([self.next]), "file": Path("a"), "at": datetime.datetime(2026, 1, 1), "count": np.int64(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["file"].suffix == ""
+        super().load_state_dict({"next": state["next"][0].item()})
 
 
 class Shuffled(IterableDataset[float]):
@@ -240,6 +255,21 @@ def test_state_with_classes_of_the_users_is_not_handed_on(caplog: pytest.LogCapt
     assert "the state of WithObjects is not handed on" in caplog.text
 
 
+def test_time_that_serializing_takes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_taken = 0
+
+    def dumps_large_state(state: object, dumps: Any = transfer.dumps) -> bytes:
+        nonlocal num_taken
+        num_taken += 1
+        time.sleep(0.2)
+        return bytes(dumps(state))
+
+    monkeypatch.setattr(transfer, "dumps", dumps_large_state)
+    monkeypatch.setattr(one_pass, "MAX_SNAPSHOT_SHARE", 0.02)
+    assert shares(make(Stateful(200))) == chunks(200)
+    assert num_taken == 1  # the next one comes after 10 s
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_unseeded_numbers_are_alike_on_all_workers_and_differ_by_epoch(num_workers: int) -> None:
     read = []
@@ -363,22 +393,22 @@ def test_state_that_does_not_bring_back_the_rows_is_not_used(caplog: pytest.LogC
 
 
 def test_checkpoint_resumes_in_another_world() -> None:
-    for kind in (Opaque, Stateful, GoesOn):
+    for kind in (Opaque, Stateful, GoesOn, NumpyState):
         old = make(kind(100))
         before = shares(old, 7)
         assert old.sequence is not None
-        saved = torch.load(_bytes(old.sequence.in_checkpoint()), weights_only=False)
-        resumed = [make(kind(100), rank, 3) for rank in range(3)]
+        saved = torch.load(_bytes(old.sequence.in_checkpoint()), weights_only=True)
+        datasets = [kind(100) for _ in range(3)]
+        resumed = [make(dataset, rank, 3) for rank, dataset in enumerate(datasets)]
         for loader in resumed:
             loader.cursor = 7
             assert loader.sequence is not None
             loader.sequence.resume_from(saved)
         assert before + global_batches([shares(loader) for loader in resumed]) == chunks(100)
+        assert all(dataset.num_read == 44 for dataset in datasets if kind is NumpyState)  # from the state on
 
 
 def _bytes(obj: object) -> Any:
-    import io
-
     file = io.BytesIO()
     torch.save(obj, file)
     file.seek(0)
