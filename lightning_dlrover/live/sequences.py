@@ -165,7 +165,7 @@ def _length(seen: HandedOut) -> str:
 
 def _brief(first: Any) -> str:
     kind, arrays = first
-    return f"{kind} {[x for array in arrays for x in array[1:]][:4]}"
+    return f"{kind} {[x for array in arrays for x in array[1:] or array][:4]}"
 
 
 def _text(order: SequenceOrder, found: str, one: str, other: str) -> str:
