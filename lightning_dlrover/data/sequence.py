@@ -247,8 +247,6 @@ class SequenceReader(Dataset[Any]):
             self._skip(current, request)
             return current
         begun = self._resumed(request.place, request.batch_size, start) if start is not None else None
-        if begun is None and current is not None and fits:
-            begun = current
         begun = begun or self._begin(request.place, request.batch_size)
         self._skip(begun, request)
         return begun
@@ -268,7 +266,7 @@ class SequenceReader(Dataset[Any]):
     def _begin(self, place: Place, batch_size: int) -> OnePass:
         """Begin a pass with the epoch's first row."""
         last, self._pass = self._pass, None
-        if last is None or last.end is None or last.place == place:
+        if last is None or last.end is None or last.place == place or self._is_touched:
             self._rewind()
         self._pass = OnePass(self.dataset, place, batch_size, self._describe)
         return self._pass
@@ -308,9 +306,8 @@ class SequenceReader(Dataset[Any]):
         """
         if not has_state(self.dataset):
             return
-        if self._is_touched and self._untouched is not None:
-            self._undo_state()
-        elif self._initial is not None:
+        self._undo_state()
+        if self._initial is not None:  # the copy may be from the middle of a pass
             self.dataset.load_state_dict(copy.deepcopy(self._initial))
         if not self._has_begun:
             self._has_begun = True

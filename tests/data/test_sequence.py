@@ -77,6 +77,28 @@ class GoesOn(Stateful):
         self.next = 0
 
 
+class Sticky(Stateful):
+    """A state that was loaded applies to each new iterator, as with Hugging Face."""
+
+    first = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.next = self.first
+        while self.next < self.num_rows:
+            self.next += 1
+            yield self.next - 1
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["next"]
+
+
+class GoesOnElsewhere(GoesOn):
+    """Its state leaves rows out once they are read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next + 3 if self.next else 0}
+
+
 class NumpyState(Stateful):
     """Its state holds what `torch.load(weights_only=True)` refuses."""
 
@@ -338,6 +360,29 @@ def test_epoch_begins_with_the_first_row_wherever_the_last_one_was_left(kind: An
     state = make(kind(100)).state()
     loader.load_state(state)
     assert shares(loader) == chunks(100)
+
+
+@pytest.mark.parametrize("kind", [Stateful, GoesOn, Sticky])
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("begins_late", [True, False])
+def test_epoch_after_a_state_was_loaded_begins_with_the_first_row(kind: Any, ends: bool, begins_late: bool) -> None:
+    old, joiner = make(kind(100)), make(kind(100))
+    shares(joiner, 2 if begins_late else 0)
+    shares(old, 6)
+    joiner.load_state(old.state())
+    assert shares(joiner, 1000 if ends else 2) == chunks(100)[6 : 13 if ends else 8]
+    iter(joiner)
+    joiner.set_epoch(1)
+    assert shares(joiner) == chunks(100)
+
+
+@pytest.mark.parametrize("num_read", [0, 2, 9])
+def test_state_that_fails_in_the_middle_of_a_pass_is_forgotten(num_read: int) -> None:
+    old, joiner = make(GoesOnElsewhere(100)), make(GoesOnElsewhere(100))
+    shares(joiner, num_read)
+    shares(old, 6)
+    joiner.load_state(old.state())
+    assert shares(joiner) == chunks(100)[6:]
 
 
 def test_rollback_further_than_rows_are_kept_reads_the_epoch_again() -> None:
