@@ -87,6 +87,7 @@ class SequenceSettings:
         max_catch_up_s: seconds for which others wait for a joiner that has to read what they have read.
         max_rows: rows of a validation after which counting ends; None: no limit.
         describe, are_alike: see `SequenceReader`.
+        compares_rows: whether workers compare descriptions of rows. Those by which a state is checked are needed in any case.
         before_iter: called whenever an iterator is asked for.
         at_end: called once the epoch's last batch is about to be handed out.
     """
@@ -95,6 +96,7 @@ class SequenceSettings:
     max_rows: int | None = None
     describe: Callable[[Any], Any] = describe_nothing
     are_alike: Callable[[Any, Any], bool] = all_alike
+    compares_rows: bool = True
     before_iter: Callable[[], None] = do_nothing
     at_end: Callable[[], None] = do_nothing
 
@@ -232,7 +234,8 @@ class SequenceOrder(WithoutWindows):
 
     def seen(self, batch: int, facts: BatchFacts) -> HandedOut:
         """Return what other workers must have seen in the same batch."""
-        return HandedOut(self._source.epoch, batch, facts.num_rows, facts.is_last, facts.first)
+        first = facts.first if self.settings.compares_rows else None
+        return HandedOut(self._source.epoch, batch, facts.num_rows, facts.is_last, first)
 
     def forget_handed_out(self) -> None:
         """Compare nothing of what came before: other workers have not seen it."""

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live.data_fingerprint import are_same_row, described_row
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.sequence_order import UNKNOWN, SequenceSettings
+from lightning_dlrover.live.sequences import settings_for
 from lightning_dlrover.rdzv.group import transfer
 
 SETTINGS = SequenceSettings(describe=described_row, are_alike=are_same_row)
@@ -434,6 +436,19 @@ def test_state_that_does_not_bring_back_the_rows_is_not_used(caplog: pytest.LogC
     shares(old, 6)
     joiner.load_state(old.state())
     assert shares(joiner) == shares(old) == chunks(100)[6:]
+    assert "with another row than it had next" in caplog.text
+
+
+def test_state_is_checked_though_workers_compare_no_rows(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = SimpleNamespace(testing=False, limit_val_batches=1.0)
+    settings = settings_for(trainer, training=False, global_batch_size=8, max_catch_up_s=60.0, compare_data=False)
+    old, joiner = (make(LossyState(100), settings=settings) for _ in range(2))
+    seen = old.peek()
+    assert seen is not None
+    assert seen.first is None
+    shares(old, 6)
+    joiner.load_state(old.state())
+    assert shares(joiner) == chunks(100)[6:]
     assert "with another row than it had next" in caplog.text
 
 
