@@ -30,6 +30,10 @@ NOT_FORWARDED = ("state_dict", "load_state_dict")
 """Attributes that Lightning looks for but must not find: nothing is ever fetched from the user's loader, so it has no state."""
 
 
+EVALUATION_SEED = 0
+"""Seed of the orders of validation and test data, alike on all workers without a word between them."""
+
+
 @dataclass(frozen=True)
 class LoaderState:
     """A loader's position, sent to joiners and kept in checkpoints."""
@@ -112,6 +116,8 @@ class ElasticLoader:
             self.order = StreamOrder(loader.dataset, loader.dataset.layout_for(global_batch_size, max_workers))
         else:
             self.order = SampleOrder(batching.sampler, loader.dataset, materialise)
+        if not training:  # workers agree on seeds of training only, and a script may have seeded each by its rank
+            self.order.take_seed(EVALUATION_SEED)
         self.workers = LoaderWorkers(reading, self, sockets)
         self._loader = loader
         self._batching = batching

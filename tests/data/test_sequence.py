@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data import one_pass
@@ -518,6 +518,20 @@ def test_validation_splits_the_counted_rows(world: int, num_workers: int) -> Non
         loader.deal([np.array([3, 4, 9]), np.array([1])])
         assert [batch.tolist() for batch in rest(loader)] == [[3, 4, 9], [1]]
         loader.close()
+
+
+@pytest.mark.parametrize("is_iterable", [True, False])
+def test_shuffled_validation_is_split_though_each_worker_has_its_own_seed(
+    is_iterable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[float] = []
+    for rank in range(3):
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(1000 + rank))
+        dataset: Any = Shuffled() if is_iterable else TensorDataset(torch.arange(40))
+        options = {} if is_iterable else {"shuffle": True}
+        for batch in rest(make(dataset, rank, 3, training=False, **options)):
+            found += (batch if is_iterable else batch[0]).tolist()
+    assert sorted(int(each) for each in found) == list(range(40))
 
 
 def test_endless_validation_is_counted_up_to_its_limit() -> None:
