@@ -33,8 +33,8 @@ SNAPSHOT_S = 1.0
 MAX_SNAPSHOT_SHARE = 0.02
 """Maximum share of the time that snapshots may take."""
 
-ROWS_PER_CHECK = 64
-"""Rows that are read between two looks at the clock."""
+MIN_ROWS_FOR_SPEED = 64
+"""Rows whose time shows how long others will take."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,13 @@ class Limit:
     seconds: float
     num_rows: int
     advice: str
+    began: float  # since when they wait, on the monotonic clock
 
     def check(self, num_read: int, took_s: float) -> None:
         """Raise `DataError` if the rest cannot be read in time."""
-        if took_s < self.seconds / 10 or took_s / max(1, num_read) * self.num_rows <= self.seconds:
+        is_over = time.monotonic() - self.began > self.seconds
+        shows_speed = num_read >= MIN_ROWS_FOR_SPEED and took_s >= self.seconds / 10
+        if not is_over and not (shows_speed and took_s / num_read * self.num_rows > self.seconds):
             return
         raise DataError(
             f"this worker would have to read {self.num_rows} rows to be where the others are, while they wait. It has read "
@@ -231,10 +234,12 @@ class OnePass:
         begin, began = self.next, time.monotonic()
         with self._random.in_force(), _as_only_process():
             while self.next < stop:
-                if limit is not None and (self.next - begin) % ROWS_PER_CHECK == 0:
+                if limit is not None:
                     limit.check(self.next - begin, time.monotonic() - began)
                 if not self._read_one():
                     return
+                if self.next == begin + 1:
+                    began = time.monotonic()  # the first row may take long, as files are opened and buffers filled
 
     def rows(self, start: int, stop: int) -> list[Any]:
         """Return rows that are kept."""

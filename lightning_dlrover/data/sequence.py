@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -237,21 +238,21 @@ class SequenceReader(Dataset[Any]):
 
     def _pass_for(self, request: BatchShare) -> OnePass:
         """Return a pass that has the request's first row, or reads it next."""
-        current, wanted, start = self._pass, request.first_row, request.start
+        current, wanted, start, began = self._pass, request.first_row, request.start, time.monotonic()
         if start is not None and (
             Place(start.seed, start.epoch) != request.place or start.row > wanted or not isinstance(start.random, dict)
         ):
             start = None
         fits = current is not None and current.place == request.place and current.first <= wanted
         if current is not None and fits and (start is None or start.row <= current.next):
-            self._skip(current, request)
+            self._skip(current, request, began)
             return current
         begun = self._resumed(request.place, request.batch_size, start) if start is not None else None
         begun = begun or self._begin(request.place, request.batch_size)
-        self._skip(begun, request)
+        self._skip(begun, request, began)
         return begun
 
-    def _skip(self, current: OnePass, request: BatchShare) -> None:
+    def _skip(self, current: OnePass, request: BatchShare, began: float) -> None:
         num_rows = request.first_row - current.next
         if num_rows <= 0:
             return
@@ -260,7 +261,7 @@ class SequenceReader(Dataset[Any]):
         current.keep_from(min(request.keep_from, request.first_row))
         limit = None
         if request.limit_s is not None:
-            limit = Limit(request.limit_s, num_rows, advice_for_joiners(self.dataset))
+            limit = Limit(request.limit_s, num_rows, advice_for_joiners(self.dataset), began)
         current.read_to(request.first_row, limit)
 
     def _begin(self, place: Place, batch_size: int) -> OnePass:

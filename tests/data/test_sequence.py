@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -490,6 +491,50 @@ def test_joiner_that_reads_too_slowly_is_refused_early_and_in_words() -> None:
     with pytest.raises(DataError, match=r"80000 rows .* limit of 0.5 s. Give Slow the methods state_dict\(\)"):
         joiner.peek()
     assert time.monotonic() - began < 0.5
+
+
+def test_few_slow_rows_end_with_the_limit() -> None:
+    class Slow(Opaque):
+        def __iter__(self) -> Iterator[int]:
+            for row in super().__iter__():
+                time.sleep(0.02)
+                yield row
+
+    joiner = make(Slow(None), 1, 2, settings=SequenceSettings(max_catch_up_s=0.2))
+    joiner.cursor = 6
+    assert joiner.sequence is not None
+    joiner.sequence.is_catching_up = True
+    with pytest.raises(DataError, match="48 rows"):
+        joiner.peek()
+
+
+def test_time_that_a_state_takes_counts_for_the_limit() -> None:
+    class SlowState(LossyState):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            time.sleep(0.3)
+            super().load_state_dict(state)
+
+    old = make(SlowState(100))
+    shares(old, 6)
+    joiner = make(SlowState(100), settings=replace(SETTINGS, max_catch_up_s=0.2))
+    joiner.load_state(old.state())
+    assert joiner.sequence is not None
+    joiner.sequence.is_catching_up = True
+    with pytest.raises(DataError, match="0 of them in 0"):
+        joiner.peek()
+
+
+def test_slow_first_row_does_not_show_the_speed() -> None:
+    class SlowStart(Opaque):
+        def __iter__(self) -> Iterator[int]:
+            time.sleep(0.1)
+            yield from super().__iter__()
+
+    joiner = make(SlowStart(1000), settings=SequenceSettings(max_catch_up_s=0.5))
+    joiner.cursor = 100
+    assert joiner.sequence is not None
+    joiner.sequence.is_catching_up = True
+    assert shares(joiner) == chunks(1000)[100:]
 
 
 def test_error_of_the_dataset_is_raised_again_and_never_taken_for_the_end() -> None:
