@@ -55,6 +55,7 @@ class BatchShare:
     keep_from: int  # rows before this one are not asked for again
     start: Snapshot | None = None  # where to begin, rather than with the epoch's first row
     limit_s: float | None = None  # time to read up to `first_row`
+    known: tuple[int, Any] | None = None  # number and description of a row that was trained before
     describes: bool = True  # whether the batch's first row is described; that of an epoch's last batch always is
 
 
@@ -258,11 +259,33 @@ class SequenceReader(Dataset[Any]):
             return
         if num_rows > request.batch_size:
             log.info("reads %d rows of %s up to row %d of the epoch", num_rows, _name(self.dataset), request.first_row)
-        current.keep_from(min(request.keep_from, request.first_row))
         limit = None
         if request.limit_s is not None:
             limit = Limit(request.limit_s, num_rows, advice_for_joiners(self.dataset), began)
+        if request.known is not None and current.next <= request.known[0] < request.first_row:
+            current.keep_from(min(request.keep_from, request.known[0]))
+            self._check_known_row(current, *request.known, limit)
+        current.keep_from(min(request.keep_from, request.first_row))
         current.read_to(request.first_row, limit)
+
+    def _check_known_row(self, current: OnePass, number: int, description: Any, limit: Limit | None) -> None:
+        """Read up to a row that was trained before.
+
+        Raises:
+            DataError: another row has its number now.
+        """
+        current.read_to(number + 1, limit)
+        rows = current.rows(number, number + 1)
+        described = self._describe(rows[0]) if rows else None
+        if rows and (described is None or self._are_alike(described, description)):
+            return
+        raise DataError(
+            f"{_name(self.dataset)} gives other rows than before: row {number} of epoch {current.place.epoch} is another one "
+            "now, so rows would be left out and others trained twice. Its order may depend on how often it was iterated over: "
+            "let it follow from set_epoch(epoch) or from the random numbers of Python, numpy or torch, which are fixed for each "
+            "epoch, and keep no generator or counter of its own. If rows are to differ, use "
+            "DLRoverStrategy(compare_data=False)"
+        )
 
     def _begin(self, place: Place, batch_size: int) -> OnePass:
         """Begin a pass with the epoch's first row."""

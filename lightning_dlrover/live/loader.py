@@ -47,6 +47,7 @@ class LoaderState:
     window: dict[str, list[int]] | None = None  # rows of each shard, for a stream that has windows
     snapshot: Snapshot | None = None  # state of an `IterableDataset` at or before the cursor
     end: int | None = None  # rows of an `IterableDataset` in this epoch, once they are known
+    known: tuple[int, Any] | None = None  # number and description of a row of an `IterableDataset` before the cursor
 
 
 class _BatchSamplerView:
@@ -338,6 +339,7 @@ class ElasticLoader:
             *(self.order.layout, self.order.window),
             snapshot=self.sequence.snapshot if self.sequence is not None else None,
             end=self.sequence.end if self.sequence is not None else None,
+            known=self.sequence.known if self.sequence is not None else None,
         )
 
     @property
@@ -362,7 +364,7 @@ class ElasticLoader:
         if state.order is not None:
             self.order.take(state.order, state.epoch)
         if self.sequence is not None:
-            self.sequence.resume(state.epoch, state.snapshot, state.end)
+            self.sequence.resume(state.epoch, state.snapshot, state.end, state.known)
         self._discard()
 
     def close(self) -> None:

@@ -135,6 +135,7 @@ class SequenceOrder(WithoutWindows):
         self._source = source
         self._ends: dict[int, int] = {}  # rows by epoch
         self._snapshots: list[Snapshot] = []
+        self.known: tuple[int, Any] | None = None  # number and description of the newest row of the epoch that has one
         self._handed_out: list[HandedOut] = []  # since the last vote has begun
 
     # --- the interface of `SampleOrder` -------------------------------------------------------------------------------------
@@ -207,6 +208,7 @@ class SequenceOrder(WithoutWindows):
         """Yield requests for this worker's share of each batch from `first_batch` on, as long as someone takes them."""
         source, size = self._source, self._source.global_batch_size
         start, limit_s = self._snapshot_at(first_batch * size), self.settings.max_catch_up_s if self.is_catching_up else None
+        known = None if self.is_catching_up else self.known  # other workers compare a joiner's next batch with theirs
         every = max(1, ROWS_PER_DESCRIPTION // size)
         for batch in itertools.count(first_batch):
             if batch >= source.num_epoch_batches:
@@ -216,9 +218,10 @@ class SequenceOrder(WithoutWindows):
                 *(self._place, batch * size, size, source.global_rank, source.world_size, self._drop_last, keep_from),
                 start=start,
                 limit_s=limit_s,
+                known=known,
                 describes=batch in (0, first_batch) or batch % every == 0,
             )
-            start = limit_s = None  # the reader is there now
+            start = limit_s = known = None  # the reader is there now
 
     def fetched(self, batch: int, facts: BatchFacts) -> None:
         """Note what the reader has found out with a batch that is about to be handed out."""
@@ -228,6 +231,8 @@ class SequenceOrder(WithoutWindows):
         if facts.snapshot is not None:
             self._snapshots = [*self._snapshots, facts.snapshot][-NUM_SNAPSHOTS:]
         seen = self.seen(batch, facts)
+        if seen.first is not None or not batch:
+            self.known = (batch * self._source.global_batch_size, seen.first) if seen.first is not None else None
         is_repeated = bool(self._handed_out) and self._handed_out[-1][:2] == seen[:2]
         if not is_repeated and len(self._handed_out) < MAX_COMPARED:
             self._handed_out.append(seen)
@@ -263,10 +268,11 @@ class SequenceOrder(WithoutWindows):
         """Rows of the current epoch; None: not known, or not needed as they are counted anyway."""
         return self._ends.get(self._source.epoch) if self._training else None
 
-    def resume(self, epoch: int, snapshot: Snapshot | None, end: int | None) -> None:
+    def resume(self, epoch: int, snapshot: Snapshot | None, end: int | None, known: tuple[int, Any] | None) -> None:
         """Adopt what another worker, or a checkpoint, knows of an epoch."""
         self._snapshots = [snapshot] if snapshot is not None else []
         self._ends = {epoch: end} if end is not None else {}
+        self.known = known if self.settings.compares_rows else None
         self.forget_handed_out()
 
     # --- words --------------------------------------------------------------------------------------------------------------
@@ -291,10 +297,12 @@ class SequenceOrder(WithoutWindows):
             "epoch": self._source.epoch,
             "end": self.end,
             "snapshot": vars(snapshot) if snapshot is not None else None,
+            "known": self.known,
         }
 
     def resume_from(self, saved: dict[str, Any]) -> None:
         """Adopt what `in_checkpoint` has returned."""
         self.seed = int(saved["seed"])
         snapshot = saved["snapshot"]
-        self.resume(int(saved["epoch"]), Snapshot(**snapshot) if snapshot is not None else None, saved["end"])
+        start = Snapshot(**snapshot) if snapshot is not None else None
+        self.resume(int(saved["epoch"]), start, saved["end"], saved.get("known"))
