@@ -282,8 +282,8 @@ class SequenceReader(Dataset[Any]):
         raise DataError(
             f"{_name(self.dataset)} gives other rows than before: row {number} of epoch {current.place.epoch} is another one "
             "now, so rows would be left out and others trained twice. Its order may depend on how often it was iterated over: "
-            "let it follow from set_epoch(epoch) or from the random numbers of Python, numpy or torch, which are fixed for each "
-            "epoch, and keep no generator or counter of its own. If rows are to differ, use "
+            "let it follow from set_epoch(epoch) or from the random numbers of Python, numpy or torch, which are fixed for "
+            "each epoch, and keep no generator or counter of its own. If rows are to differ, use "
             "DLRoverStrategy(compare_data=False)"
         )
 

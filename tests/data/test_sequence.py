@@ -459,7 +459,7 @@ def test_shuffled_validation_is_split_though_each_worker_has_its_own_seed(
     for rank in range(3):
         monkeypatch.setenv("PL_GLOBAL_SEED", str(1000 + rank))
         dataset: Any = Shuffled() if is_iterable else TensorDataset(torch.arange(40))
-        options = {} if is_iterable else {"shuffle": True}
+        options: dict[str, Any] = {} if is_iterable else {"shuffle": True}
         for batch in rest(make(dataset, rank, 3, training=False, **options)):
             found += (batch if is_iterable else batch[0]).tolist()
     assert sorted(int(each) for each in found) == list(range(40))
