@@ -242,7 +242,7 @@ def patiently(
                 ) from error
             log.warning("%s: %s; trying again in %.1f s", key, _text(error), pause_s)
         between()
-        time.sleep(pause_s * random.uniform(0.5, 1.0))
+        time.sleep(pause_s * random.SystemRandom().uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 

@@ -6,7 +6,6 @@ by seed and epoch. A pass keeps the rows that may be asked for again, and takes 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import random
@@ -22,6 +21,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from lightning_dlrover.data.source import DataError
+from lightning_dlrover.rdzv.group import transfer
 
 __all__ = ["Limit", "OnePass", "OwnRandom", "Place", "Snapshot", "has_state"]
 
@@ -33,8 +33,8 @@ SNAPSHOT_S = 1.0
 MAX_SNAPSHOT_SHARE = 0.02
 """Maximum share of the time that snapshots may take."""
 
-ROWS_PER_CHECK = 64
-"""Rows that are read between two looks at the clock."""
+MIN_ROWS_FOR_SPEED = 64
+"""Rows whose time shows how long others will take."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a dataset between two rows of a pass, as plain data."""
+    """The state of a dataset between two rows of a pass, as plain data that any worker and checkpoint takes."""
 
     seed: int
     epoch: int
     row: int  # number of the row that comes next
-    state: Any  # result of `state_dict()`
+    state: bytes  # result of `state_dict()`, with classes that `torch.load(weights_only=True)` would refuse, as numpy's
     random: dict[str, Any]
     first: Any  # description of the row that comes next; None: it cannot be compared
 
@@ -64,10 +64,13 @@ class Limit:
     seconds: float
     num_rows: int
     advice: str
+    began: float  # since when they wait, on the monotonic clock
 
     def check(self, num_read: int, took_s: float) -> None:
         """Raise `DataError` if the rest cannot be read in time."""
-        if took_s < self.seconds / 10 or took_s / max(1, num_read) * self.num_rows <= self.seconds:
+        is_over = time.monotonic() - self.began > self.seconds
+        shows_speed = num_read >= MIN_ROWS_FOR_SPEED and took_s >= self.seconds / 10
+        if not is_over and not (shows_speed and took_s / num_read * self.num_rows > self.seconds):
             return
         raise DataError(
             f"this worker would have to read {self.num_rows} rows to be where the others are, while they wait. It has read "
@@ -191,7 +194,7 @@ class OnePass:
         self._keep_from = self.first
         self._batch_size = batch_size
         self._describe = describe
-        self._pending: tuple[int, Any, dict[str, Any]] | None = None  # a snapshot before its next row was read
+        self._pending: tuple[int, bytes, dict[str, Any]] | None = None  # a snapshot before its next row was read
         self._snapshot_at = time.monotonic()
         self._snapshot_cost_s = 0.0
         self._random = OwnRandom.of(place)
@@ -199,11 +202,11 @@ class OnePass:
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
                 set_epoch(place.epoch)
             if snapshot is not None and has_state(dataset):
-                dataset.load_state_dict(copy.deepcopy(snapshot.state))
+                dataset.load_state_dict(transfer.loads(snapshot.state))
             self._iterator = iter(dataset)
             self._stateful = self._iterator if has_state(self._iterator) else dataset if has_state(dataset) else None
             if snapshot is not None and self._stateful is not dataset:
-                self._iterator.load_state_dict(copy.deepcopy(snapshot.state))
+                self._iterator.load_state_dict(transfer.loads(snapshot.state))
         if snapshot is not None:
             self._random = OwnRandom(random if random is not None else snapshot.random)
 
@@ -231,10 +234,12 @@ class OnePass:
         begin, began = self.next, time.monotonic()
         with self._random.in_force(), _as_only_process():
             while self.next < stop:
-                if limit is not None and (self.next - begin) % ROWS_PER_CHECK == 0:
+                if limit is not None:
                     limit.check(self.next - begin, time.monotonic() - began)
                 if not self._read_one():
                     return
+                if self.next == begin + 1:
+                    began = time.monotonic()  # the first row may take long, as files are opened and buffers filled
 
     def rows(self, start: int, stop: int) -> list[Any]:
         """Return rows that are kept."""
@@ -269,13 +274,33 @@ class OnePass:
             return
         assert self._stateful is not None
         try:
-            # Copied: it may hold the lists that the dataset goes on to change.
-            self._pending = self.next, copy.deepcopy(self._stateful.state_dict()), OwnRandom.in_force_now()
+            self._pending = self.next, _plain_bytes(self._stateful.state_dict()), OwnRandom.in_force_now()
+        except transfer.TransferError as error:
+            log.warning(
+                "the state of %s is not handed on, because it holds more than plain data (%s): joiners read an epoch from its "
+                "first row. Let state_dict() return numbers, texts, lists, dictionaries and tensors",
+                _name(self),
+                error,
+            )
+            self._stateful = None
         except Exception as error:  # the user's code; training goes on without snapshots
             log.warning("%s.state_dict() has failed, so joiners read from the epoch's beginning: %r", _name(self), error)
             self._stateful = None
         self._snapshot_at = time.monotonic()
         self._snapshot_cost_s = self._snapshot_at - now
+
+
+def _plain_bytes(state: Any) -> bytes:
+    """Serialize a state.
+
+    Raises:
+        TransferError: a joiner would refuse it, as it holds objects of the script's classes.
+    """
+    body = transfer.dumps(state)
+    if names := transfer.names_in(transfer.Packed(body, [])):
+        raise transfer.TransferError(", ".join(sorted(names)))
+    transfer.loads(body)
+    return body
 
 
 def _name(pass_: OnePass) -> str:

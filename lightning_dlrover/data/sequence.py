@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class BatchShare:
     keep_from: int  # rows before this one are not asked for again
     start: Snapshot | None = None  # where to begin, rather than with the epoch's first row
     limit_s: float | None = None  # time to read up to `first_row`
+    known: tuple[int, Any] | None = None  # number and description of a row that was trained before
     describes: bool = True  # whether the batch's first row is described; that of an epoch's last batch always is
 
 
@@ -237,38 +239,58 @@ class SequenceReader(Dataset[Any]):
 
     def _pass_for(self, request: BatchShare) -> OnePass:
         """Return a pass that has the request's first row, or reads it next."""
-        current, wanted, start = self._pass, request.first_row, request.start
+        current, wanted, start, began = self._pass, request.first_row, request.start, time.monotonic()
         if start is not None and (
             Place(start.seed, start.epoch) != request.place or start.row > wanted or not isinstance(start.random, dict)
         ):
             start = None
         fits = current is not None and current.place == request.place and current.first <= wanted
         if current is not None and fits and (start is None or start.row <= current.next):
-            self._skip(current, request)
+            self._skip(current, request, began)
             return current
         begun = self._resumed(request.place, request.batch_size, start) if start is not None else None
-        if begun is None and current is not None and fits:
-            begun = current
         begun = begun or self._begin(request.place, request.batch_size)
-        self._skip(begun, request)
+        self._skip(begun, request, began)
         return begun
 
-    def _skip(self, current: OnePass, request: BatchShare) -> None:
+    def _skip(self, current: OnePass, request: BatchShare, began: float) -> None:
         num_rows = request.first_row - current.next
         if num_rows <= 0:
             return
         if num_rows > request.batch_size:
             log.info("reads %d rows of %s up to row %d of the epoch", num_rows, _name(self.dataset), request.first_row)
-        current.keep_from(min(request.keep_from, request.first_row))
         limit = None
         if request.limit_s is not None:
-            limit = Limit(request.limit_s, num_rows, advice_for_joiners(self.dataset))
+            limit = Limit(request.limit_s, num_rows, advice_for_joiners(self.dataset), began)
+        if request.known is not None and current.next <= request.known[0] < request.first_row:
+            current.keep_from(min(request.keep_from, request.known[0]))
+            self._check_known_row(current, *request.known, limit)
+        current.keep_from(min(request.keep_from, request.first_row))
         current.read_to(request.first_row, limit)
+
+    def _check_known_row(self, current: OnePass, number: int, description: Any, limit: Limit | None) -> None:
+        """Read up to a row that was trained before.
+
+        Raises:
+            DataError: another row has its number now.
+        """
+        current.read_to(number + 1, limit)
+        rows = current.rows(number, number + 1)
+        described = self._describe(rows[0]) if rows else None
+        if rows and (described is None or self._are_alike(described, description)):
+            return
+        raise DataError(
+            f"{_name(self.dataset)} gives other rows than before: row {number} of epoch {current.place.epoch} is another one "
+            "now, so rows would be left out and others trained twice. Its order may depend on how often it was iterated over: "
+            "let it follow from set_epoch(epoch) or from the random numbers of Python, numpy or torch, which are fixed for "
+            "each epoch, and keep no generator or counter of its own. If rows are to differ, use "
+            "DLRoverStrategy(compare_data=False)"
+        )
 
     def _begin(self, place: Place, batch_size: int) -> OnePass:
         """Begin a pass with the epoch's first row."""
         last, self._pass = self._pass, None
-        if last is None or last.end is None or last.place == place:
+        if last is None or last.end is None or last.place == place or self._is_touched:
             self._rewind()
         self._pass = OnePass(self.dataset, place, batch_size, self._describe)
         return self._pass
@@ -308,9 +330,8 @@ class SequenceReader(Dataset[Any]):
         """
         if not has_state(self.dataset):
             return
-        if self._is_touched and self._untouched is not None:
-            self._undo_state()
-        elif self._initial is not None:
+        self._undo_state()
+        if self._initial is not None:  # the copy may be from the middle of a pass
             self.dataset.load_state_dict(copy.deepcopy(self._initial))
         if not self._has_begun:
             self._has_begun = True

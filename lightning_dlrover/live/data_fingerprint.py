@@ -1,6 +1,7 @@
 """Check whether all workers train on the same data: lengths, and a few samples as far as they can be compared.
 
-A sample is compared by a few of its numbers, with a tolerance, because other processors and decoders give other last digits.
+A sample is compared by its integers, its texts, and a few of its other numbers, these with a tolerance, because other
+processors and decoders give other last digits.
 Samples that draw random numbers, change between fetches, or hold objects of unknown classes are not compared.
 """
 
@@ -11,6 +12,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +55,16 @@ UNCOUNTED = -1
 
 MAX_ARRAYS, NUM_PIECES, PIECE_LENGTH = 16, 8, 16
 TOLERANCE = 0.02
+"""Share by which means of an array's pieces may differ, and numbers of 16 bits: audio, and images from a decoder."""
+
+SINGLE_TOLERANCE = 1e-6
+"""Share by which a single number of at least 32 bits may differ. Neighbours in a time series differ by little."""
+
+ABSOLUTE_TOLERANCE = 1e-9
+"""Difference at which two single numbers are alike: where the result should be 0, all digits are last digits."""
+
+EXACT_BYTES = 4
+"""Minimum size of integers that are compared exactly, as those of texts' tokens. Smaller ones may be pixels and sound."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Sketch:
     """Summary of a sample."""
 
     kind: str  # digest of its structure and texts
-    arrays: list[list[float]]  # deviation and means of some pieces, for each array of numbers
+    arrays: list[list[float]]  # for each array: deviation and means of some pieces, or its only number
 
 
 @dataclass(frozen=True)
@@ -272,20 +284,24 @@ def _indices(loader: ElasticLoader) -> list[int]:
 
 
 def _collect(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
+    is_short = getattr(value, "dtype", None) == torch.bfloat16
     if isinstance(value, torch.Tensor):
         try:
-            value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu().numpy()
+            value = (value.float() if is_short else value).detach().cpu().numpy()
         except (TypeError, RuntimeError) as error:
             raise _UncomparableError from error
     elif isinstance(value, bool | int | float | np.generic) or hasattr(value, "__array_interface__"):
         value = np.asarray(value)  # the array interface is that of an image, for example
     elif isinstance(value, list | tuple) and value and all(type(x) in (int, float) for x in value):
-        value = np.asarray(value, dtype=np.float64)
+        value = np.asarray(value)
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "biuf":
             texts.append(f"{value.dtype.kind}{value.shape}")
+            if value.dtype.kind != "f" and (not value.ndim or value.dtype.itemsize >= EXACT_BYTES):
+                texts.append(hashlib.sha256(value.astype("<i8").tobytes()).hexdigest())
             if len(arrays) < MAX_ARRAYS:
-                arrays.append(_pieces(value))
+                is_single = value.size == 1 and value.dtype.itemsize >= EXACT_BYTES and not is_short
+                arrays.append([float(f"{_finite(value).item():.9g}")] if is_single else _pieces(value))
         elif value.dtype.kind in "SU":
             texts.extend(map(str, value.ravel()[:PIECE_LENGTH]))
         else:
@@ -317,9 +333,14 @@ def _pieces(array: np.ndarray[Any, Any]) -> list[float]:
     flat = array.ravel()
     length = max(1, min(PIECE_LENGTH, len(flat) // NUM_PIECES))
     starts = np.linspace(0, len(flat) - length, min(NUM_PIECES, len(flat))).astype(int) if len(flat) else ()
-    pieces = [np.nan_to_num(flat[start : start + length].astype(np.float64), posinf=1e30, neginf=-1e30) for start in starts]
+    pieces = [_finite(flat[start : start + length]) for start in starts]
     deviation = float(np.std(np.concatenate(pieces))) if pieces else 0.0
     return [float(f"{x:.4g}") for x in (deviation, *(piece.mean() for piece in pieces))]
+
+
+def _finite(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    finite: np.ndarray[Any, Any] = np.nan_to_num(array.astype(np.float64), posinf=1e30, neginf=-1e30)
+    return finite
 
 
 def _alike(one: Sketch, other: Sketch) -> bool:
@@ -331,6 +352,8 @@ def _alike(one: Sketch, other: Sketch) -> bool:
 
 
 def _close(one: list[float], other: list[float]) -> bool:
+    if len(one) == len(other) == 1:
+        return math.isclose(one[0], other[0], rel_tol=SINGLE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
     scale = max(one[:1] + other[:1], default=0.0)
     return len(one) == len(other) and all(
         abs(a - b) <= TOLERANCE * max(abs(a), abs(b), scale) for a, b in zip(one, other, strict=True)
@@ -338,5 +361,5 @@ def _close(one: list[float], other: list[float]) -> bool:
 
 
 def _brief(each: Sketch) -> str:
-    numbers = [x for array in each.arrays for x in array[1:]][:4]
+    numbers = [x for array in each.arrays for x in array[1:] or array][:4]
     return f"{each.kind} {numbers}"

@@ -30,6 +30,10 @@ NOT_FORWARDED = ("state_dict", "load_state_dict")
 """Attributes that Lightning looks for but must not find: nothing is ever fetched from the user's loader, so it has no state."""
 
 
+EVALUATION_SEED = 0
+"""Seed of the orders of validation and test data, alike on all workers without a word between them."""
+
+
 @dataclass(frozen=True)
 class LoaderState:
     """A loader's position, sent to joiners and kept in checkpoints."""
@@ -43,6 +47,7 @@ class LoaderState:
     window: dict[str, list[int]] | None = None  # rows of each shard, for a stream that has windows
     snapshot: Snapshot | None = None  # state of an `IterableDataset` at or before the cursor
     end: int | None = None  # rows of an `IterableDataset` in this epoch, once they are known
+    known: tuple[int, Any] | None = None  # number and description of a row of an `IterableDataset` before the cursor
 
 
 class _BatchSamplerView:
@@ -112,6 +117,8 @@ class ElasticLoader:
             self.order = StreamOrder(loader.dataset, loader.dataset.layout_for(global_batch_size, max_workers))
         else:
             self.order = SampleOrder(batching.sampler, loader.dataset, materialise)
+        if not training:  # workers agree on seeds of training only, and a script may have seeded each by its rank
+            self.order.take_seed(EVALUATION_SEED)
         self.workers = LoaderWorkers(reading, self, sockets)
         self._loader = loader
         self._batching = batching
@@ -332,6 +339,7 @@ class ElasticLoader:
             *(self.order.layout, self.order.window),
             snapshot=self.sequence.snapshot if self.sequence is not None else None,
             end=self.sequence.end if self.sequence is not None else None,
+            known=self.sequence.known if self.sequence is not None else None,
         )
 
     @property
@@ -356,7 +364,7 @@ class ElasticLoader:
         if state.order is not None:
             self.order.take(state.order, state.epoch)
         if self.sequence is not None:
-            self.sequence.resume(state.epoch, state.snapshot, state.end)
+            self.sequence.resume(state.epoch, state.snapshot, state.end, state.known)
         self._discard()
 
     def close(self) -> None:

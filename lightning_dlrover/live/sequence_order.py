@@ -7,7 +7,6 @@ validation data are counted once, and then split like samples with numbers.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,11 +32,8 @@ from lightning_dlrover.data.sequence import (
     reading_loader,
 )
 from lightning_dlrover.live.order import WithoutWindows
-from lightning_dlrover.rdzv.group import transfer
 
 __all__ = ["UNKNOWN", "HandedOut", "SequenceOrder", "SequenceSettings", "SequenceSource"]
-
-log = logging.getLogger(__name__)
 
 UNKNOWN = 2**62
 """Number of samples of an epoch before its end is known."""
@@ -91,6 +87,7 @@ class SequenceSettings:
         max_catch_up_s: seconds for which others wait for a joiner that has to read what they have read.
         max_rows: rows of a validation after which counting ends; None: no limit.
         describe, are_alike: see `SequenceReader`.
+        compares_rows: whether workers compare descriptions of rows. Those by which a state is checked are needed in any case.
         before_iter: called whenever an iterator is asked for.
         at_end: called once the epoch's last batch is about to be handed out.
     """
@@ -99,6 +96,7 @@ class SequenceSettings:
     max_rows: int | None = None
     describe: Callable[[Any], Any] = describe_nothing
     are_alike: Callable[[Any, Any], bool] = all_alike
+    compares_rows: bool = True
     before_iter: Callable[[], None] = do_nothing
     at_end: Callable[[], None] = do_nothing
 
@@ -137,8 +135,8 @@ class SequenceOrder(WithoutWindows):
         self._source = source
         self._ends: dict[int, int] = {}  # rows by epoch
         self._snapshots: list[Snapshot] = []
+        self.known: tuple[int, Any] | None = None  # number and description of the newest row of the epoch that has one
         self._handed_out: list[HandedOut] = []  # since the last vote has begun
-        self._has_own_classes = False  # whether the dataset's state holds objects that no joiner accepts
 
     # --- the interface of `SampleOrder` -------------------------------------------------------------------------------------
 
@@ -210,6 +208,7 @@ class SequenceOrder(WithoutWindows):
         """Yield requests for this worker's share of each batch from `first_batch` on, as long as someone takes them."""
         source, size = self._source, self._source.global_batch_size
         start, limit_s = self._snapshot_at(first_batch * size), self.settings.max_catch_up_s if self.is_catching_up else None
+        known = None if self.is_catching_up else self.known  # other workers compare a joiner's next batch with theirs
         every = max(1, ROWS_PER_DESCRIPTION // size)
         for batch in itertools.count(first_batch):
             if batch >= source.num_epoch_batches:
@@ -219,25 +218,29 @@ class SequenceOrder(WithoutWindows):
                 *(self._place, batch * size, size, source.global_rank, source.world_size, self._drop_last, keep_from),
                 start=start,
                 limit_s=limit_s,
+                known=known,
                 describes=batch in (0, first_batch) or batch % every == 0,
             )
-            start = limit_s = None  # the reader is there now
+            start = limit_s = known = None  # the reader is there now
 
     def fetched(self, batch: int, facts: BatchFacts) -> None:
         """Note what the reader has found out with a batch that is about to be handed out."""
         self.is_catching_up = False
         if facts.is_last or not facts.num_rows:
             self._ends = {self._source.epoch: batch * self._source.global_batch_size + facts.num_rows}
-        if facts.snapshot is not None and self._can_be_sent(facts.snapshot):
+        if facts.snapshot is not None:
             self._snapshots = [*self._snapshots, facts.snapshot][-NUM_SNAPSHOTS:]
         seen = self.seen(batch, facts)
+        if seen.first is not None or not batch:
+            self.known = (batch * self._source.global_batch_size, seen.first) if seen.first is not None else None
         is_repeated = bool(self._handed_out) and self._handed_out[-1][:2] == seen[:2]
         if not is_repeated and len(self._handed_out) < MAX_COMPARED:
             self._handed_out.append(seen)
 
     def seen(self, batch: int, facts: BatchFacts) -> HandedOut:
         """Return what other workers must have seen in the same batch."""
-        return HandedOut(self._source.epoch, batch, facts.num_rows, facts.is_last, facts.first)
+        first = facts.first if self.settings.compares_rows else None
+        return HandedOut(self._source.epoch, batch, facts.num_rows, facts.is_last, first)
 
     def forget_handed_out(self) -> None:
         """Compare nothing of what came before: other workers have not seen it."""
@@ -255,24 +258,6 @@ class SequenceOrder(WithoutWindows):
         fitting = [each for each in self._snapshots if Place(each.seed, each.epoch) == self._place and each.row <= row]
         return max(fitting, key=lambda each: each.row, default=None)
 
-    def _can_be_sent(self, snapshot: Snapshot) -> bool:
-        """Return whether a joiner accepts a state: plain data, and no objects of the script's classes."""
-        if self._has_own_classes:
-            return False
-        try:
-            names = ", ".join(transfer.needed_names(vars(snapshot)))
-        except transfer.TransferError as error:
-            names = str(error)
-        if names:
-            self._has_own_classes = True
-            log.warning(
-                "the state of %s is not handed on, because it holds more than plain data (%s): joiners read an epoch from its "
-                "first row. Let state_dict() return numbers, texts, lists, dictionaries and tensors",
-                self.name,
-                names,
-            )
-        return not names
-
     @property
     def snapshot(self) -> Snapshot | None:
         """The dataset's newest state at or before the next batch."""
@@ -283,10 +268,11 @@ class SequenceOrder(WithoutWindows):
         """Rows of the current epoch; None: not known, or not needed as they are counted anyway."""
         return self._ends.get(self._source.epoch) if self._training else None
 
-    def resume(self, epoch: int, snapshot: Snapshot | None, end: int | None) -> None:
+    def resume(self, epoch: int, snapshot: Snapshot | None, end: int | None, known: tuple[int, Any] | None) -> None:
         """Adopt what another worker, or a checkpoint, knows of an epoch."""
         self._snapshots = [snapshot] if snapshot is not None else []
         self._ends = {epoch: end} if end is not None else {}
+        self.known = known if self.settings.compares_rows else None
         self.forget_handed_out()
 
     # --- words --------------------------------------------------------------------------------------------------------------
@@ -311,10 +297,12 @@ class SequenceOrder(WithoutWindows):
             "epoch": self._source.epoch,
             "end": self.end,
             "snapshot": vars(snapshot) if snapshot is not None else None,
+            "known": self.known,
         }
 
     def resume_from(self, saved: dict[str, Any]) -> None:
         """Adopt what `in_checkpoint` has returned."""
         self.seed = int(saved["seed"])
         snapshot = saved["snapshot"]
-        self.resume(int(saved["epoch"]), Snapshot(**snapshot) if snapshot is not None else None, saved["end"])
+        start = Snapshot(**snapshot) if snapshot is not None else None
+        self.resume(int(saved["epoch"]), start, saved["end"], saved.get("known"))

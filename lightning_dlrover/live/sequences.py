@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.live import lightning_names
@@ -36,13 +37,15 @@ def settings_for(
     settings = SequenceSettings(
         max_catch_up_s=max_catch_up_s,
         max_rows=limit * global_batch_size if isinstance(limit, int) and not isinstance(limit, bool) else None,
+        describe=described_row,
+        are_alike=are_same_row,
+        compares_rows=compare_data,
     )
-    if compare_data:
-        settings = SequenceSettings(settings.max_catch_up_s, settings.max_rows, described_row, are_same_row)
     if not training:
         return settings
-    return SequenceSettings(
-        *(settings.max_catch_up_s, None, settings.describe, settings.are_alike),
+    return replace(
+        settings,
+        max_rows=None,
         before_iter=lambda: lightning_names.fetch_nothing_ahead(trainer.fit_loop),
         at_end=lambda: lightning_names.end_with_next_fetch(trainer.fit_loop),
     )
@@ -165,7 +168,7 @@ def _length(seen: HandedOut) -> str:
 
 def _brief(first: Any) -> str:
     kind, arrays = first
-    return f"{kind} {[x for array in arrays for x in array[1:]][:4]}"
+    return f"{kind} {[x for array in arrays for x in array[1:] or array][:4]}"
 
 
 def _text(order: SequenceOrder, found: str, one: str, other: str) -> str:

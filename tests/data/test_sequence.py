@@ -2,142 +2,46 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from sequences import (
+    SETTINGS,
+    GoesOn,
+    GoesOnElsewhere,
+    LossyState,
+    NumpyState,
+    Opaque,
+    Shuffled,
+    SplitByWorker,
+    Stateful,
+    Sticky,
+    chunks,
+    global_batches,
+    make,
+    rest,
+    shares,
+)
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data import one_pass
 from lightning_dlrover.data.source import DataError
-from lightning_dlrover.live.data_fingerprint import are_same_row, described_row
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.sequence_order import UNKNOWN, SequenceSettings
-
-SETTINGS = SequenceSettings(describe=described_row, are_alike=are_same_row)
-
-
-class Opaque(IterableDataset[int]):
-    """Numbers in order."""
-
-    def __init__(self, num_rows: int | None) -> None:
-        self.num_rows = num_rows
-        self.num_read = 0
-
-    def __iter__(self) -> Iterator[int]:
-        for number in itertools.count() if self.num_rows is None else range(self.num_rows):
-            self.num_read += 1
-            yield number
-
-
-class Stateful(IterableDataset[int]):
-    """Numbers in order, with torchdata's protocol. Its state is applied to the next iterator only."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.next = 0
-        self._resumes = False
-        self.num_read = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if not self._resumes:
-            self.next = 0
-        self._resumes = False
-        while self.next < self.num_rows:
-            self.next += 1
-            self.num_read += 1
-            yield self.next - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next, self._resumes = state["next"], True
-
-
-class GoesOn(Stateful):
-    """An iterator goes on where the one before was left, unless that has ended, as in torchdata's examples."""
-
-    def __iter__(self) -> Iterator[int]:
-        while self.next < self.num_rows:
-            self.next += 1
-            yield self.next - 1
-        self.next = 0
-
-
-class Shuffled(IterableDataset[float]):
-    """An unseeded order, augmented by unseeded numbers of all three libraries."""
-
-    def __iter__(self) -> Iterator[float]:
-        for number in torch.randperm(40).tolist():
-            yield number + random.random() / 4 + np.random.rand() / 4 + float(torch.rand(())) / 4
-
-
-class SplitByWorker(IterableDataset[int]):
-    """Takes every n-th row in each of n loader workers, as scripts for plain torch do."""
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        yield from range(first, 30, step)
-
-
-class LossyState(Stateful):
-    """A shuffle buffer that is not part of the state: what comes after a state was loaded is not what came before."""
-
-    def __iter__(self) -> Iterator[int]:
-        buffer: list[int] = []
-        for row in super().__iter__():
-            buffer.append(row)
-            if len(buffer) > 8:
-                yield buffer.pop(0)
-        yield from buffer
-
-
-def make(
-    dataset: IterableDataset[Any],
-    rank: int = 0,
-    world: int = 1,
-    batch_size: int = 8,
-    settings: SequenceSettings = SETTINGS,
-    training: bool = True,
-    **options: Any,
-) -> ElasticLoader:
-    loader = DataLoader(dataset, batch_size=3, **options)
-    made = ElasticLoader(loader, batch_size, training, place=lambda: (rank, world), sequence=settings)
-    iter(made)
-    made.set_epoch(0)
-    return made
-
-
-def shares(made: ElasticLoader, limit: int = 1000) -> list[list[Any]]:
-    """Return the rest of an epoch without placeholders, by batch."""
-    return [batch.tolist()[: made.split.num_own_samples(made.cursor - 1)] for batch in rest(made, limit)]
-
-
-def rest(made: ElasticLoader, limit: int = 1000) -> Iterator[Any]:
-    """Yield the batches to come. `iter` would begin the epoch again."""
-    for _ in range(limit):
-        try:
-            yield next(made)
-        except StopIteration:
-            return
-
-
-def global_batches(of_ranks: list[list[list[Any]]]) -> list[list[Any]]:
-    return [list(itertools.chain(*parts)) for parts in zip(*of_ranks, strict=True)]
-
-
-def chunks(num_rows: int, size: int = 8) -> list[list[int]]:
-    return [list(range(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
+from lightning_dlrover.live.sequences import settings_for
+from lightning_dlrover.rdzv.group import transfer
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +144,21 @@ def test_state_with_classes_of_the_users_is_not_handed_on(caplog: pytest.LogCapt
     assert "the state of WithObjects is not handed on" in caplog.text
 
 
+def test_time_that_serializing_takes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_taken = 0
+
+    def dumps_large_state(state: object, dumps: Any = transfer.dumps) -> bytes:
+        nonlocal num_taken
+        num_taken += 1
+        time.sleep(0.2)
+        return bytes(dumps(state))
+
+    monkeypatch.setattr(transfer, "dumps", dumps_large_state)
+    monkeypatch.setattr(one_pass, "MAX_SNAPSHOT_SHARE", 0.02)
+    assert shares(make(Stateful(200))) == chunks(200)
+    assert num_taken == 1  # the next one comes after 10 s
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_unseeded_numbers_are_alike_on_all_workers_and_differ_by_epoch(num_workers: int) -> None:
     read = []
@@ -310,6 +229,29 @@ def test_epoch_begins_with_the_first_row_wherever_the_last_one_was_left(kind: An
     assert shares(loader) == chunks(100)
 
 
+@pytest.mark.parametrize("kind", [Stateful, GoesOn, Sticky])
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("begins_late", [True, False])
+def test_epoch_after_a_state_was_loaded_begins_with_the_first_row(kind: Any, ends: bool, begins_late: bool) -> None:
+    old, joiner = make(kind(100)), make(kind(100))
+    shares(joiner, 2 if begins_late else 0)
+    shares(old, 6)
+    joiner.load_state(old.state())
+    assert shares(joiner, 1000 if ends else 2) == chunks(100)[6 : 13 if ends else 8]
+    iter(joiner)
+    joiner.set_epoch(1)
+    assert shares(joiner) == chunks(100)
+
+
+@pytest.mark.parametrize("num_read", [0, 2, 9])
+def test_state_that_fails_in_the_middle_of_a_pass_is_forgotten(num_read: int) -> None:
+    old, joiner = make(GoesOnElsewhere(100)), make(GoesOnElsewhere(100))
+    shares(joiner, num_read)
+    shares(old, 6)
+    joiner.load_state(old.state())
+    assert shares(joiner) == chunks(100)[6:]
+
+
 def test_rollback_further_than_rows_are_kept_reads_the_epoch_again() -> None:
     dataset = Opaque(100)
     loader = make(dataset)
@@ -362,23 +304,58 @@ def test_state_that_does_not_bring_back_the_rows_is_not_used(caplog: pytest.LogC
     assert "with another row than it had next" in caplog.text
 
 
+def test_state_is_checked_though_workers_compare_no_rows(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = SimpleNamespace(testing=False, limit_val_batches=1.0)
+    settings = settings_for(trainer, training=False, global_batch_size=8, max_catch_up_s=60.0, compare_data=False)
+    old, joiner = (make(LossyState(100), settings=settings) for _ in range(2))
+    seen = old.peek()
+    assert seen is not None
+    assert seen.first is None
+    shares(old, 6)
+    joiner.load_state(old.state())
+    assert shares(joiner) == chunks(100)[6:]
+    assert "with another row than it had next" in caplog.text
+
+
 def test_checkpoint_resumes_in_another_world() -> None:
-    for kind in (Opaque, Stateful, GoesOn):
+    for kind in (Opaque, Stateful, GoesOn, NumpyState):
         old = make(kind(100))
         before = shares(old, 7)
         assert old.sequence is not None
-        saved = torch.load(_bytes(old.sequence.in_checkpoint()), weights_only=False)
-        resumed = [make(kind(100), rank, 3) for rank in range(3)]
+        saved = torch.load(_bytes(old.sequence.in_checkpoint()), weights_only=True)
+        datasets = [kind(100) for _ in range(3)]
+        resumed = [make(dataset, rank, 3) for rank, dataset in enumerate(datasets)]
         for loader in resumed:
             loader.cursor = 7
             assert loader.sequence is not None
             loader.sequence.resume_from(saved)
         assert before + global_batches([shares(loader) for loader in resumed]) == chunks(100)
+        assert all(dataset.num_read == 44 for dataset in datasets if kind is NumpyState)  # from the state on
+
+
+def test_order_that_depends_on_the_number_of_passes_is_refused_after_a_checkpoint() -> None:
+    class Counts(Opaque):
+        num_passes = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.num_passes += 1
+            yield from random.Random(self.num_passes).sample(range(100), 100)
+
+    old, resumed = make(Counts(100)), make(Counts(100))
+    shares(old)
+    for loader in (old, resumed):
+        iter(loader)
+        loader.set_epoch(1)
+    shares(old, 7)
+    assert old.sequence is not None
+    assert resumed.sequence is not None
+    resumed.cursor = 7
+    resumed.sequence.resume_from(torch.load(_bytes(old.sequence.in_checkpoint()), weights_only=True))
+    with pytest.raises(DataError, match=r"Counts gives other rows than before: row 0 of epoch 1.* set_epoch\(epoch\)"):
+        next(resumed)
 
 
 def _bytes(obj: object) -> Any:
-    import io
-
     file = io.BytesIO()
     torch.save(obj, file)
     file.seek(0)
@@ -400,6 +377,50 @@ def test_joiner_that_reads_too_slowly_is_refused_early_and_in_words() -> None:
     with pytest.raises(DataError, match=r"80000 rows .* limit of 0.5 s. Give Slow the methods state_dict\(\)"):
         joiner.peek()
     assert time.monotonic() - began < 0.5
+
+
+def test_few_slow_rows_end_with_the_limit() -> None:
+    class Slow(Opaque):
+        def __iter__(self) -> Iterator[int]:
+            for row in super().__iter__():
+                time.sleep(0.02)
+                yield row
+
+    joiner = make(Slow(None), 1, 2, settings=SequenceSettings(max_catch_up_s=0.2))
+    joiner.cursor = 6
+    assert joiner.sequence is not None
+    joiner.sequence.is_catching_up = True
+    with pytest.raises(DataError, match="48 rows"):
+        joiner.peek()
+
+
+def test_time_that_a_state_takes_counts_for_the_limit() -> None:
+    class SlowState(LossyState):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            time.sleep(0.3)
+            super().load_state_dict(state)
+
+    old = make(SlowState(100))
+    shares(old, 6)
+    joiner = make(SlowState(100), settings=replace(SETTINGS, max_catch_up_s=0.2))
+    joiner.load_state(old.state())
+    assert joiner.sequence is not None
+    joiner.sequence.is_catching_up = True
+    with pytest.raises(DataError, match="0 of them in 0"):
+        joiner.peek()
+
+
+def test_slow_first_row_does_not_show_the_speed() -> None:
+    class SlowStart(Opaque):
+        def __iter__(self) -> Iterator[int]:
+            time.sleep(0.1)
+            yield from super().__iter__()
+
+    joiner = make(SlowStart(1000), settings=SequenceSettings(max_catch_up_s=0.5))
+    joiner.cursor = 100
+    assert joiner.sequence is not None
+    joiner.sequence.is_catching_up = True
+    assert shares(joiner) == chunks(1000)[100:]
 
 
 def test_error_of_the_dataset_is_raised_again_and_never_taken_for_the_end() -> None:
@@ -428,6 +449,20 @@ def test_validation_splits_the_counted_rows(world: int, num_workers: int) -> Non
         loader.deal([np.array([3, 4, 9]), np.array([1])])
         assert [batch.tolist() for batch in rest(loader)] == [[3, 4, 9], [1]]
         loader.close()
+
+
+@pytest.mark.parametrize("is_iterable", [True, False])
+def test_shuffled_validation_is_split_though_each_worker_has_its_own_seed(
+    is_iterable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[float] = []
+    for rank in range(3):
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(1000 + rank))
+        dataset: Any = Shuffled() if is_iterable else TensorDataset(torch.arange(40))
+        options: dict[str, Any] = {} if is_iterable else {"shuffle": True}
+        for batch in rest(make(dataset, rank, 3, training=False, **options)):
+            found += (batch if is_iterable else batch[0]).tolist()
+    assert sorted(int(each) for each in found) == list(range(40))
 
 
 def test_endless_validation_is_counted_up_to_its_limit() -> None:

@@ -20,6 +20,8 @@ from lightning_dlrover.live.data_fingerprint import (
     DataFingerprint,
     LoaderFingerprint,
     Sketch,
+    are_same_row,
+    described_row,
     difference,
     fingerprint_data,
     refuse_different_data,
@@ -99,6 +101,46 @@ def test_last_digits_of_another_machine_are_no_difference() -> None:
     ours, theirs = data_of(Images()), data_of(Images(change=decoded_elsewhere))
     assert ours != theirs
     assert difference(ours, theirs) == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "neighbour"),
+    [
+        ({"id": 5000, "x": 20.1}, {"id": 5001, "x": 20.1}),
+        ({"time": 1.7e9, "x": 20.0}, {"time": 1.7e9 + 60, "x": 20.001}),
+        (1.7e9, 1.7e9 + 3600),
+        (torch.tensor([5000.0]), torch.tensor([5000.1])),
+        (torch.arange(3000), torch.arange(3000) + (torch.arange(3000) == 100)),
+        ([40_000, 40_001, 40_002], [40_001, 40_002, 40_003]),
+        (np.uint8(200), np.uint8(201)),
+        (True, False),
+    ],
+)
+def test_neighbouring_rows_differ(row: object, neighbour: object) -> None:
+    mine, theirs = described_row(row), described_row(neighbour)
+    assert mine is not None
+    assert theirs is not None
+    assert are_same_row(mine, mine)
+    assert not are_same_row(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("row", "elsewhere"),
+    [
+        (0.1 + 0.2, 0.3),
+        (torch.tensor(1.0), torch.tensor(1.0 + 2e-7)),
+        (1e-17, 0.0),
+        (torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0078125, dtype=torch.bfloat16)),
+        (torch.tensor(1.0, dtype=torch.float16), torch.tensor(1.001, dtype=torch.float16)),
+        (torch.linspace(0, 1, 99), torch.linspace(0, 1, 99) * 1.001),
+        (np.full(99, 1000, np.int16), np.full(99, 1001, np.int16)),
+    ],
+)
+def test_row_is_the_same_in_spite_of_last_digits(row: object, elsewhere: object) -> None:
+    mine, theirs = described_row(row), described_row(elsewhere)
+    assert mine is not None
+    assert theirs is not None
+    assert are_same_row(mine, theirs)
 
 
 @pytest.mark.parametrize("change", [flipped_by_chance, with_noise])

@@ -134,7 +134,7 @@ class AgentConvener:
             thread.join(timeout_s)
 
     def _run(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
-        pause_s = random.uniform(0, num_agents * _CAMPAIGN_PER_AGENT_S)
+        pause_s = random.SystemRandom().uniform(0, num_agents * _CAMPAIGN_PER_AGENT_S)
         while not self._stopped.wait(pause_s) and not lease.lost.is_set():
             pause_s = _RETRY_S
             try:

@@ -186,7 +186,7 @@ class Caller:
         self._num_refused += 1
         first_s, longest_s = _FULL_PAUSES_S
         pause_s = min(longest_s, first_s * 2.0 ** min(20, self._num_refused - 1))
-        self._may_write_at = time.monotonic() + pause_s * random.uniform(0.8, 1.0)
+        self._may_write_at = time.monotonic() + pause_s * random.SystemRandom().uniform(0.8, 1.0)
         if self._num_refused == 2:  # a command ends with its first refusal, and this line would only repeat its error
             logger.warning("%s. Until then workers train on, and changes of the job wait", problem)
         return EtcdFullError(f"cannot {action}: {problem}")

@@ -125,7 +125,7 @@ class Connections:
         self._targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
         self._lock = threading.Lock()
         self._credentials = _tls_credentials(config)  # credentials of the last read; see `_open`
-        self._target_index = random.randrange(len(self._targets))
+        self._target_index = random.SystemRandom().randrange(len(self._targets))
         self._connection: Connection | None = None
         self._spare: Connection | None = None  # also used while the connection in use is late
 

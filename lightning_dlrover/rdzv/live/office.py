@@ -136,7 +136,7 @@ class Office:
         if self._keys.convener in shared:
             self._stands_at, self._is_refused = None, False
         elif self._stands_at is None:
-            self._stands_at = time.monotonic() + random.uniform(0.0, num_members * CAMPAIGN_PER_WORKER_S)
+            self._stands_at = time.monotonic() + random.SystemRandom().uniform(0.0, num_members * CAMPAIGN_PER_WORKER_S)
         if self._stands_at is not None and time.monotonic() < self._stands_at:
             return
         write = self._convener.candidacy(shared, self._is_vacant(shared))
@@ -150,5 +150,5 @@ class Office:
         election = shared.get(self._keys.convener)
         if election is None or time.monotonic() < self._holder_is_checked_at:
             return False
-        self._holder_is_checked_at = time.monotonic() + CHECK_S * random.uniform(0.8, 1.2)
+        self._holder_is_checked_at = time.monotonic() + CHECK_S * random.SystemRandom().uniform(0.8, 1.2)
         return self._client.get(self._keys.workers + election.value.decode(errors="replace")) is None
