@@ -104,6 +104,8 @@ def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch_with_max_steps(
         (2, 2),
     ]
     assert sorted(itertools.chain.from_iterable(share["ids"] for share in shares[:5])) == list(range(37))
+    saved = {file.name for file in (second.folder / "checkpoints").iterdir()}
+    assert saved == {"step=10.ckpt", "step=13.ckpt"}, "an epoch without a batch has ended, too"
 
 
 def test_job_resumes_with_collective_in_save_hook(make_job: MakeJob) -> None:
