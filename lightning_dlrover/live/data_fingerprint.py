@@ -72,7 +72,7 @@ class Sketch:
     """Summary of a sample."""
 
     kind: str  # digest of its structure and texts
-    arrays: list[list[float]]  # for each array: deviation and means of some pieces, or its only number
+    arrays: list[list[float]]  # deviation and means of some pieces of each array, or its only number
 
 
 @dataclass(frozen=True)

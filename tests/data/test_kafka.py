@@ -451,7 +451,7 @@ def test_later_fit_looks_again_where_the_topic_was_dry(brokers: MockCluster, is_
     data.set_epoch(1)
     lengths.append(len(data))
 
-    def begin_fit() -> None:  # as `JobWindows.attend`
+    def begin_fit() -> None:  # `JobWindows.attend` does this
         if is_anew:
             data.set_epoch(0)
             windows.begin_again()

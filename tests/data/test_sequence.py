@@ -330,7 +330,7 @@ def test_checkpoint_resumes_in_another_world() -> None:
             assert loader.sequence is not None
             loader.sequence.resume_from(saved)
         assert before + global_batches([shares(loader) for loader in resumed]) == chunks(100)
-        assert all(dataset.num_read == 44 for dataset in datasets if kind is NumpyState)  # from the state on
+        assert all(dataset.num_read == 44 for dataset in datasets if kind is NumpyState)  # rows after the state
 
 
 def test_order_that_depends_on_the_number_of_passes_is_refused_after_a_checkpoint() -> None:

@@ -88,7 +88,7 @@ def fitted(batches: Batches, model: Model, callbacks: list[Any], ckpt_path: Path
     trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, **quiet, **limits)  # type: ignore[arg-type]
     batches.fit_loop = fit_loop = trainer.fit_loop
 
-    def set_up(own: Any) -> None:  # as `LiveTraining.set_up_data`
+    def set_up(own: Any) -> None:  # `LiveTraining.set_up_data` does this
         own()
         epochs: Any = fit_loop.epoch_progress.current
         batches.set_epoch(epochs.processed)
