@@ -430,7 +430,9 @@ while not me.has("done"):
     assert_ranks(starts)
     assert {start.agent: start.group_rank for start in starts} == {0: 0, 2: 1}  # remaining nodes keep their order
     agents.leave("done")
-    assert [outcome.restarts_left for outcome in succeeded([running[0], running[2]])] == [0, 0]
+    left = [outcome.restarts_left for outcome in succeeded([running[0], running[2]])]
+    # torch's agent does not count a restart for a new round, and one may see the other's before its own worker has failed.
+    assert sorted(left) in ([0, 0], [0, 1])
 
 
 def test_nodes_continue_without_a_silent_one_and_take_it_back(agents: ElasticAgents) -> None:
