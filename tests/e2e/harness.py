@@ -245,13 +245,16 @@ class Job:
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: self.step >= step, f"step {step}")
 
-    def wait_for_world(self, size: int, since: int | None = None) -> int:
+    def wait_for_world(self, size: int, since: int | None = None, patience_s: float = PATIENCE_S) -> int:
         """Wait until `size` workers have completed a step; return its number.
 
         If that takes long, steps take longer meanwhile, or the job would end before a busy machine has started its workers.
+
+        Args:
+            patience_s: seconds until then; 0 where workers have little time to join.
         """
         after, dawdle = self.step if since is None else since, self.folder / "dawdle"
-        patient_until = time.monotonic() + PATIENCE_S
+        patient_until = time.monotonic() + patience_s
 
         def look() -> int | None:
             if time.monotonic() > patient_until:

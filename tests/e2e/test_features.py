@@ -349,7 +349,7 @@ def grown_to(
     job.wait_for_step(1)
     for _ in range(num_workers - 1):
         job.start()
-    job.wait_for_world(num_workers)
+    job.wait_for_world(num_workers, patience_s=0.0)  # no worker can join a later fit of the script
     return job, max(record["epoch"] for record in job.records("done")) + 1
 
 
