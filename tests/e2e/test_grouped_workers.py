@@ -116,9 +116,12 @@ def own_folder(pid: int) -> Path:
 
 def kill_and_let_go_on(pids: list[int], client: EtcdClient, keys: Keys, folder: Path) -> list[int]:
     """Kill a worker of each group; return the steps whose state was kept. The next groups are fast."""
+    agents = [psutil.Process(pid).parent() for pid in pids]
+    former = {child for agent in agents if agent is not None for child in agent.children()}
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    eventually(lambda: len(kept(client, keys)) == len(pids), f"{len(pids)} states are kept", 60)
+    # If one agent's survivor leaves earlier than the other's, the job goes on with the latter, which alone keeps the state.
+    eventually(lambda: kept(client, keys) and not any(worker.is_running() for worker in former), "the groups end", 60)
     (folder / "fast").touch()
     return kept(client, keys)
 
@@ -155,7 +158,7 @@ def test_both_agents_groups_go_on_at_the_step_reached(
     lines = lines_of(tmp_path, "step")
     former = {line["pid"] for group in groups for line in group}
     last = max(line["step"] for line in lines if line["pid"] in former)
-    assert kept(client, keys) == steps == [last, last], agents[0].output + agents[1].output
+    assert kept(client, keys) == steps in ([last], [last, last]), agents[0].output + agents[1].output
     later = sorted({line["step"] for line in lines if line["pid"] not in former})
     assert later == list(range(last + 1, NUM_STEPS + 1))
     if script == LOOP:
