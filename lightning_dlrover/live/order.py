@@ -147,16 +147,25 @@ class StreamOrder:
 
 
 class WithoutWindows:
-    """Orders of data that have the same samples in all epochs."""
+    """Orders of data that are no stream."""
 
     grows = False
     window = None
+    layout: Layout | None = None
+    _dataset: Any
 
     def enter(self, epoch: int) -> None:
         """Do nothing: all epochs have the same samples."""
 
     def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
         """Do nothing: there is none."""
+
+    def take_layout(self, layout: Layout | None) -> None:
+        if layout is not None:
+            raise UnsupportedLoaderError(
+                f"the job's state has the layout of a stream for this loader, which reads a {type(self._dataset).__name__} "
+                "here: the workers' scripts differ. Start all workers with the same script"
+            )
 
 
 class SampleOrder(WithoutWindows):
@@ -182,7 +191,6 @@ class SampleOrder(WithoutWindows):
                 self.seed = sampler.generator.initial_seed() % 2**62
         elif type(sampler) is not SequentialSampler:
             self._user_sampler = sampler
-        self.layout: Layout | None = None
         self._order = torch.empty(0, dtype=torch.int64)
         self._drawn_for: tuple[int, int] | None = None  # epoch and lap of the order that is kept
 
@@ -193,13 +201,6 @@ class SampleOrder(WithoutWindows):
     @property
     def shards(self) -> str:
         return ""
-
-    def take_layout(self, layout: Layout | None) -> None:
-        if layout is not None:
-            raise UnsupportedLoaderError(
-                f"the job's state has the layout of a stream for this loader, which reads a {type(self._dataset).__name__} "
-                "here: the workers' scripts differ. Start all workers with the same script"
-            )
 
     def fitting_loader_workers(self, wanted: int) -> int:
         return wanted

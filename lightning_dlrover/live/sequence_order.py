@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import ranges_of
-from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.one_pass import Place, Snapshot, has_state
 from lightning_dlrover.data.sequence import (
     BatchFacts,
@@ -115,7 +114,6 @@ class SequenceOrder(WithoutWindows):
         in_vote: what was handed out between the newest two votes.
     """
 
-    layout: Layout | None = None
     shards = ""
 
     def __init__(
@@ -150,13 +148,6 @@ class SequenceOrder(WithoutWindows):
 
     def take_seed(self, seed: int) -> None:
         self.seed = seed
-
-    def take_layout(self, layout: Layout | None) -> None:
-        if layout is not None:
-            raise UnsupportedLoaderError(
-                f"the job's state has the layout of a stream for this loader, which reads a {type(self._dataset).__name__} "
-                "here: the workers' scripts differ. Start all workers with the same script"
-            )
 
     def forget(self) -> None:
         """Do nothing: no order is kept."""
