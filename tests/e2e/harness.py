@@ -63,7 +63,9 @@ _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # Planner and history import the first two lazily. The server skips modules that cannot be imported.
-    context.set_forkserver_preload(["sklearn.ensemble", "sqlalchemy", "torch.distributed.run", "toy_job", "table_job"])
+    context.set_forkserver_preload(
+        ["sklearn.ensemble", "sqlalchemy", "torch.distributed.run", "toy_job", "table_job", "frozen_heap"]
+    )
     return context
 
 

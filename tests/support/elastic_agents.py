@@ -39,7 +39,7 @@ import lightning_dlrover.rdzv.agents.handler  # noqa: F401 - as above
 
 __all__ = ["ElasticAgents", "Node", "Nursery", "Outcome", "RunningAgent", "Started"]
 
-_NURSE = "import elastic_agents; elastic_agents._nurse"
+_NURSE = "import elastic_agents, frozen_heap; elastic_agents._nurse"
 
 # Prepended to every script.
 PREAMBLE = """
