@@ -318,8 +318,10 @@ def test_worker_with_an_expired_lease_registers_again_if_still_awaited(
     before = first.membership.view.round
     second.membership.own.drain("leave when another one is there")
     leases = [worker.membership.own.lease for worker in (first, second)]
-    for lease in leases:  # both leases, as after an outage of etcd
-        lease.revoke()
+    # Both leases, as after an outage of etcd. Neither worker decides in between that the other one is lost.
+    with first.membership._changed, second.membership._changed:
+        for lease in leases:
+            lease.revoke()
     eventually(lambda: all(worker.membership.own.lease not in leases for worker in (first, second)), "leases of their own")
     for worker in (first, second):
         worker.wait_for_records(lambda view: True if len(view.survivors) == 2 and view.drains == {second.worker_id} else None)
