@@ -27,6 +27,8 @@ NUM_METADATA = 64
 class Parquet:
     """Parquet files. `parquet` makes one."""
 
+    reads_ahead = True
+
     def __init__(self, paths: str | Sequence[str], columns: Sequence[str] | None, on_error: str) -> None:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
@@ -43,6 +45,10 @@ class Parquet:
         return f"parquet({self._paths!r})"
 
     def shards(self) -> Sequence[Shard]:
+        # Here, or each loader worker would import them while a step waits for its first batch.
+        import pyarrow.compute
+        import pyarrow.parquet  # noqa: F401
+
         self._locations = {each.key: each for each in located(self._paths, suffix=".parquet")}
         counts = counted(list(self._locations.values()), "parquet", _num_rows)
         return [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
@@ -76,8 +82,8 @@ class Parquet:
                 skip = 0
 
     def _remember(self, shard: Shard, metadata: Any) -> None:
+        self._metadata.pop(shard, None)  # streams that share this source read on several threads
         self._metadata[shard] = metadata
-        self._metadata.move_to_end(shard)
         if len(self._metadata) > NUM_METADATA:
             self._metadata.popitem(last=False)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
 from lightning_dlrover.data.lane_plan import LanePlan, Piece
+from lightning_dlrover.data.read_ahead import ReadAhead
 from lightning_dlrover.data.rows import Block, Rows
 from lightning_dlrover.data.source import DataError, Shard, Skipped, Source
 
@@ -24,6 +27,12 @@ log = logging.getLogger(__name__)
 
 MAX_OPEN_LANES = 256
 """Maximum number of lanes that a process holds open."""
+
+BLOCKS_AHEAD = 2
+"""Blocks whose rows are read ahead, counted over all lanes."""
+
+MAX_BATCHES_AHEAD = 48
+"""Maximum number of batches whose rows are read ahead."""
 
 
 class _Cursor:
@@ -64,21 +73,21 @@ class _Cursor:
             self._items.close()
 
 
-class _Lane:
-    def __init__(self) -> None:
-        self.number = -1  # number of the block
-        self.block: Block | list[Any] = []
-        self.starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `block`; None: nothing was skipped
-        self.cursor: _Cursor | None = None
+@dataclass(frozen=True)
+class _Loaded:
+    """A block of a lane in memory."""
 
-    def close(self) -> None:
-        if self.cursor is not None:
-            self.cursor.close()
-            self.cursor = None
+    number: int = -1
+    block: Block | list[Any] = field(default_factory=list)
+    starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `block`; None: nothing was skipped
+    skipped: Counter[tuple[str, str]] = field(default_factory=Counter)  # rows, by shard and reason
 
 
 class LaneReader:
     """The lanes of one epoch that a process reads.
+
+    Args:
+        max_open: lanes that are held at once.
 
     Attributes:
         num_skipped: rows that were to be read but could not be.
@@ -90,7 +99,13 @@ class LaneReader:
         self._source = source
         self._shards = shards
         self._max_open = max_open
-        self._lanes: OrderedDict[int, _Lane] = OrderedDict()
+        self._blocks: OrderedDict[int, _Loaded] = OrderedDict()  # by lane
+        self._cursors: OrderedDict[int, _Cursor] = OrderedDict()  # by lane, used by `_decoded` alone
+        reads_ahead = getattr(source, "reads_ahead", False) and get_worker_info() is None
+        # The thread only decodes. It would wait for the interpreter's lock at each of the small steps that make a block.
+        self._ahead = ReadAhead(lambda lane, number: list(self._decoded(lane, number))) if reads_ahead else None
+        self._next = 0, 0  # positions of the next batch if batches are read one after the other
+        self._ahead_upto = 0  # first position of the last batch that is read ahead
 
     def read(self, pieces: Sequence[Piece]) -> Rows | list[Any]:
         """Return the rows of these pieces: columns if the source yields record batches, else a list of its items.
@@ -117,83 +132,156 @@ class LaneReader:
                 first = stop
         return rows if rows else Rows(parts)
 
+    def expect(self, start: int, stop: int, stride: int, goes_on: bool) -> None:
+        """Load the rows of a batch on a thread, and those of the batches after it, if the source may be read there.
+
+        Args:
+            start: position of the batch's first row.
+            stop: position after its last row.
+            stride: positions from one batch's rows to those of the next.
+            goes_on: whether those will be read next. Otherwise nothing is read ahead before two batches followed each other.
+        """
+        if self._ahead is None:
+            return
+        num_rows, follows = stop - start, (start, stop) == self._next
+        depth = min(MAX_BATCHES_AHEAD, -(-BLOCKS_AHEAD * self.plan.layout.block_rows // num_rows))
+        upto = start + depth * stride if follows or goes_on else start
+        begin = self._ahead_upto + stride if follows else start
+        self._next, self._ahead_upto = (start + stride, stop + stride), max(upto, begin - stride)
+        blocks = list(self._blocks_of(range(begin, upto + 1, stride), num_rows))
+        if not follows:
+            self._ahead.keep(set(blocks))
+        for lane, number in blocks:
+            loaded = self._blocks.get(lane)
+            if loaded is None or loaded.number != number:
+                self._ahead.ask((lane, number))
+
+    def _blocks_of(self, starts: range, num_rows: int) -> Iterator[tuple[int, int]]:
+        """Yield lane and number of the blocks that batches need."""
+        for start in starts:
+            if start >= self.plan.num_rows:
+                return
+            for piece in self.plan.pieces(start, min(start + num_rows, self.plan.num_rows)):
+                last = self.plan.block_of(piece.lane, piece.stop - 1)
+                yield from ((piece.lane, n) for n in range(self.plan.block_of(piece.lane, piece.first), last + 1))
+
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes.clear()
+        if self._ahead is not None:
+            self._ahead.wait()
+        for cursor in self._cursors.values():
+            cursor.close()
+        self._cursors.clear()
+        self._blocks.clear()
 
-    def _at(self, number: int, block: int) -> _Lane:
-        lane = self._lanes.get(number)
-        if lane is None:
-            if len(self._lanes) >= self._max_open:
-                self._lanes.popitem(last=False)[1].close()
-            lane = self._lanes[number] = _Lane()
-        self._lanes.move_to_end(number)
-        if lane.number != block:
-            lane.number = -1  # loading may fail
-            self._load(lane, number, block)
-            lane.number = block
-        return lane
+    def _at(self, lane: int, number: int) -> _Loaded:
+        loaded = self._blocks.get(lane)
+        if loaded is None or loaded.number != number:
+            decoded = self._decoded(lane, number) if self._ahead is None else self._ahead.take((lane, number))
+            loaded = self._loaded(lane, number, decoded)
+            for (key, reason), num_rows in loaded.skipped.items():
+                self.num_skipped += num_rows
+                log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
+            if len(self._blocks) >= self._max_open and lane not in self._blocks:
+                self._blocks.popitem(last=False)
+            self._blocks[lane] = loaded
+        self._blocks.move_to_end(lane)
+        return loaded
 
-    def _load(self, lane: _Lane, number: int, block: int) -> None:
-        items: list[Any] = []
-        for shard_number, first, stop in self.plan.intervals(number, *self.plan.block(number, block)):
-            shard = self._shards[shard_number]
-            if lane.cursor is None or lane.cursor.shard is not shard or lane.cursor.row != first:
-                lane.close()
-                lane.cursor = _Cursor(self._source, shard, first)
-            try:
-                items.extend((shard, item) for item in lane.cursor.take(stop - first))
-            except BaseException:
-                lane.cursor = None  # its generator is over
-                raise
-        order = self.plan.order(number, block)
-        lane.starts = None
-        if any(isinstance(item, Skipped) for _, item in items):
-            lane.starts, order = self._without_skipped(items, order)
-            items = [(shard, item) for shard, item in items if not isinstance(item, Skipped)]
-        lane.block = _joined(items, order)
-
-    def _without_skipped(
-        self, items: Sequence[tuple[Shard, Any]], order: npt.NDArray[np.int64] | None
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
-        """Return where each row of a block is among those that could be read, and the order of these."""
-        is_there = np.concatenate([np.full(_length(item), not isinstance(item, Skipped)) for _, item in items])
-        skipped: Counter[tuple[str, str]] = Counter()
-        for shard, item in items:
-            if isinstance(item, Skipped):
+    def _loaded(self, lane: int, number: int, decoded: Iterable[tuple[Shard, Any]]) -> _Loaded:
+        first, stop = self.plan.block(lane, number)
+        skipped = Counter[tuple[str, str]]()
+        is_there: list[npt.NDArray[np.bool_]] = []  # for each row, whether it could be read
+        parts = _Parts(stop - first)
+        for shard, item in decoded:
+            is_skipped = isinstance(item, Skipped)
+            is_there.append(np.full(_length(item), not is_skipped))
+            if is_skipped:
                 skipped[shard.key, item.reason] += item.rows
-        for (key, reason), num_rows in skipped.items():
-            self.num_skipped += num_rows
-            log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
-        if order is None:
-            return np.concatenate(([0], np.cumsum(is_there))), None
-        number = np.cumsum(is_there) - 1  # a row's number among those that could be read
-        kept = is_there[order]
-        return np.concatenate(([0], np.cumsum(kept))), number[order[kept]]
+            else:
+                parts.add(shard, item)
+        order = self.plan.order(lane, number)
+        if not skipped:
+            return _Loaded(number, parts.joined(order))
+        starts, order = _without_skipped(np.concatenate(is_there), order)
+        return _Loaded(number, parts.joined(order), starts, skipped)
+
+    def _decoded(self, lane: int, number: int) -> Iterator[tuple[Shard, Any]]:
+        """Yield what the source has for a block."""
+        cursor = self._cursors.pop(lane, None)
+        for shard_number, begin, end in self.plan.intervals(lane, *self.plan.block(lane, number)):
+            shard = self._shards[shard_number]
+            if cursor is None or cursor.shard is not shard or cursor.row != begin:
+                if cursor is not None:
+                    cursor.close()
+                cursor = _Cursor(self._source, shard, begin)
+            for item in cursor.take(end - begin):  # its error ends the cursor
+                yield shard, item
+        if cursor is not None:
+            if len(self._cursors) >= self._max_open:
+                self._cursors.popitem(last=False)[1].close()
+            self._cursors[lane] = cursor
 
 
-def _joined(items: Sequence[tuple[Shard, Any]], order: npt.NDArray[np.int64] | None) -> Block | list[Any]:
-    if not any(_is_columnar(item) for _, item in items):
-        rows = [item for _, item in items]
-        return rows if order is None else [rows[i] for i in order]
-    import pyarrow as pa
+def _without_skipped(
+    is_there: npt.NDArray[np.bool_], order: npt.NDArray[np.int64] | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+    """Return where each row of a block is among those that could be read, and the order of these."""
+    if order is None:
+        return np.concatenate(([0], np.cumsum(is_there))), None
+    number = np.cumsum(is_there) - 1  # a row's number among those that could be read
+    kept = is_there[order]
+    return np.concatenate(([0], np.cumsum(kept))), number[order[kept]]
 
-    first = items[0][1]
-    for shard, item in items:
+
+class _Parts:
+    """What a source yields for a block: all record batches, or all single rows.
+
+    Args:
+        num_rows: rows of the block.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._rows: list[Any] = []
+        self._block: Block | None = None
+        self._first: tuple[Shard, Any] | None = None  # shard and columns of the first record batch
+
+    def add(self, shard: Shard, item: Any) -> None:
+        """Add what was read.
+
+        Raises:
+            DataError: it does not fit to what was read before.
+        """
         if not _is_columnar(item):
-            raise DataError(f"{shard.key}: its source yields a {type(item).__name__} among record batches")
-        if not _same_columns(item.schema, first.schema):
-            raise DataError(f"{shard.key} has the columns {_columns(item)}, and {items[0][0].key} has {_columns(first)}")
-    return Block(pa.Table.from_batches([item for _, item in items], schema=first.schema), order)
+            if self._block is not None:
+                raise DataError(f"{shard.key}: its source yields a {type(item).__name__} among record batches")
+            self._rows.append(item)
+            return
+        if self._rows:
+            raise DataError(
+                f"{shard.key}: its source yields record batches among rows such as a {type(self._rows[0]).__name__}"
+            )
+        if self._first is None:
+            self._first, self._block = (shard, item.schema), Block(item.schema, self._num_rows)
+        before, schema = self._first
+        if not _same_columns(item.schema, schema):
+            raise DataError(f"{shard.key} has the columns {_columns(item.schema)}, and {before.key} has {_columns(schema)}")
+        assert self._block is not None
+        self._block.add(item)
+
+    def joined(self, order: npt.NDArray[np.int64] | None) -> Block | list[Any]:
+        """Return all of it, in this order."""
+        if self._block is not None:
+            return self._block.finish(order)
+        return self._rows if order is None else [self._rows[i] for i in order]
 
 
 def _same_columns(one: Any, other: Any) -> bool:
     return bool(one.equals(other)) or (one.names == other.names and one.types == other.types)
 
 
-def _columns(batch: Any) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in batch.schema)
+def _columns(schema: Any) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
 def _is_columnar(item: Any) -> bool:

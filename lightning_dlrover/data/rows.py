@@ -41,10 +41,11 @@ class Block:
     """Consecutive rows in memory.
 
     Columns of numbers without nulls are copied into one array per type, so that a batch is cut from a few arrays, not from as
-    many as there are columns. What the table came from can be freed.
+    many as there are columns. They are copied batch by batch, so that the memory of a batch serves the next one.
 
     Args:
-        order: the rows in the order to use, shape ``(num_rows,)``; None: as they are.
+        schema: columns of the batches.
+        num_rows: maximum number of rows.
 
     Attributes:
         names: of all columns.
@@ -52,19 +53,60 @@ class Block:
         arrays: one for each type of number, shape ``(columns, num_rows)``.
     """
 
-    def __init__(self, table: pa.Table, order: npt.NDArray[np.int64] | None = None) -> None:
-        self._schema = table.schema
-        self.names = list(self._schema.names)
-        self._num_rows = int(table.num_rows)
+    def __init__(self, schema: pa.Schema, num_rows: int) -> None:
+        self._schema = schema
+        self.names = list(schema.names)
+        self._num_rows = 0
         names: dict[np.dtype[Any], list[str]] = {}
-        for name, kind in _number_columns(self._schema):
-            if not table.column(name).null_count:
-                names.setdefault(kind, []).append(name)
+        for name, kind in _number_columns(schema):
+            names.setdefault(kind, []).append(name)
         self.groups = tuple((kind, tuple(of_kind)) for kind, of_kind in names.items())
-        self.arrays = [_stacked(table, of_kind, kind, order) for kind, of_kind in self.groups]
+        self.arrays = [np.empty((len(of_kind), num_rows), kind) for kind, of_kind in self.groups]
+        self._find_places()
+        self._chunks: dict[str, list[pa.Array]] = {name: [] for name in self.names if name not in self._place}
+        self._others: pa.Table | None = None  # the other columns, once all rows are there
+
+    def _find_places(self) -> None:
         self._place = {name: (i, j) for i, (_, of_kind) in enumerate(self.groups) for j, name in enumerate(of_kind)}
-        others = [name for name in self.names if name not in self._place]
-        self._others = table.select(others) if order is None or not others else table.select(others).take(order)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Append the rows of a batch with the same columns."""
+        import pyarrow as pa
+
+        first, stop = self._num_rows, self._num_rows + batch.num_rows
+        for name, column in zip(self.names, batch.columns, strict=True):
+            if name in self._chunks:
+                self._chunks[name].append(column)
+            elif column.null_count:
+                known = self.numbers(name)
+                assert known is not None
+                self._chunks[name] = [pa.array(known[:first], column.type), column]
+            else:
+                i, j = self._place[name]
+                self.arrays[i][j, first:stop] = column.to_numpy(zero_copy_only=False)
+        self._num_rows = stop
+
+    def finish(self, order: npt.NDArray[np.int64] | None = None) -> Block:
+        """Bring the rows, of which there will be no more, into an order, shape ``(num_rows,)``; None: they stay as they are."""
+        import pyarrow as pa
+
+        with_nulls = {name for name in self._chunks if name in self._place}
+        kept = [[j for j, name in enumerate(names) if name not in with_nulls] for _, names in self.groups]
+        for i, (js, array) in enumerate(zip(kept, self.arrays, strict=True)):
+            whole = array[:, : self._num_rows] if len(js) == len(array) else array[js, : self._num_rows]
+            self.arrays[i] = whole if order is None else np.take(whole, order, axis=1)
+        self.arrays = [array for array in self.arrays if len(array)]
+        self.groups = tuple(
+            (kind, tuple(names[j] for j in js)) for (kind, names), js in zip(self.groups, kept, strict=True) if js
+        )
+        self._find_places()
+        fields = [field for field in self._schema if field.name in self._chunks]
+        others = pa.table(
+            [pa.chunked_array(self._chunks[field.name], field.type) for field in fields], schema=pa.schema(fields)
+        )
+        self._chunks = {}
+        self._others = others if order is None or not fields else others.take(order)
+        return self
 
     def __len__(self) -> int:
         return self._num_rows
@@ -73,6 +115,7 @@ class Block:
         """Return some of the rows."""
         import pyarrow as pa
 
+        assert self._others is not None
         others = self._others.slice(first, stop - first)
         columns = []
         for field in self._schema:
@@ -82,6 +125,7 @@ class Block:
 
     def lists(self, first: int, stop: int) -> dict[str, list[Any]]:
         """Return some of the rows, the values of each column as a list."""
+        assert self._others is not None
         found: dict[str, list[Any]] = self._others.slice(first, stop - first).to_pydict()
         for (_, names), array in zip(self.groups, self.arrays, strict=True):
             found.update(zip(names, array[:, first:stop].tolist(), strict=True))
@@ -89,6 +133,7 @@ class Block:
 
     def row(self, number: int) -> Row:
         """Return one of the rows."""
+        assert self._others is not None
         found = self._others.slice(number, 1).to_pylist()[0] if self._others.num_columns else {}
         for (_, names), array in zip(self.groups, self.arrays, strict=True):
             found.update(zip(names, array[:, number].tolist(), strict=True))
@@ -110,23 +155,6 @@ def _number_columns(schema: pa.Schema) -> list[tuple[str, np.dtype[Any]]]:
         for field in schema
         if pa.types.is_integer(field.type) or pa.types.is_floating(field.type) or pa.types.is_boolean(field.type)
     ]
-
-
-def _stacked(
-    table: pa.Table, names: Sequence[str], kind: np.dtype[Any], order: npt.NDArray[np.int64] | None
-) -> npt.NDArray[Any]:
-    stacked: npt.NDArray[Any] = np.empty((len(names), table.num_rows), kind)
-    for out, name in zip(stacked, names, strict=True):
-        column = table.column(name)
-        if order is not None:
-            np.take(column.to_numpy(), order, out=out)
-            continue
-        done = 0
-        for chunk in column.chunks:
-            values = chunk.to_numpy(zero_copy_only=False)
-            out[done : done + len(values)] = values
-            done += len(values)
-    return stacked
 
 
 class Rows(Sequence[Row]):

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks.loaders import batching_of
-from lightning_dlrover.data.dataset import Stream
+from lightning_dlrover.data.dataset import Positions, Stream
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.data.sequence import Fetched, the_only
@@ -283,6 +283,16 @@ class ElasticLoader:
         self.global_rank, self.world_size = global_rank, world_size
         self.cursor -= rewind
         self._discard()
+
+    def prepare_next(self) -> None:
+        """Begin to prepare the next batch, which takes time after a change of the split, while the caller does other things."""
+        if self.sequence is not None or self.cursor >= self._end:
+            return
+        if self.workers.number:
+            self.workers.begin(self.cursor)
+        elif isinstance(self.dataset, Stream) and (positions := next(self.shares(self.cursor), None)) is not None:
+            assert isinstance(positions, Positions)
+            self.dataset.expect(positions)
 
     def refetch(self) -> Any:
         """Return the next batch, without the switch point of `__next__`.

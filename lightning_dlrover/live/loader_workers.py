@@ -263,6 +263,11 @@ class LoaderWorkers:
         self._next_batch = batch + 1
         return fetched
 
+    def begin(self, batch: int) -> None:
+        """Let loader workers that have been started prepare the batches from this one on."""
+        if self._feed.loader._iterator is not None and self._next_feed is None:
+            self._running(batch)
+
     def retune(self, num_workers: int | None = None, prefetch_factor: int | None = None) -> bool:
         """Switch to other loader workers; None: keep their number. Call between two batches until the switch is complete.
 

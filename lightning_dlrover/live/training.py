@@ -399,14 +399,15 @@ class LiveTraining:
         standing = {w: p for w, p in positions.items() if p is not None}
         plan = handover(formation.round.members, {w: p.updates if p is not None else None for w, p in positions.items()})
         self.position.formation = formation
-        strategy, is_between_fits = self._strategy, self.position.is_between_fits
+        strategy, is_between_fits, me = self._strategy, self.position.is_between_fits, self.world.worker_id
         strategy.enter_round(formation.rank, formation.size)
         if standing:
             strategy.replica.unused.agree(any(p.has_unused for p in standing.values()), formation.rank == 0)
         if not is_between_fits:
             for loader in self.loaders.all:
                 loader.reshard(formation.rank, formation.size)
-        me = self.world.worker_id
+                if formation.round.planned and me in standing:  # else a step may have to be repeated first
+                    loader.prepare_next()
         if self.tables.elastic is not None:
             self.tables.settle(formation, standing, plan.joining)
             self._compare_with_joiners(standing, plan.joining)

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import sys
 import tarfile
 from collections.abc import Callable
 from itertools import chain, islice
@@ -216,6 +217,15 @@ def test_counts_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatc
     write(tmp_path / "a.txt", "a\nb\nc\n")
     assert source.shards()[0].rows == 3
     assert len(counts) == 2
+
+
+def test_decoder_is_imported_before_loader_workers_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({"id": [1, 2]}), tmp_path / "a.parquet")
+    source = parquet(str(tmp_path))
+    source.shards()
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet")
+    source.shards()  # the rows are counted already
+    assert "pyarrow.parquet" in sys.modules
 
 
 @pytest.mark.parametrize("content", [b"no database", None])

@@ -29,7 +29,15 @@ VALUES: dict[str, list[Any]] = {
 def two_blocks(**columns: Any) -> Rows:
     """Return the rows 3, 1 of a block that is shuffled, and 0, 1 of one that is not."""
     table = pa.table(columns or VALUES)
-    return Rows([(Block(table, np.array([4, 3, 1, 0, 2])), 1, 3), (Block(table), 0, 2)])
+    return Rows([(block_of(table, [4, 3, 1, 0, 2]), 1, 3), (block_of(table), 0, 2)])
+
+
+def block_of(table: pa.Table, order: list[int] | None = None) -> Block:
+    """Return the rows of a table, which come in batches of two."""
+    block = Block(table.schema, table.num_rows)
+    for batch in table.to_batches(2):
+        block.add(batch)
+    return block.finish(None if order is None else np.array(order))
 
 
 ORDER = [3, 1, 0, 1]
