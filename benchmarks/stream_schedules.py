@@ -24,7 +24,7 @@ SEED = 3
 
 
 class Numbered:
-    """Shards of the numbers from 0 on, one by one, or as record batches that are read ahead.
+    """Shards of the numbers from 0 on, one by one or as record batches.
 
     Args:
         lengths: rows of each shard.
@@ -35,7 +35,6 @@ class Numbered:
     def __init__(self, lengths: Sequence[int], chunk_rows: int = 0, cut: dict[str, int] | None = None) -> None:
         self.lengths = lengths
         self.starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-        self.reads_ahead = chunk_rows > 0
         self._chunk_rows = chunk_rows
         self._cut = cut or {}
 
@@ -158,6 +157,8 @@ class SimulatedJob:
                 joiner.load_state(pickle.loads(pickle.dumps(state)))
             self.loaders.append(joiner)
         self._place()
+        for loader in self.loaders:
+            loader.prepare_next()
 
     def lose(self, victim: int) -> None:
         """Lose a worker in a step, which the others do again."""

@@ -306,23 +306,12 @@ class Stream(Dataset[Any]):
             DataError: a shard has changed, or cannot be read.
         """
         if isinstance(numbers, Positions):
-            self.expect(numbers)
             return self._samples(numbers.seed, numbers.layout, numbers.ranges, numbers.window)
-        epoch, first_row = (int(x) for x in self._start)
+        epoch, first_row = self._start.tolist()
         ranges = [(first_row + start, first_row + stop) for start, stop in ranges_of(numbers)]
         if first_row:  # a DataLoader asks for as many rows as in a whole epoch
             ranges = [(start, min(stop, len(self))) for start, stop in ranges if start < len(self)]
-        if len(ranges) == 1:
-            ((start, stop),) = ranges
-            self._reader(self.seed + epoch, self.layout, self.window).expect(start, stop, stop - start, goes_on=False)
         return self._samples(self.seed + epoch, self.layout, ranges, self.window)
-
-    def expect(self, positions: Positions) -> None:
-        """Begin to read a worker's share of a global batch, and of the batches after it, if the source is read ahead."""
-        if len(positions.ranges) == 1:
-            ((start, stop),) = positions.ranges
-            reader = self._reader(positions.seed, positions.layout, positions.window)
-            reader.expect(start, stop, positions.layout.batch_size, goes_on=True)
 
     def _samples(
         self,

@@ -42,8 +42,6 @@ LINES_TO_INFER_FROM = 1000
 class Files:
     """Files of one format. `files` makes one."""
 
-    reads_ahead = True
-
     def __init__(
         self,
         paths: str | Sequence[str],

@@ -9,6 +9,7 @@ divides the cycle, no two of them read the same lane.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,11 @@ class LanePlan:
         return np.array([0, *(share(size, slot, slots)[1] for slot in range(slots))])
 
     @cached_property
+    def _slot_bounds(self) -> list[int]:
+        bounds: list[int] = self._slot_starts.tolist()  # quicker to search than an array
+        return bounds
+
+    @cached_property
     def _lane_starts(self) -> Integers:
         """First row of each lane, counted over all shards; the last entry is the number of rows."""
         return np.concatenate(([0], np.cumsum(self._lengths(self.num_rows))))
@@ -134,14 +140,14 @@ class LanePlan:
         """
         if not 0 <= start <= stop <= self.num_rows:
             raise IndexError(f"rows {start} to {stop} of an epoch with {self.num_rows} rows")
-        layout, bounds = self.layout, self._slot_starts
+        layout, bounds = self.layout, self._slot_bounds
         while start < stop:
             batch, offset = divmod(start, layout.batch_size)
             end = min(stop - batch * layout.batch_size, layout.batch_size)
             turn, phase = divmod(batch, layout.cycle)
-            slot = int(np.searchsorted(bounds, offset, side="right")) - 1
+            slot = bisect_right(bounds, offset) - 1
             while offset < end:
-                begin, after = int(bounds[slot]), int(bounds[slot + 1])
+                begin, after = bounds[slot], bounds[slot + 1]
                 upto = min(after, end)
                 if offset < upto:
                     before = turn * (after - begin) - begin
@@ -247,7 +253,7 @@ class LanePlan:
             first, _ = self.block(lane, number)
             in_lane = first + int(np.flatnonzero(order == in_lane - first)[0])
         phase, slot = divmod(lane, self.layout.slots)
-        begin, after = (int(x) for x in self._slot_starts[slot : slot + 2])
+        begin, after = self._slot_bounds[slot : slot + 2]
         turn, offset = divmod(in_lane, after - begin)
         return Place(turn * self.layout.cycle + phase, begin + offset)
 

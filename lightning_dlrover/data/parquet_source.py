@@ -27,8 +27,6 @@ NUM_METADATA = 64
 class Parquet:
     """Parquet files. `parquet` makes one."""
 
-    reads_ahead = True
-
     def __init__(self, paths: str | Sequence[str], columns: Sequence[str] | None, on_error: str) -> None:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
@@ -82,8 +80,8 @@ class Parquet:
                 skip = 0
 
     def _remember(self, shard: Shard, metadata: Any) -> None:
-        self._metadata.pop(shard, None)  # streams that share this source read on several threads
         self._metadata[shard] = metadata
+        self._metadata.move_to_end(shard)
         if len(self._metadata) > NUM_METADATA:
             self._metadata.popitem(last=False)
 

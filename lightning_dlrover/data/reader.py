@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import get_worker_info
 
 from lightning_dlrover.data.lane_plan import LanePlan, Piece
-from lightning_dlrover.data.read_ahead import ReadAhead
 from lightning_dlrover.data.rows import Block, Rows
 from lightning_dlrover.data.source import DataError, Shard, Skipped, Source
 
@@ -27,12 +24,6 @@ log = logging.getLogger(__name__)
 
 MAX_OPEN_LANES = 256
 """Maximum number of lanes that a process holds open."""
-
-BLOCKS_AHEAD = 2
-"""Blocks whose rows are read ahead, counted over all lanes."""
-
-MAX_BATCHES_AHEAD = 48
-"""Maximum number of batches whose rows are read ahead."""
 
 
 class _Cursor:
@@ -73,21 +64,21 @@ class _Cursor:
             self._items.close()
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A block of a lane in memory."""
+class _Lane:
+    def __init__(self) -> None:
+        self.number = -1  # number of the block
+        self.block: Block | list[Any] = []
+        self.starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `block`; None: nothing was skipped
+        self.cursor: _Cursor | None = None
 
-    number: int = -1
-    block: Block | list[Any] = field(default_factory=list)
-    starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `block`; None: nothing was skipped
-    skipped: Counter[tuple[str, str]] = field(default_factory=Counter)  # rows, by shard and reason
+    def close(self) -> None:
+        if self.cursor is not None:
+            self.cursor.close()
+            self.cursor = None
 
 
 class LaneReader:
     """The lanes of one epoch that a process reads.
-
-    Args:
-        max_open: lanes that are held at once.
 
     Attributes:
         num_skipped: rows that were to be read but could not be.
@@ -99,13 +90,7 @@ class LaneReader:
         self._source = source
         self._shards = shards
         self._max_open = max_open
-        self._blocks: OrderedDict[int, _Loaded] = OrderedDict()  # by lane
-        self._cursors: OrderedDict[int, _Cursor] = OrderedDict()  # by lane, used by `_decoded` alone
-        reads_ahead = getattr(source, "reads_ahead", False) and get_worker_info() is None
-        # The thread only decodes. It would wait for the interpreter's lock at each of the small steps that make a block.
-        self._ahead = ReadAhead(lambda lane, number: list(self._decoded(lane, number))) if reads_ahead else None
-        self._next = 0, 0  # positions of the next batch if batches are read one after the other
-        self._ahead_upto = 0  # first position of the last batch that is read ahead
+        self._lanes: OrderedDict[int, _Lane] = OrderedDict()
 
     def read(self, pieces: Sequence[Piece]) -> Rows | list[Any]:
         """Return the rows of these pieces: columns if the source yields record batches, else a list of its items.
@@ -132,94 +117,55 @@ class LaneReader:
                 first = stop
         return rows if rows else Rows(parts)
 
-    def expect(self, start: int, stop: int, stride: int, goes_on: bool) -> None:
-        """Load the rows of a batch on a thread, and those of the batches after it, if the source may be read there.
-
-        Args:
-            start: position of the batch's first row.
-            stop: position after its last row.
-            stride: positions from one batch's rows to those of the next.
-            goes_on: whether those will be read next. Otherwise nothing is read ahead before two batches followed each other.
-        """
-        if self._ahead is None:
-            return
-        num_rows, follows = stop - start, (start, stop) == self._next
-        depth = min(MAX_BATCHES_AHEAD, -(-BLOCKS_AHEAD * self.plan.layout.block_rows // num_rows))
-        upto = start + depth * stride if follows or goes_on else start
-        begin = self._ahead_upto + stride if follows else start
-        self._next, self._ahead_upto = (start + stride, stop + stride), max(upto, begin - stride)
-        blocks = list(self._blocks_of(range(begin, upto + 1, stride), num_rows))
-        if not follows:
-            self._ahead.keep(set(blocks))
-        for lane, number in blocks:
-            loaded = self._blocks.get(lane)
-            if loaded is None or loaded.number != number:
-                self._ahead.ask((lane, number))
-
-    def _blocks_of(self, starts: range, num_rows: int) -> Iterator[tuple[int, int]]:
-        """Yield lane and number of the blocks that batches need."""
-        for start in starts:
-            if start >= self.plan.num_rows:
-                return
-            for piece in self.plan.pieces(start, min(start + num_rows, self.plan.num_rows)):
-                last = self.plan.block_of(piece.lane, piece.stop - 1)
-                yield from ((piece.lane, n) for n in range(self.plan.block_of(piece.lane, piece.first), last + 1))
-
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.wait()
-        for cursor in self._cursors.values():
-            cursor.close()
-        self._cursors.clear()
-        self._blocks.clear()
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
 
-    def _at(self, lane: int, number: int) -> _Loaded:
-        loaded = self._blocks.get(lane)
-        if loaded is None or loaded.number != number:
-            decoded = self._decoded(lane, number) if self._ahead is None else self._ahead.take((lane, number))
-            loaded = self._loaded(lane, number, decoded)
-            for (key, reason), num_rows in loaded.skipped.items():
-                self.num_skipped += num_rows
-                log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
-            if len(self._blocks) >= self._max_open and lane not in self._blocks:
-                self._blocks.popitem(last=False)
-            self._blocks[lane] = loaded
-        self._blocks.move_to_end(lane)
-        return loaded
+    def _at(self, number: int, block: int) -> _Lane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            if len(self._lanes) >= self._max_open:
+                self._lanes.popitem(last=False)[1].close()
+            lane = self._lanes[number] = _Lane()
+        self._lanes.move_to_end(number)
+        if lane.number != block:
+            lane.number = -1  # loading may fail
+            self._load(lane, number, block)
+            lane.number = block
+        return lane
 
-    def _loaded(self, lane: int, number: int, decoded: Iterable[tuple[Shard, Any]]) -> _Loaded:
-        first, stop = self.plan.block(lane, number)
-        skipped = Counter[tuple[str, str]]()
+    def _load(self, lane: _Lane, number: int, block: int) -> None:
+        first, stop = self.plan.block(number, block)
+        skipped: Counter[tuple[str, str]] = Counter()  # rows, by shard and reason
         is_there: list[npt.NDArray[np.bool_]] = []  # for each row, whether it could be read
         parts = _Parts(stop - first)
-        for shard, item in decoded:
+        for shard, item in self._items(lane, number, first, stop):
             is_skipped = isinstance(item, Skipped)
             is_there.append(np.full(_length(item), not is_skipped))
             if is_skipped:
                 skipped[shard.key, item.reason] += item.rows
             else:
                 parts.add(shard, item)
-        order = self.plan.order(lane, number)
-        if not skipped:
-            return _Loaded(number, parts.joined(order))
-        starts, order = _without_skipped(np.concatenate(is_there), order)
-        return _Loaded(number, parts.joined(order), starts, skipped)
+        for (key, reason), num_rows in skipped.items():
+            self.num_skipped += num_rows
+            log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
+        order, lane.starts = self.plan.order(number, block), None
+        if skipped:
+            lane.starts, order = _without_skipped(np.concatenate(is_there), order)
+        lane.block = parts.joined(order)
 
-    def _decoded(self, lane: int, number: int) -> Iterator[tuple[Shard, Any]]:
-        """Yield what the source has for a block."""
-        cursor = self._cursors.pop(lane, None)
-        for shard_number, begin, end in self.plan.intervals(lane, *self.plan.block(lane, number)):
-            shard = self._shards[shard_number]
+    def _items(self, lane: _Lane, number: int, first: int, stop: int) -> Iterator[tuple[Shard, Any]]:
+        """Yield what the source has for these rows of a lane."""
+        for shard_number, begin, end in self.plan.intervals(number, first, stop):
+            shard, cursor = self._shards[shard_number], lane.cursor
             if cursor is None or cursor.shard is not shard or cursor.row != begin:
-                if cursor is not None:
-                    cursor.close()
+                lane.close()
                 cursor = _Cursor(self._source, shard, begin)
-            for item in cursor.take(end - begin):  # its error ends the cursor
+            lane.cursor = None  # after an error its generator is over
+            for item in cursor.take(end - begin):
                 yield shard, item
-        if cursor is not None:
-            if len(self._cursors) >= self._max_open:
-                self._cursors.popitem(last=False)[1].close()
-            self._cursors[lane] = cursor
+            lane.cursor = cursor
 
 
 def _without_skipped(
@@ -262,6 +208,9 @@ class _Parts:
                 f"{shard.key}: its source yields record batches among rows such as a {type(self._rows[0]).__name__}"
             )
         if self._first is None:
+            name, times = Counter(item.schema.names).most_common(1)[0] if item.schema.names else ("", 1)
+            if times > 1:
+                raise DataError(f"{shard.key} has {times} columns with the name {name!r}: a row can only hold one of them")
             self._first, self._block = (shard, item.schema), Block(item.schema, self._num_rows)
         before, schema = self._first
         if not _same_columns(item.schema, schema):

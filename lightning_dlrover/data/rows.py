@@ -57,10 +57,7 @@ class Block:
         self._schema = schema
         self.names = list(schema.names)
         self._num_rows = 0
-        names: dict[np.dtype[Any], list[str]] = {}
-        for name, kind in _number_columns(schema):
-            names.setdefault(kind, []).append(name)
-        self.groups = tuple((kind, tuple(of_kind)) for kind, of_kind in names.items())
+        self.groups = _number_columns(schema)
         self.arrays = [np.empty((len(of_kind), num_rows), kind) for kind, of_kind in self.groups]
         self._find_places()
         self._chunks: dict[str, list[pa.Array]] = {name: [] for name in self.names if name not in self._place}
@@ -96,10 +93,11 @@ class Block:
             whole = array[:, : self._num_rows] if len(js) == len(array) else array[js, : self._num_rows]
             self.arrays[i] = whole if order is None else np.take(whole, order, axis=1)
         self.arrays = [array for array in self.arrays if len(array)]
-        self.groups = tuple(
-            (kind, tuple(names[j] for j in js)) for (kind, names), js in zip(self.groups, kept, strict=True) if js
-        )
-        self._find_places()
+        if with_nulls:
+            self.groups = tuple(
+                (kind, tuple(names[j] for j in js)) for (kind, names), js in zip(self.groups, kept, strict=True) if js
+            )
+            self._find_places()
         fields = [field for field in self._schema if field.name in self._chunks]
         others = pa.table(
             [pa.chunked_array(self._chunks[field.name], field.type) for field in fields], schema=pa.schema(fields)
@@ -145,16 +143,20 @@ class Block:
         return None if place is None else self.arrays[place[0]][place[1]]
 
 
+Groups = tuple[tuple[np.dtype[Any], tuple[str, ...]], ...]
+"""Types of numbers, and the names of the columns of each."""
+
+
 @lru_cache(maxsize=64)
-def _number_columns(schema: pa.Schema) -> list[tuple[str, np.dtype[Any]]]:
-    """Return names and NumPy types of a table's columns of numbers."""
+def _number_columns(schema: pa.Schema) -> Groups:
+    """Return a table's columns of numbers: the same object each time, as blocks are compared for each batch."""
     import pyarrow as pa
 
-    return [
-        (field.name, np.dtype(field.type.to_pandas_dtype()))
-        for field in schema
-        if pa.types.is_integer(field.type) or pa.types.is_floating(field.type) or pa.types.is_boolean(field.type)
-    ]
+    names: dict[np.dtype[Any], list[str]] = {}
+    for field in schema:
+        if pa.types.is_integer(field.type) or pa.types.is_floating(field.type) or pa.types.is_boolean(field.type):
+            names.setdefault(np.dtype(field.type.to_pandas_dtype()), []).append(field.name)
+    return tuple((kind, tuple(of_kind)) for kind, of_kind in names.items())
 
 
 class Rows(Sequence[Row]):
@@ -222,7 +224,7 @@ class Rows(Sequence[Row]):
         if not self._parts:
             return {}
         groups, num_rows = self._parts[0][0].groups, len(self)
-        if any(block.groups != groups for block, _, _ in self._parts):
+        if any(block.groups is not groups and block.groups != groups for block, _, _ in self._parts):
             return {}  # a column has nulls in some blocks only
         make = _new_matrices if get_worker_info() is None else _new_shared_matrices
         found: dict[str, torch.Tensor] = {}

@@ -62,10 +62,7 @@ class Skipped:
 
 @runtime_checkable
 class Source(Protocol):
-    """Where rows come from. A user's own source has these two methods and can be pickled.
-
-    If it has an attribute `reads_ahead` that is true, `read` runs on a thread where there are no loader workers.
-    """
+    """Where rows come from. A user's own source has these two methods and can be pickled."""
 
     def shards(self) -> Sequence[Shard]:
         """Return all shards, the same in every process of the job."""

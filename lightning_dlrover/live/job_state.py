@@ -71,6 +71,7 @@ class JobState:
         self._votes.saved_request = received.counters["saved_request"]
         self._validation.number = received.counters["validations"]
         position.batch = loaders.batch_number
+        loaders.prepare_next()
 
     # --- logged values ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks.loaders import batching_of
-from lightning_dlrover.data.dataset import Positions, Stream
+from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.data.sequence import Fetched, the_only
@@ -270,7 +270,10 @@ class ElasticLoader:
         Args:
             cycles: whether the loader begins again after its own batches. Otherwise it only counts on.
         """
-        self._epoch_batches, self._cycles = num_batches, cycles and self.sequence is None
+        cycles = cycles and self.sequence is None
+        if self.sequence is None and (num_batches, cycles) != (self._epoch_batches, self._cycles):
+            self._discard()  # prepared batches end where the epoch ended before
+        self._epoch_batches, self._cycles = num_batches, cycles
 
     def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
         """Split the batches from the cursor on for another world.
@@ -285,14 +288,9 @@ class ElasticLoader:
         self._discard()
 
     def prepare_next(self) -> None:
-        """Begin to prepare the next batch, which takes time after a change of the split, while the caller does other things."""
-        if self.sequence is not None or self.cursor >= self._end:
-            return
-        if self.workers.number:
+        """Let loader workers prepare the next batch, which takes time after a change of the split, while the caller goes on."""
+        if self.sequence is None and not self.order.needs_others(self.epoch) and self.cursor < self._end:
             self.workers.begin(self.cursor)
-        elif isinstance(self.dataset, Stream) and (positions := next(self.shares(self.cursor), None)) is not None:
-            assert isinstance(positions, Positions)
-            self.dataset.expect(positions)
 
     def refetch(self) -> Any:
         """Return the next batch, without the switch point of `__next__`.

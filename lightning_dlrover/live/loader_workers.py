@@ -265,8 +265,12 @@ class LoaderWorkers:
 
     def begin(self, batch: int) -> None:
         """Let loader workers that have been started prepare the batches from this one on."""
-        if self._feed.loader._iterator is not None and self._next_feed is None:
+        if self._feed.loader._iterator is None or self._next_feed is not None:
+            return
+        try:
             self._running(batch)
+        except Exception:  # one was killed: the fetch of this batch fails, too, and where it can be reported
+            self._feed.batches = None
 
     def retune(self, num_workers: int | None = None, prefetch_factor: int | None = None) -> bool:
         """Switch to other loader workers; None: keep their number. Call between two batches until the switch is complete.

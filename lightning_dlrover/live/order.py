@@ -121,6 +121,9 @@ class StreamOrder:
     def forget(self) -> None:
         """Do nothing: an order is not kept."""
 
+    def needs_others(self, epoch: int) -> bool:
+        return False
+
     def drawn(self, epoch: int) -> torch.Tensor | None:
         """Return None: the seed gives the order."""
         return None
@@ -156,6 +159,10 @@ class WithoutWindows:
 
     def enter(self, epoch: int) -> None:
         """Do nothing: all epochs have the same samples."""
+
+    def needs_others(self, epoch: int) -> bool:
+        """Return whether all workers must take part in finding this epoch's order."""
+        return False
 
     def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
         """Do nothing: there is none."""
@@ -213,6 +220,9 @@ class SampleOrder(WithoutWindows):
     def forget(self) -> None:
         """Draw the next order anew, even for the same epoch."""
         self._drawn_for = None
+
+    def needs_others(self, epoch: int) -> bool:
+        return self._user_sampler is not None and self.drawn(epoch) is None
 
     def drawn(self, epoch: int) -> torch.Tensor | None:
         """Return the order that a user's sampler drew for this epoch; None if it has not, or the seed gives the order."""

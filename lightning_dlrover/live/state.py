@@ -248,7 +248,6 @@ def restore(
         raise StateError(f"{problem}. The job goes on without this worker")
     for loader, loader_state in zip(loaders, state.loaders, strict=True):
         loader.load_state(loader_state)
-        loader.prepare_next()
     if any(loader.order.grows for loader in loaders):
         lightning_names.recount_batches(trainer)  # hooks look at the number of batches
     for part in parts_with_hparams(trainer):

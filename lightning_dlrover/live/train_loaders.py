@@ -110,6 +110,11 @@ class TrainLoaders:
         for loader, seed in zip(self._known, seeds, strict=False):
             loader.order.take_seed(seed)
 
+    def prepare_next(self) -> None:
+        """Let the loader workers of all loaders prepare the next batch."""
+        for loader in self.all:
+            loader.prepare_next()
+
     # --- streams that grow ----------------------------------------------------------------------------------------------------
 
     @property

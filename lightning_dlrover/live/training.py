@@ -406,8 +406,8 @@ class LiveTraining:
         if not is_between_fits:
             for loader in self.loaders.all:
                 loader.reshard(formation.rank, formation.size)
-                if formation.round.planned and me in standing:  # else a step may have to be repeated first
-                    loader.prepare_next()
+            if formation.round.planned and me in standing:  # else a step may have to be repeated first
+                self.loaders.prepare_next()
         if self.tables.elastic is not None:
             self.tables.settle(formation, standing, plan.joining)
             self._compare_with_joiners(standing, plan.joining)

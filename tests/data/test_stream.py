@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,17 @@ def test_shard_that_is_shorter_than_counted_is_named(chunk_rows: int) -> None:
     data = stream(Numbered([10, 10], chunk_rows, cut={"1": 4}))
     with pytest.raises(DataError, match="1 ended after 4 rows, but had 10 when the job counted them"):
         drawn(data)
+
+
+class Twice(Numbered):
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        for batch in super().read(shard, row):
+            yield pa.RecordBatch.from_arrays([*batch.columns, *batch.columns], ["number", "number"])
+
+
+def test_columns_with_one_name_are_refused() -> None:
+    with pytest.raises(DataError, match="0 has 2 columns with the name 'number'"):
+        drawn(stream(Twice([10], chunk_rows=5)))
 
 
 def test_transform_that_drops_a_row_is_refused() -> None:

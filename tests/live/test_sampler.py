@@ -38,6 +38,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
+from waiting import eventually
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import share
@@ -287,6 +288,72 @@ def test_batches_prepared_for_the_old_split_are_thrown_away() -> None:
         loader.close()
 
 
+def test_next_batch_is_prepared_before_it_is_asked_for(tmp_path: Path) -> None:
+    data = Prepared(40, tmp_path)
+    loader = ElasticLoader(DataLoader(data, 8, num_workers=1, prefetch_factor=1), 8, training=True)
+    iter(loader)
+    try:
+        next(loader)
+        loader.reshard(1, 2)
+        loader.prepare_next()
+        eventually(lambda: (12, data.by_process()[0][1]) in data.by_process(), "the next share's first sample")
+        assert rest_of(loader)[0] == [12, 13, 14, 15]
+    finally:
+        loader.close()
+
+
+def test_order_that_others_must_take_part_in_is_not_prepared() -> None:
+    drawn: list[list[int]] = []
+
+    def materialise(order: list[int]) -> list[int]:
+        drawn.append(order)
+        return order
+
+    users = DataLoader(Numbers(12), 4, sampler=Backwards(12), num_workers=1, persistent_workers=True)
+    loader = ElasticLoader(users, 4, True, materialise=materialise)
+    iter(loader)
+    loader.workers.warm_up()
+    try:
+        loader.prepare_next()
+        assert not drawn
+        next(loader)
+        loader.prepare_next()
+        assert len(drawn) == 1
+        loader.set_epoch(1)  # as in a joiner that has received no order
+        loader.prepare_next()
+        assert len(drawn) == 1
+    finally:
+        loader.close()
+
+
+def test_prepared_batches_end_where_a_longer_epoch_does() -> None:
+    loader = elastic(40, 8, num_workers=1)
+    try:
+        loader.keep_step(2, cycles=False)
+        next(loader)
+        loader.reshard(0, 1)
+        loader.prepare_next()
+        loader.keep_step(5, cycles=False)
+        assert len(rest_of(loader)) == 4
+    finally:
+        loader.close()
+
+
+def test_loader_worker_that_was_killed_fails_the_batch_and_not_its_preparation() -> None:
+    loader = elastic(40, 8, num_workers=1)
+    try:
+        next(loader)
+        worker = loader.workers._feed.loader._iterator._workers[0]  # type: ignore[union-attr]
+        worker.kill()
+        worker.join()
+        loader.reshard(0, 1)
+        loader.prepare_next()
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            next(loader)
+    finally:
+        loader.close()
+
+
 def test_loader_workers_survive_a_change_of_the_world() -> None:
     loader = elastic(40, 8, num_workers=1)
     try:
@@ -406,6 +473,7 @@ actions = st.lists(
         st.just("epoch"),
         st.tuples(st.sampled_from([0, 1, 2, None]), st.sampled_from([1, 3, None])),
         st.tuples(st.just("reshard"), st.integers(1, 3), st.booleans()),
+        st.just("prepare"),
     ),
     max_size=14,
 )
@@ -434,6 +502,8 @@ def test_no_sample_is_lost_or_doubled_by_changes_of_loader_workers(
                 start, stop = share(len(batch), 0, world)
                 assert indices(next(loader)) == batch[start:stop]
                 cursor += 1
+            elif each == "prepare":
+                loader.prepare_next()
             elif each[0] == "reshard":
                 world, rewind = each[1], int(each[2] and cursor > 0)
                 cursor -= rewind
