@@ -119,7 +119,8 @@ def test_a_worker_that_is_killed_while_settings_change_costs_no_sample(
 
 
 def test_joiner_follows_the_plan_from_its_first_step(make_job: MakeJob, planner_of: Callable[[Job], Planner]) -> None:
-    job = make_job(dataclasses.replace(TOY, max_epochs=3))
+    toy = dataclasses.replace(TOY, max_epochs=3, streams=True)  # lanes change hands with loader workers
+    job = make_job(toy)
     job.start()
     job.wait_for_step(1)
     plan = planner_of(job)
@@ -134,7 +135,7 @@ def test_joiner_follows_the_plan_from_its_first_step(make_job: MakeJob, planner_
     job.wait_for_world(3)
     plan.wait_until_in_force(2, 1, num_workers=3)
     assert job.finish() == [0, 0, 0]
-    assert violations(job, dataclasses.replace(TOY, max_epochs=3)) == []
+    assert violations(job, toy) == []
     first = joiner.records("done")[0]
     assert (first["loader_workers"], first["threads"]) == ([1], 2)
 
