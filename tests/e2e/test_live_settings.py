@@ -121,6 +121,7 @@ def test_a_worker_that_is_killed_while_settings_change_costs_no_sample(
 def test_joiner_follows_the_plan_from_its_first_step(make_job: MakeJob, planner_of: Callable[[Job], Planner]) -> None:
     toy = dataclasses.replace(TOY, max_epochs=3, streams=True)  # lanes change hands with loader workers
     job = make_job(toy)
+    toy.write_streams(job.folder)
     job.start()
     job.wait_for_step(1)
     plan = planner_of(job)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from harness import Job, Worker, violations
-from toy_job import ToySettings, write_files
+from toy_job import ToySettings
 
 SCHEDULES = 208 if os.environ.get("DLROVER_ALL_FAULTS") else 24
 BATCH = 8  # schedules per test
@@ -79,8 +79,7 @@ def random_schedule(seed: int) -> Schedule:
 def carry_out(schedule: Schedule, job: Job) -> list[str]:
     """Run a schedule to its end; return the violations."""
     if schedule.settings.streams:
-        write_files(job.folder / "train", schedule.settings.num_rows)
-        write_files(job.folder / "val", schedule.settings.num_val_rows or 1)
+        schedule.settings.write_streams(job.folder)
     for _ in range(schedule.start_workers):
         job.start()
     job.wait_for_step(1)

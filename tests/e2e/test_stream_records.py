@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import Job, violations
-from toy_job import ToySettings, write_files
+from toy_job import ToySettings
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -30,8 +30,7 @@ def test_steps_on_record_are_those_that_were_trained(
 ) -> None:
     settings = ToySettings(num_rows=101, batch_size=8, streams=True, accumulate=accumulate, max_epochs=2)
     job = make_job(settings)
-    write_files(job.folder / "train", settings.num_rows)
-    write_files(job.folder / "val", 1)
+    settings.write_streams(job.folder)
     job.start()
     second = job.start()
     job.wait_for_step(2)

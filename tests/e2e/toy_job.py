@@ -217,6 +217,11 @@ class ToySettings:
     resumes: str = ""  # checkpoint to resume from
     limits: dict[str, int] = field(default_factory=dict)  # further arguments of the Trainer
 
+    def write_streams(self, folder: Path) -> None:
+        """Write the files that a job in this folder streams."""
+        write_files(folder / "train", self.num_rows)
+        write_files(folder / "val", self.num_val_rows or 1)
+
     @property
     def batches_per_epoch(self) -> int:
         return -(-self.num_rows // self.batch_size)
