@@ -96,6 +96,16 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def fork_server() -> Iterator[None]:
+    """The process that forks workers, with all that they import. It is the only one of a test process, as it takes seconds."""
+    import harness
+
+    harness.start_fork_server()
+    yield
+    harness.stop_fork_server()
+
+
+@pytest.fixture(scope="session")
 def etcd() -> Iterator[EmbeddedEtcd]:
     """Shared server: do not stop it in a test; `private_etcd` is for that."""
     with EmbeddedEtcd() as server:

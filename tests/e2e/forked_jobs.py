@@ -1,4 +1,4 @@
-"""Fixtures of jobs with workers forked from one warm process; a `conftest.py` imports them."""
+"""The fixture of jobs with workers forked from one warm process; a `conftest.py` imports it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ import pytest
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
-__all__ = ["MakeJob", "fork_server", "make_job"]
+__all__ = ["MakeJob", "make_job"]
 
 MakeJob = Callable[..., harness.Job]
-
-
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[None]:
-    harness.start_fork_server()
-    yield
-    harness.stop_fork_server()
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ import psutil
 from iterables import order_of
 from toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
 from waiting import TooLateError, eventually
+from warm_tree import PADDING
 
 from lightning_dlrover.data import Stream
 from lightning_dlrover.data.lane_plan import share
@@ -64,7 +65,7 @@ def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # Planner and history import the first two lazily. The server skips modules that cannot be imported.
     context.set_forkserver_preload(
-        ["sklearn.ensemble", "sqlalchemy", "torch.distributed.run", "toy_job", "table_job", "frozen_heap"]
+        ["sklearn.ensemble", "sqlalchemy", "torch.distributed.run", "toy_job", "table_job", "warm_tree", "frozen_heap", PADDING]
     )
     return context
 
@@ -73,7 +74,11 @@ def start_fork_server() -> None:
     """Start the process that forks workers. It must inherit no thread, etcd client or process group."""
     from multiprocessing import forkserver
 
-    changed = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    changed = {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "PADDING": PADDING,
+    }
     with _environment(changed):
         stop_fork_server()  # a server started by a data loader's test has not preloaded our modules
         _fork_server()

@@ -114,15 +114,17 @@ class Recorder:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._fd = os.open(place.records, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        # Looked for several times in each step, and building a path costs more than the look.
+        self._armed, self._dawdle, self._hurry = str(place.armed), str(place.dawdle), str(place.hurry)
 
     def write(self, kind: str, **values: Any) -> None:
         os.write(self._fd, (json.dumps({"kind": kind, "at": time.time(), **values}) + "\n").encode())
 
     def pace(self, seconds: float) -> None:
         """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry."""
-        if self.place.dawdle.exists():
+        if os.path.exists(self._dawdle):
             time.sleep(max(seconds, DAWDLE_S))
-        elif seconds and not self.place.hurry.exists():
+        elif seconds and not os.path.exists(self._hurry):
             time.sleep(seconds)
 
     def moment(self, name: str) -> None:
@@ -134,7 +136,8 @@ class Recorder:
     def is_armed(self, name: str) -> bool:
         """Return whether the test has armed this worker for the moment `name`."""
         try:
-            return self.place.armed.read_text() == name
+            with open(self._armed) as file:
+                return file.read() == name
         except FileNotFoundError:
             return False
 

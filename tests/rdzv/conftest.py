@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 from elastic_agents import ElasticAgents, Nursery
-from forked_jobs import fork_server
 from torchrun_agent import Agent
 from warm_process import WarmProcess, run_torchrun
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-
-__all__ = ["fork_server"]
 
 StartAgent = Callable[..., Agent]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from forked_jobs import fork_server, make_job
+from forked_jobs import make_job
 
-__all__ = ["fork_server", "make_job"]
+__all__ = ["make_job"]

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from waiting import TooLateError, eventually
+from warm_process import WarmProcess
+from warm_tree import run_program
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.job.records import EventRecord
@@ -38,9 +40,14 @@ POLL_S = 0.1
 
 @dataclass
 class Dlrover:
-    """A folder for running `dlrover` commands."""
+    """A folder for running `dlrover` commands.
+
+    Args:
+        is_warm: fork commands, nodes and workers from a process with their imports, see `warm_tree`.
+    """
 
     folder: Path
+    is_warm: bool = False
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     runs: list[Run] = field(default_factory=list)
 
@@ -60,7 +67,17 @@ class Dlrover:
     def __call__(self, *arguments: object, timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command that ends by itself, and return its outcome."""
         command = [sys.executable, "-m", "lightning_dlrover.cli", *map(str, arguments)]
-        return self.process(command, timeout_s, **env)
+        if not self.is_warm:
+            return self.process(command, timeout_s, **env)
+        files = [self.folder / f"command-{name}" for name in ("output", "errors")]
+        for file in files:
+            file.write_bytes(b"")
+        process = self._start_warm(command, *files, **env)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, code, *(file.read_text() for file in files))
 
     def process(self, command: Sequence[str], timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -82,6 +99,11 @@ class Dlrover:
     def follow(self, command: Sequence[str], run_id: str) -> Run:
         """Start a command that runs a job of this name, in the background."""
         output = self.folder / f"output-{len(self.runs)}"
+        process: subprocess.Popen[bytes] | WarmProcess
+        if self.is_warm:
+            process = self._start_warm(command, output)
+            self.runs.append(Run(self, run_id, process, output))
+            return self.runs[-1]
         with output.open("wb") as stream:
             process = subprocess.Popen(
                 command,
@@ -95,6 +117,9 @@ class Dlrover:
             )
         self.runs.append(Run(self, run_id, process, output))
         return self.runs[-1]
+
+    def _start_warm(self, command: Sequence[str], output: Path, errors: Path | None = None, **env: str) -> WarmProcess:
+        return WarmProcess(run_program, command[1:], {**self.environment, **env}, output, errors, self.folder)
 
     def processes(self) -> dict[int, str]:
         """Process ids and command lines of all processes that were started here and still run."""
@@ -133,7 +158,7 @@ class Run:
 
     dlrover: Dlrover
     run_id: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | WarmProcess
     output_file: Path
 
     @property

@@ -22,16 +22,25 @@ class WarmProcess:
     """`python WHAT ARGUMENTS`, with the calls of `subprocess.Popen` that tests need."""
 
     def __init__(
-        self, what: Callable[[], object], arguments: Sequence[str], environment: Mapping[str, str], output: Path
+        self,
+        what: Callable[[], object],
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Start the process.
 
         Args:
             what: `run_torchrun`, `run_script` or `run_code`; the first argument of the latter two is what to run.
-            output: file for the texts of standard output and standard error.
+                `warm_tree.run_program` takes the arguments of `python`.
+            output: file for the text of standard output, and of standard error unless that has a file of its own, `errors`.
+            folder: working directory; that of the test by default.
         """
-        output.touch()
-        start = (what, list(arguments), dict(environment), output, os.getcwd())
+        for file in (output, errors or output):
+            file.touch()
+        start = (what, list(arguments), dict(environment), (output, errors or output), folder or Path.cwd())
         self._process = multiprocessing.get_context("forkserver").Process(target=_run, args=start)
         self._process.start()
         assert self._process.pid is not None
@@ -76,12 +85,14 @@ def run_code() -> None:
     exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
 
 
-def _run(what: Callable[[], object], arguments: list[str], environment: dict[str, str], output: Path, folder: str) -> None:
+def _run(
+    what: Callable[[], object], arguments: list[str], environment: dict[str, str], streams: tuple[Path, Path], folder: Path
+) -> None:
     atexit._clear()
-    taken = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(taken, 1)
-    os.dup2(taken, 2)
-    os.close(taken)
+    for number, file in enumerate(streams, start=1):
+        taken = os.open(file, os.O_WRONLY | os.O_APPEND)
+        os.dup2(taken, number)
+        os.close(taken)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.leaks  # A test may replace workers of the pool, which 
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
+def pool(fork_server: None) -> Iterator[WorkerPool]:
     for module in ("fbgemm_gpu", "torchrec"):
         pytest.importorskip(module, reason="sharded tables need torchrec", exc_type=ImportError)
     workers = WorkerPool()

@@ -1,4 +1,4 @@
-"""Real processes that import torch once and play one case after another."""
+"""Real processes that play one case after another. The fixture `fork_server` must be in use."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         """Start the missing processes."""
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # that of the fixture `fork_server`, which has imported torchrec
         started = []
         for name in WORKERS:
             if name in self._processes and self._processes[name][0].is_alive():

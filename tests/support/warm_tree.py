@@ -1,0 +1,353 @@
+"""Run Python programs, and the Python programs that they start, without the seconds of their imports.
+
+`run_program` in a `WarmProcess` is `python ARGUMENTS` in a process that has imported torch. Each interpreter that it starts
+with `subprocess.Popen` is forked from a clean copy of it, its *nursery*, instead of being executed anew; an `os.execv` of Python
+goes on in the same process. Everything else is as with fresh interpreters: parents, process ids, sessions, signals, files,
+arguments and environments, also those that `/proc` shows, and the end of the interpreter.
+
+A fork differs in one point: modules that its parent had imported are there. Programs in whose test imports or memory matter
+are started as usual, and so is every program with another PYTHONPATH or number of threads.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import json
+import logging
+import multiprocessing
+import os
+import random
+import runpy
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing import forkserver, process, resource_tracker
+from types import TracebackType
+from typing import Any, NoReturn
+
+__all__ = ["PADDING", "run_program"]
+
+PADDING = "padding_" * 1024
+"""Text for the command line and the environment of the first process: room for those of the processes forked from it."""
+
+SAME = ("PYTHONPATH", "OMP_NUM_THREADS", "PYTHONHOME", "LD_PRELOAD", "LD_LIBRARY_PATH")
+"""Variables that an interpreter reads when it starts, or torch when it is imported."""
+
+CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+SYSCALL_CLONE = {"x86_64": 56, "aarch64": 220}
+PR_SET_PDEATHSIG = 1
+STACK = slice(45, 49)
+"""Fields of /proc/self/stat, after the command's name, with the limits of the arguments and of the environment in memory."""
+
+_MainProcess = type(process.current_process())  # multiprocessing's class; the process that forks others imports this module
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A Python program to start."""
+
+    arguments: list[str]  # of the interpreter, without its own name
+    environ: dict[str, str]
+    cwd: str
+    leads_session: bool = False
+    cores: tuple[int, ...] = ()
+
+
+class _Replaced(BaseException):
+    """The program has called `os.execv`."""
+
+    def __init__(self, program: _Program) -> None:
+        self.program = program
+
+
+def run_program() -> NoReturn:
+    """Run `python` with the arguments of this process, as the leader of a process group."""
+    os.setpgrp()
+    _be(_Program(sys.argv[:], dict(os.environ), os.getcwd()))
+
+
+def _be(program: _Program) -> NoReturn:
+    """Go on as this program, and end with it."""
+    os.execv = _execv  # type: ignore[assignment]
+    while True:
+        _show(program)
+        _forget_the_parent()
+        nursery = _Nursery() if "-m" in program.arguments[:2] else None  # scripts start no other programs
+        try:
+            with nursery or contextlib.nullcontext():
+                code = _run(program.arguments)
+                threading._shutdown()  # type: ignore[attr-defined]
+                atexit._run_exitfuncs()
+        except _Replaced as replaced:
+            program = replaced.program
+            _reset_signals()
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if code == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(code)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run a module or a file as an interpreter does; return its exit code."""
+    rest = list(arguments)
+    while rest[0] == "-u":
+        rest.pop(0)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    try:
+        if rest[0] == "-m":
+            sys.argv = rest[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = rest
+            sys.path.insert(0, os.path.dirname(os.path.abspath(rest[0])))
+            runpy.run_path(rest[0], run_name="__main__")
+    except _Replaced:
+        raise
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        error.__traceback__ = _of_the_program(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _of_the_program(found: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames of this file and of runpy."""
+    while found is not None and found.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        found = found.tb_next
+    return found
+
+
+def _execv(path: str, arguments: Sequence[str]) -> NoReturn:
+    if (program := _python(list(arguments), None, None)) is None:
+        raise NotImplementedError(f"{path} {arguments} is no Python program that can go on in this process")
+    raise _Replaced(program)
+
+
+def _python(arguments: list[str], environ: Mapping[str, str] | None, cwd: str | None) -> _Program | None:
+    """Return the program that a command line runs, if it is one of this Python and environment."""
+    variables = dict(os.environ if environ is None else environ)
+    found = shutil.which(arguments[0], path=variables.get("PATH")) if arguments else None
+    if found is None or os.path.realpath(found) != os.path.realpath(sys.executable):
+        return None
+    rest = [argument for argument in arguments[1:] if argument != "-u"]
+    is_known = len(rest) > 0 and (rest[0] == "-m" or not rest[0].startswith("-"))
+    if not is_known or any(variables.get(name) != os.environ.get(name) for name in SAME):
+        return None
+    return _Program(arguments[1:], variables, cwd or os.getcwd())
+
+
+# --- the nursery --------------------------------------------------------------------------------------------------------------
+
+
+class _Nursery:
+    """A copy of this process from before its program, without threads, that forks this process's children."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ours, theirs = socket.socketpair()
+        self._owner = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._ours.close()
+            _serve(theirs, self._owner)
+        theirs.close()
+        self._replaced = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+        subprocess.Popen._execute_child = self._execute_child(self._replaced)  # type: ignore[attr-defined]
+
+    def __enter__(self) -> _Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if os.getpid() == self._owner:
+            subprocess.Popen._execute_child = self._replaced  # type: ignore[attr-defined]
+            self._ours.close()
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+
+    def _execute_child(self, replaced: Any) -> Any:
+        """Return a method for `Popen` that lets the nursery fork, or calls the method that it replaces."""
+
+        def execute_child(process: Any, *given: Any) -> None:
+            args, executable, preexec_fn, _, pass_fds, cwd, env, _, _, shell = given[:10]
+            pipes, rest = given[10:16], given[16:]
+            leads_session = bool(rest[5])
+            arguments = [args] if isinstance(args, str | bytes | os.PathLike) else list(map(os.fspath, args))
+            is_plain = not (shell or pass_fds or preexec_fn or executable) and os.getpid() == self._owner
+            program = _python(list(map(os.fsdecode, arguments)), _text(env), cwd and os.fsdecode(cwd)) if is_plain else None
+            if program is None:
+                replaced(process, *given)
+                return
+            started = _Program(
+                program.arguments, program.environ, program.cwd, leads_session, tuple(sorted(os.sched_getaffinity(0)))
+            )
+            streams = [given if given != -1 else number for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+            process.pid = self._fork(started, streams)
+            process._child_created = True
+            process._close_pipe_fds(*pipes)
+
+        return execute_child
+
+    def _fork(self, program: _Program, streams: Sequence[int]) -> int:
+        data = json.dumps(asdict(program)).encode()
+        with self._lock:
+            fds = array.array("i", streams)
+            self._ours.sendmsg([struct.pack("I", len(data))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            self._ours.sendall(data)
+            (pid,) = struct.unpack("i", _receive(self._ours, 4))
+        return int(pid)
+
+
+def _text(environ: Mapping[Any, Any] | None) -> dict[str, str] | None:
+    return None if environ is None else {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
+
+
+def _receive(connection: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        more = connection.recv(length - len(data))
+        if not more:
+            raise EOFError("the other side has ended")
+        data += more
+    return data
+
+
+def _serve(requests: socket.socket, owner: int) -> NoReturn:
+    """Fork siblings of this process for its parent, until that ends."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != owner:
+            os._exit(0)
+        os.setpgid(0, 0)  # the signals for its parent's group are not for it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        _close_all_but(0, 1, 2, requests.fileno())
+        while True:
+            head, fds, _, _ = socket.recv_fds(requests, 4, 3)
+            if not head:
+                os._exit(0)
+            program = json.loads(_receive(requests, *struct.unpack("I", head)))
+            program["cores"] = tuple(program["cores"])
+            pid = _clone_sibling()
+            if pid == 0:
+                _start(_Program(**program), fds)
+            for each in fds:
+                os.close(each)
+            requests.sendall(struct.pack("i", pid))
+    except BaseException:
+        traceback.print_exc()
+    os._exit(70)
+
+
+def _start(program: _Program, streams: Sequence[int]) -> NoReturn:
+    for number, given in enumerate(streams):
+        os.dup2(given, number)
+    _close_all_but(0, 1, 2)
+    if program.leads_session:
+        os.setsid()
+    else:
+        os.setpgid(0, os.getpgid(os.getppid()))
+    _reset_signals()
+    os.sched_setaffinity(0, program.cores)
+    _be(program)
+
+
+def _reset_signals() -> None:
+    """Restore what a fresh interpreter does about signals."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, 32, 33}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+
+
+def _forget_the_parent() -> None:
+    """Make logging, multiprocessing, random numbers and exit functions those of a fresh interpreter."""
+    logging.root.handlers.clear()
+    atexit._clear()
+    random.seed()
+    process._current_process = _MainProcess()  # type: ignore[attr-defined]
+    process._parent_process = None  # type: ignore[attr-defined]
+    process._children = set()  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
+    forkserver._forkserver = forkserver.ForkServer()  # type: ignore[attr-defined]
+
+
+def _close_all_but(*kept: int) -> None:
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in kept:
+            with contextlib.suppress(OSError):  # the folder's own
+                os.close(number)
+
+
+def _clone_sibling() -> int:
+    """Fork a child of this process's parent; return its process id, or 0 in it."""
+    python, system = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)
+    system.syscall.restype = ctypes.c_long
+    flags = CLONE_PARENT | CLONE_CHILD_CLEARTID | CLONE_CHILD_SETTID | signal.SIGCHLD
+    arguments = [SYSCALL_CLONE[os.uname().machine], flags, 0, 0, 0, 0]
+    # The C library keeps the thread's id in its description of the thread. x86_64 takes the child's address before TLS.
+    arguments[4 if os.uname().machine == "x86_64" else 5] = _address_of_thread_id(system)
+    python.PyOS_BeforeFork()
+    pid = int(system.syscall(*map(ctypes.c_long, arguments)))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+        return 0
+    python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "no process could be forked")
+    return pid
+
+
+def _address_of_thread_id(system: ctypes.PyDLL) -> int:
+    system.pthread_self.restype = ctypes.c_ulong
+    thread = int(system.pthread_self())
+    own = os.getpid()  # this process has one thread
+    for address in range(thread, thread + 2048, 4):
+        if ctypes.c_int.from_address(address).value == own:
+            return address
+    raise NotImplementedError("the C library's description of a thread holds no thread id")
+
+
+# --- what /proc shows ---------------------------------------------------------------------------------------------------------
+
+
+def _show(program: _Program) -> None:
+    """Take over the program's folder and environment, and let /proc show them and its arguments."""
+    os.chdir(program.cwd)
+    os.environ.clear()  # the C library must not point into the memory that is written next
+    with open("/proc/self/stat") as file:
+        limits = file.read().rpartition(")")[2].split()[STACK]
+    first_argument, end_of_arguments, first_variable, end_of_variables = map(int, limits)
+    _fill(first_argument, end_of_arguments, [sys.executable, *program.arguments])
+    _fill(first_variable, end_of_variables, [f"{name}={value}" for name, value in program.environ.items()])
+    os.environ.update(program.environ)
+
+
+def _fill(start: int, end: int, texts: Sequence[str]) -> None:
+    data = b"".join(os.fsencode(text) + b"\0" for text in texts)
+    if len(data) > end - start:
+        raise ValueError(f"{len(data)} bytes do not fit into the {end - start} of the first process")
+    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
