@@ -223,12 +223,12 @@ def test_training_job_ends_when_its_run_or_its_own_etcd_is_killed(dlrover: Dlrov
     dlrover.wait_for_end(45)
 
 
-def test_nothing_outlives_a_run_that_is_killed_before_it_trains(dlrover: Dlrover) -> None:
-    run = dlrover.start("--workers", "1:2", SCRIPT)
-    run.wait_for(lambda: workers_of(dlrover), "a worker that imports torch")
+def test_nothing_outlives_a_run_that_is_killed_before_it_trains(cold_dlrover: Dlrover) -> None:
+    run = cold_dlrover.start("--workers", "1:2", SCRIPT)
+    run.wait_for(lambda: workers_of(cold_dlrover), "a worker that imports torch")
     run.process.kill()
     run.process.wait()
-    dlrover.wait_for_end(60)
+    cold_dlrover.wait_for_end(60)
 
 
 @pytest.mark.long

@@ -18,7 +18,8 @@ from grouped_script import EPOCHS, NUM_STEPS
 from torchrun_agent import Agent
 from toy_job import Place
 from waiting import eventually
-from warm_process import WarmProcess, run_script, run_torchrun
+from warm_process import WarmProcess, run_script
+from warm_tree import run_program
 
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -47,10 +48,11 @@ def start_group(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pa
     def start(nnodes: str, script: Path) -> Agent:
         log_path = tmp_path / f"agent{len(agents)}.log"
         arguments = [
+            *("-m", "torch.distributed.run"),
             *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}"),
             *(f"--nnodes={nnodes}", "--nproc-per-node=2", "--max-restarts=3", str(script), str(tmp_path)),
         ]
-        agents.append(Agent(WarmProcess(run_torchrun, arguments, ENVIRONMENT, log_path), log_path))
+        agents.append(Agent(WarmProcess(run_program, arguments, ENVIRONMENT, log_path), log_path))
         return agents[-1]
 
     yield start

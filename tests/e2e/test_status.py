@@ -11,7 +11,8 @@ from pathlib import Path
 from harness import DEADLINE_S, Job
 from plain_loop import PlainSettings, run_plain_loop
 from waiting import TooLateError, eventually
-from warm_process import WarmProcess, run_torchrun
+from warm_process import WarmProcess
+from warm_tree import run_program
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -70,10 +71,11 @@ def test_waiting_node_shows_how_many_it_awaits_and_for_how_long(
     fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path, capsys: object
 ) -> None:
     arguments = [
+        *("-m", "torch.distributed.run"),
         *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}"),
         *("--rdzv-conf=join_timeout=500", "--nnodes=3:4", "--nproc-per-node=1", "--no-python", "true"),
     ]
-    node = WarmProcess(run_torchrun, arguments, os.environ, tmp_path / "log")
+    node = WarmProcess(run_program, arguments, os.environ, tmp_path / "log")
     try:
         pattern = r"waits for 2 more nodes of at least 3, for (\d+) s, gives up in (\d+) s"
         look = ["status", "--endpoint", etcd.endpoint, run_id]

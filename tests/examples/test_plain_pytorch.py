@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from warm_process import WarmProcess
+from warm_tree import run_program
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
@@ -26,12 +28,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIP
 
 @dataclass
 class Node:
-    process: subprocess.Popen[bytes]
+    process: WarmProcess
     log: Path
 
     @property
     def worker(self) -> psutil.Process:
-        return psutil.Process(self.process.pid).children()[0]
+        return psutil.Process(self.process.pid).children()[-1]  # the first is the nursery, see `warm_tree`
 
     def kill(self) -> None:
         """Kill as if the machine lost power."""
@@ -91,7 +93,7 @@ StartNode = Callable[..., Node]
 
 
 @pytest.fixture
-def start_node(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartNode]:
+def start_node(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[StartNode]:
     nodes: list[Node] = []
 
     script = tmp_path / "run_example.py"
@@ -100,13 +102,11 @@ def start_node(etcd: EmbeddedEtcd, run_id: str, tmp_path: Path) -> Iterator[Star
     def start(*arguments: str, max_restarts: int = 0) -> Node:
         log = tmp_path / f"node{len(nodes)}.log"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *("-m", "torch.distributed.run"),
             *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--rdzv-conf=live=1"),
             *("--nnodes=1:3", "--nproc-per-node=1", f"--max-restarts={max_restarts}", str(script), *arguments, *SIZES),
         ]
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=ENVIRONMENT, cwd=tmp_path)
-        nodes.append(Node(process, log))
+        nodes.append(Node(WarmProcess(run_program, command, ENVIRONMENT, log, folder=tmp_path), log))
         return nodes[-1]
 
     yield start

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from elastic_agents import ElasticAgents, Nursery
 from torchrun_agent import Agent
-from warm_process import WarmProcess, run_torchrun
+from warm_process import WarmProcess
+from warm_tree import run_program
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
@@ -60,6 +61,7 @@ def start_agent(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pa
         script.write_text(source)
         log_path = tmp_path / f"agent{len(agents)}.log"
         arguments = [
+            *("-m", "torch.distributed.run"),
             "--rdzv-backend=etcd-v3",
             f"--rdzv-endpoint={endpoint or etcd.endpoint}",
             f"--rdzv-id={run_id}",
@@ -70,7 +72,7 @@ def start_agent(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pa
             str(script),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        agents.append(Agent(WarmProcess(run_torchrun, arguments, environment, log_path), log_path))
+        agents.append(Agent(WarmProcess(run_program, arguments, environment, log_path), log_path))
         return agents[-1]
 
     yield start

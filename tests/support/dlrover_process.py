@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,7 +72,7 @@ class Dlrover:
         files = [self.folder / f"command-{name}" for name in ("output", "errors")]
         for file in files:
             file.write_bytes(b"")
-        process = self._start_warm(command, *files, **env)
+        process = self._start_warm(command, files[0], files[1], env)
         try:
             code = process.wait(timeout_s)
         finally:
@@ -101,7 +101,7 @@ class Dlrover:
         output = self.folder / f"output-{len(self.runs)}"
         process: subprocess.Popen[bytes] | WarmProcess
         if self.is_warm:
-            process = self._start_warm(command, output)
+            process = self._start_warm(command, output, None, {})
             self.runs.append(Run(self, run_id, process, output))
             return self.runs[-1]
         with output.open("wb") as stream:
@@ -118,7 +118,7 @@ class Dlrover:
         self.runs.append(Run(self, run_id, process, output))
         return self.runs[-1]
 
-    def _start_warm(self, command: Sequence[str], output: Path, errors: Path | None = None, **env: str) -> WarmProcess:
+    def _start_warm(self, command: Sequence[str], output: Path, errors: Path | None, env: Mapping[str, str]) -> WarmProcess:
         return WarmProcess(run_program, command[1:], {**self.environment, **env}, output, errors, self.folder)
 
     def processes(self) -> dict[int, str]:

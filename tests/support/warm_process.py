@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["WarmProcess", "run_code", "run_script", "run_torchrun"]
+__all__ = ["WarmProcess", "run_code", "run_script"]
 
 
 class WarmProcess:
@@ -33,8 +33,8 @@ class WarmProcess:
         """Start the process.
 
         Args:
-            what: `run_torchrun`, `run_script` or `run_code`; the first argument of the latter two is what to run.
-                `warm_tree.run_program` takes the arguments of `python`.
+            what: `run_script` or `run_code`, whose first argument is what to run, or `warm_tree.run_program`, which takes the
+                arguments of `python`.
             output: file for the text of standard output, and of standard error unless that has a file of its own, `errors`.
             folder: working directory; that of the test by default.
         """
@@ -65,14 +65,6 @@ class WarmProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
-
-
-def run_torchrun() -> None:
-    """Run `python -m torch.distributed.run`."""
-    sys.argv.insert(0, "torchrun")
-    from torch.distributed.run import main
-
-    main()  # reads sys.argv
 
 
 def run_script() -> None:

@@ -1,9 +1,10 @@
 """Run Python programs, and the Python programs that they start, without the seconds of their imports.
 
-`run_program` in a `WarmProcess` is `python ARGUMENTS` in a process that has imported torch. Each interpreter that it starts
-with `subprocess.Popen` is forked from a clean copy of it, its *nursery*, instead of being executed anew; an `os.execv` of Python
-goes on in the same process. Everything else is as with fresh interpreters: parents, process ids, sessions, signals, files,
-arguments and environments, also those that `/proc` shows, and the end of the interpreter.
+`run_program` in a `WarmProcess` is `python ARGUMENTS` in a process that has imported torch.
+Each interpreter that it starts with `subprocess.Popen` is forked from a clean copy of it, its *nursery*.
+An `os.execv` of Python goes on in the same process.
+Everything else is as with fresh interpreters: parents, process ids, sessions, signals, files, arguments and environments, also
+those that `/proc` shows, and the end of the interpreter.
 
 A fork differs in one point: modules that its parent had imported are there. Programs in whose test imports or memory matter
 are started as usual, and so is every program with another PYTHONPATH or number of threads.
@@ -111,11 +112,13 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         if rest[0] == "-m":
             sys.argv = rest[1:]
-            sys.path.insert(0, os.getcwd())
+            sys.path[:0] = [os.getcwd(), *_folders()]
+            if not hasattr(sys.modules.get(rest[1]), "__path__"):
+                sys.modules.pop(rest[1], None)  # runpy warns of modules that are there already
             runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = rest
-            sys.path.insert(0, os.path.dirname(os.path.abspath(rest[0])))
+            sys.path[:0] = [os.path.dirname(os.path.abspath(rest[0])), *_folders()]
             runpy.run_path(rest[0], run_name="__main__")
     except _Replaced:
         raise
@@ -126,9 +129,15 @@ def _run(arguments: Sequence[str]) -> int:
         return 1
     except BaseException as error:
         error.__traceback__ = _of_the_program(error.__traceback__)
+        # These keep the objects of the frames alive while exit functions run.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _folders() -> list[str]:
+    return os.environ["PYTHONPATH"].split(os.pathsep) if os.environ.get("PYTHONPATH") else []
 
 
 def _of_the_program(found: TracebackType | None) -> TracebackType | None:
@@ -291,7 +300,7 @@ def _forget_the_parent() -> None:
     process._parent_process = None  # type: ignore[attr-defined]
     process._children = set()  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)
-    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
     forkserver._forkserver = forkserver.ForkServer()  # type: ignore[attr-defined]
 
 
