@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Each test starts many processes. They share compiled modules, even where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run quick test test-all test-versions test-torchx-nightly lint release clean
+.PHONY: setup run quick test all-but-on-demand test-all test-versions test-torchx-nightly lint release clean
 
 setup: $(VENV)/.ready
 
@@ -24,11 +24,12 @@ $(VENV)/.ready: pyproject.toml Makefile
 run: setup
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# Beside the tests, which have the first claim to the cores.
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	nice $(BIN)/ruff check .
+	nice $(BIN)/ruff format --check .
+	nice $(BIN)/mypy
+	nice $(BIN)/lint-imports
 
 # The inner loop: pure code, the simulation with fewer seeds, a real etcd; no process that trains. A minute and a half on two idle cores.
 QUICK := $(addprefix tests/,checks components/control doctor learn perf planner report watch \
@@ -42,12 +43,15 @@ quick: setup
 # Long tests start first (tests/conftest.py); those with a costly fixture in common run in one process.
 SIDE_BY_SIDE := -n 3
 
-test: lint
+test: setup
+	$(MAKE) --no-print-directory --jobs=2 lint all-but-on-demand
+
+all-but-on-demand: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 # Everything, also what takes hours: docs/testing.md lists it.
-test-all: lint
-	DLROVER_ALL_FAULTS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+test-all:
+	DLROVER_ALL_FAULTS=1 $(MAKE) test
 
 # A core of the tests with other versions of Python, torch, Lightning and torchrec. Each environment takes minutes and, with the
 # CUDA libraries of its torch, several GB of disk until its tests have ended.

@@ -55,6 +55,9 @@ Record = dict[str, Any]  # a line of a worker's file; see the `write` calls of t
 DEADLINE_S = 60.0
 """Seconds after which a job counts as hung."""
 
+POLL_S = 0.02
+"""Seconds between looks at a job. Each reads the records of all its workers."""
+
 PATIENCE_S = 1.0
 """Seconds in which an idle machine starts a worker and lets it join."""
 
@@ -306,7 +309,7 @@ class Job:
 
     def wait_until(self, found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
         try:
-            return eventually(lambda: found() or self._all_ended(found), what, timeout_s)
+            return eventually(lambda: found() or self._all_ended(found), what, timeout_s, POLL_S)
         except TooLateError as error:
             raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
 
@@ -353,7 +356,7 @@ class Job:
         if hurry:
             (self.folder / "hurry").touch()
         try:
-            eventually(lambda: all(w.exit_code is not None for w in self.workers), "all workers to end", timeout_s)
+            eventually(lambda: all(w.exit_code is not None for w in self.workers), "all workers to end", timeout_s, POLL_S)
         except TooLateError as error:
             raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
         return [w.exit_code for w in self.workers if w.exit_code is not None]

@@ -300,8 +300,9 @@ def _forget_the_parent() -> None:
     process._parent_process = None  # type: ignore[attr-defined]
     process._children = set()  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)
-    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
-    forkserver._forkserver = forkserver.ForkServer()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
+    forkserver._forkserver = forkserver.ForkServer()
 
 
 def _close_all_but(*kept: int) -> None:
