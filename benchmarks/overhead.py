@@ -11,7 +11,7 @@ A machine's speed drifts by more than the differences that are measured here, so
     included.
   - A round gives one ratio for each job: the median of its steps over the mean of the two stock jobs' medians.
   - The result is the median ratio over all rounds. Its interval contains 95 % of the medians of bootstrap samples of rounds.
-  - Rounds in which other programs took more than a few percent of the cores are left out. The table has the number kept.
+  - Rounds in which other programs took more than a few percent of the cores are left out, unless there is no other.
   - The control is compared with the other stock job. Both run one program, so the control's distance from 1 is the floor of the
     measurement: smaller differences of our jobs mean nothing.
   - The place of a process in memory makes it faster or slower for as long as it lives. `--starts` starts all jobs anew, in
@@ -21,6 +21,8 @@ A median leaves out whatever does not happen in every step, such as votes. The r
 CPU ms is the CPU time of one worker per step, `others` its part outside of the training thread. They are for whole turns, with
 the first steps, in which threads catch up with the time in which the job was stopped. Background work follows the wall clock,
 and a job's own turns are a quarter of that, so the share of background threads is an upper bound.
+
+Ctrl-C and SIGTERM end the measurement early; the rounds made so far are reported.
 """
 
 from __future__ import annotations
@@ -96,7 +98,6 @@ class Contestant:
 
     def __init__(self, name: str, job: Job, gate: socket.socket) -> None:
         self.name = name
-        self.turns: dict[str, list[Turn]] = {label: [] for label in LOADS}
         self._job = job
         self._gate = gate
         self._channels: list[TextIO] = []
@@ -117,7 +118,7 @@ class Contestant:
             self._channels.append(self._job.wait_for(f"{self.name} to start", accept, START_TIMEOUT_S))
         self._collect()
 
-    def take_turn(self, label: str, num_steps: int, repeats: int) -> None:
+    def take_turn(self, num_steps: int, repeats: int) -> Turn:
         began, busy_s = time.perf_counter(), _busy_s()
         for pid in self._pids:
             os.kill(pid, signal.SIGCONT)
@@ -125,12 +126,14 @@ class Contestant:
             channel.write(f"{num_steps} {repeats}\n")
             channel.flush()
         blocks = self._collect()
-        elapsed_s, own_s = time.perf_counter() - began, sum(block.cpu_s for block in blocks)
+        elapsed_s = time.perf_counter() - began
+        own_s = sum(
+            block.cpu_s * (1 + 1 / len(block.durations_s)) for block in blocks
+        )  # with the first step, not counted there
         foreign = (_busy_s() - busy_s - own_s) / (elapsed_s * (os.cpu_count() or 1))
         first = next(block for block in blocks if block.global_rank == 0)
         made = len(first.durations_s)
-        turn = Turn(first.durations_s[NUM_IGNORED_STEPS:], first.cpu_s / made, first.other_threads_s / made, foreign)
-        self.turns[label].append(turn)
+        return Turn(first.durations_s[NUM_IGNORED_STEPS:], first.cpu_s / made, first.other_threads_s / made, foreign)
 
     def _collect(self) -> list[Block]:
         try:
@@ -229,18 +232,17 @@ def report(label: str, starts: Sequence[Sequence[Round]]) -> dict[str, float | i
         starts: rounds after each start of the jobs.
 
     Raises:
-        BenchmarkError: other programs kept the machine busy in every round.
+        BenchmarkError: there is no round.
     """
-    calm = [[r for r in start if all(turn.foreign <= MAX_FOREIGN for turn in r.values())] for start in starts]
-    rounds = [r for start in calm for r in start]
     num_all = sum(map(len, starts))
-    if not rounds:
-        least = min(max(turn.foreign for turn in r.values()) for start in starts for r in start)
-        raise BenchmarkError(
-            f"other programs took {least:.0%} of the cores or more in each of {num_all} rounds of {label} steps, and up to "
-            f"{MAX_FOREIGN:.0%} is calm: end them, or measure for longer (--seconds)"
-        )
-    print(f"{label} steps: {len(rounds)} of {num_all} rounds, in the others the machine was not calm")
+    if not num_all:
+        raise BenchmarkError(f"the measurement of {label} steps ended before its first round")
+    calm = [[r for r in start if all(turn.foreign <= MAX_FOREIGN for turn in r.values())] for start in starts]
+    num_calm = sum(map(len, calm))
+    counted = calm if num_calm else starts
+    rounds = [r for start in counted for r in start]
+    left_out = "" if num_calm else ", so all of them count; such a measurement decides nothing"
+    print(f"{label} steps: the machine was calm in {num_calm} of {num_all} rounds{left_out}")
     print(f"{'':10}{'median ms':>10}{'CPU ms':>9}{'others':>9}", end="")
     print(f"{'ratio':>8}{'95 %':>15}{'of means':>10}{'95 %':>15}  by start")
     ratios: dict[str, float | int] = {}
@@ -255,7 +257,7 @@ def report(label: str, starts: Sequence[Sequence[Round]]) -> dict[str, float | i
             for values, width in ((medians, 8), (means, 10)):
                 low, high = interval(values)
                 line += f"{statistics.median(values):{width}.4f}  {low:.4f}-{high:.4f}"
-            by_start = (statistics.median(ratio(r, name, statistics.median) for r in start) for start in calm if start)
+            by_start = (statistics.median(ratio(r, name, statistics.median) for r in start) for start in counted if start)
             line += "  " + " ".join(f"{each:.4f}" for each in by_start)
         print(line, flush=True)
     return ratios
@@ -277,24 +279,22 @@ def main() -> int:
     print(describe_machine(), flush=True)
     repeats = {label: repeats_for(load.step_s) for label, load in loads.items()}
     environment = KEEP_FREED_MEMORY if options.equal_malloc else {}
-    starts: dict[str, list[list[Round]]] = {label: [] for label in loads}
-    with Workspace("overhead", options.keep) as space:
+    starts: list[dict[str, list[Round]]] = []
+    with Workspace("overhead", options.keep) as space, contextlib.suppress(KeyboardInterrupt):
         etcd = space.etcd()
         for start in range(num_starts):
             with contestants(space, etcd, start, environment) as found:
+                rounds: dict[str, list[Round]] = {label: [] for label in loads}
+                starts.append(rounds)
                 until = time.monotonic() + turns_s
                 while time.monotonic() < until:
                     for label, load in loads.items():
-                        for contestant in order.sample(found, len(found)):
-                            contestant.take_turn(label, NUM_IGNORED_STEPS + load.num_steps, repeats[label])
-                for label in loads:
-                    of_job = {contestant.name: contestant.turns[label] for contestant in found}
-                    starts[label].append(
-                        [dict(zip(of_job, turns, strict=True)) for turns in zip(*of_job.values(), strict=True)]
-                    )
+                        num_steps = NUM_IGNORED_STEPS + load.num_steps
+                        turns = {c.name: c.take_turn(num_steps, repeats[label]) for c in order.sample(found, len(found))}
+                        rounds[label].append(turns)
     ratios: dict[str, float | int] = {}
     for label in loads:
-        ratios |= report(label, starts[label])
+        ratios |= report(label, [rounds[label] for rounds in starts])
     print(result_line(ratios))
     return 0
 
