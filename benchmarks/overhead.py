@@ -295,7 +295,8 @@ def main() -> int:
     ratios: dict[str, float | int] = {}
     for label in loads:
         ratios |= report(label, [rounds[label] for rounds in starts])
-    print(result_line(ratios))
+    names = (f"{name}_{label}" for name in (*OURS, CONTROL) for label in loads)
+    print(result_line({name: ratios[name] for name in names}))
     return 0
 
 
