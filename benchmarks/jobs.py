@@ -103,6 +103,7 @@ class Block:
     global_rank: int
     durations_s: list[float]
     cpu_s: float  # CPU time of all the worker's threads in these steps
+    other_threads_s: float  # part of it in all threads but the training thread
 
     def encode(self) -> str:
         return json.dumps(asdict(self)) + "\n"

@@ -1,16 +1,28 @@
 """Cost of our strategy and callback while the job does not change: step times against Lightning's stock DDPStrategy.
 
-    python benchmarks/overhead.py [--cycles N] [--equal-malloc] [--quick]
+    python benchmarks/overhead.py [--starts N] [--seconds S] [--steps 50ms] [--equal-malloc] [--quick]
 
-Three jobs of two workers are alive at once: stock DDP (torchrun, c10d backend), ours, and ours with `DLRoverCallback`. They
-take turns in blocks of a second or so, so that other load on the machine affects all alike. The waiting jobs are stopped by
-SIGSTOP, background threads included. Steps of about 5 ms and of about 50 ms alternate, set by the number of samples.
+Four jobs of two workers are alive at once: stock DDP (torchrun, c10d backend), the same again as a control, ours, and ours
+with `DLRoverCallback`. Steps of about 5 ms and of about 50 ms alternate, set by the number of samples. A live worker keeps the
+memory that it frees, which alone makes steps shorter. With `--equal-malloc` all jobs keep it.
 
-The ratios are medians of all steps over the median of all stock steps. CPU ms is the CPU time of one worker's threads per
-step. The callback's share is an upper bound: its background work follows the wall clock, and a job's own turn is a third of
-that.
+A machine's speed drifts by more than the differences that are measured here, so jobs are compared within a few seconds:
+  - In each round every job takes one short turn, in random order. The jobs that wait are stopped by SIGSTOP, background threads
+    included.
+  - A round gives one ratio for each job: the median of its steps over the mean of the two stock jobs' medians.
+  - The result is the median ratio over all rounds. Its interval contains 95 % of the medians of bootstrap samples of rounds.
+  - Rounds in which other programs took more than a few percent of the cores are left out, unless there is no other.
+  - The control is compared with the other stock job. Both run one program, so the control's distance from 1 is the floor of the
+    measurement: smaller differences of our jobs mean nothing.
+  - The place of a process in memory makes it faster or slower for as long as it lives. `--starts` starts all jobs anew, in
+    other places; the last column has the ratio of each start.
 
-A live worker keeps the memory that it frees, which alone makes steps shorter. With `--equal-malloc` all three jobs keep it.
+A median leaves out whatever does not happen in every step, such as votes. The ratio of means contains it, and more noise.
+CPU ms is the CPU time of one worker per step, `others` its part outside of the training thread. They are for whole turns, with
+the first steps, in which threads catch up with the time in which the job was stopped. Background work follows the wall clock,
+and a job's own turns are a quarter of that, so the share of background threads is an upper bound.
+
+Ctrl-C and SIGTERM end the measurement early; the rounds made so far are reported.
 """
 
 from __future__ import annotations
@@ -18,15 +30,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import signal
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
+import numpy as np
+import psutil
 import torch
 from jobs import (
     START_TIMEOUT_S,
@@ -44,13 +59,38 @@ from training import NUM_FEATURES, Perceptron
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 NUM_WORKERS = 2
-NUM_IGNORED_STEPS = 5
-"""Number of ignored steps at the start of every block: caches are cold, and continued threads have to catch up."""
+NUM_IGNORED_STEPS = 4
+"""Number of ignored steps at the start of every turn: caches are cold, and continued threads have to catch up."""
+
+MAX_FOREIGN = 0.05
+"""Maximum share of all cores that other programs may take in a turn."""
+
+NUM_BOOTSTRAPS = 4000
+STOCK, CONTROL = "stock", "control"
+OURS = ("strategy", "callback")
 
 
-STEPS_S = {"50ms": 0.050, "5ms": 0.005}
+@dataclass(frozen=True)
+class Load:
+    """One length of steps."""
+
+    step_s: float
+    num_steps: int  # measured steps in a turn
+
+
+LOADS = {"50ms": Load(0.050, 12), "5ms": Load(0.005, 40)}
 FRAMEWORK_S = 0.004  # approximate time of Lightning, DDP and the optimizer per step
 WIDTH, NUM_LAYERS, BATCH_SIZE = 256, 2, 16
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One job's measured steps of one round, and what went on beside them."""
+
+    step_s: Sequence[float]  # seconds of each step of rank 0
+    cpu_s: float  # CPU time of rank 0 per step
+    other_threads_s: float  # part of it outside of the training thread
+    foreign: float  # share of all cores that other programs took
 
 
 class Contestant:
@@ -58,7 +98,6 @@ class Contestant:
 
     def __init__(self, name: str, job: Job, gate: socket.socket) -> None:
         self.name = name
-        self.blocks: dict[str, list[Block]] = {label: [] for label in STEPS_S}  # blocks of rank 0
         self._job = job
         self._gate = gate
         self._channels: list[TextIO] = []
@@ -79,15 +118,24 @@ class Contestant:
             self._channels.append(self._job.wait_for(f"{self.name} to start", accept, START_TIMEOUT_S))
         self._collect()
 
-    def take_turn(self, label: str, num_steps: int, repeats: int) -> None:
+    def take_turn(self, num_steps: int, repeats: int) -> Turn:
+        began, busy_s = time.perf_counter(), _busy_s()
         for pid in self._pids:
             os.kill(pid, signal.SIGCONT)
         for channel in self._channels:
             channel.write(f"{num_steps} {repeats}\n")
             channel.flush()
-        self.blocks[label].append(self._collect())
+        blocks = self._collect()
+        elapsed_s = time.perf_counter() - began
+        own_s = sum(
+            block.cpu_s * (1 + 1 / len(block.durations_s)) for block in blocks
+        )  # with the first step, not counted there
+        foreign = (_busy_s() - busy_s - own_s) / (elapsed_s * (os.cpu_count() or 1))
+        first = next(block for block in blocks if block.global_rank == 0)
+        made = len(first.durations_s)
+        return Turn(first.durations_s[NUM_IGNORED_STEPS:], first.cpu_s / made, first.other_threads_s / made, foreign)
 
-    def _collect(self) -> Block:
+    def _collect(self) -> list[Block]:
         try:
             blocks = [Block.decode(channel.readline()) for channel in self._channels]
         except (TimeoutError, ValueError) as error:
@@ -95,7 +143,13 @@ class Contestant:
         self._pids = [block.pid for block in blocks]
         for pid in self._pids:
             os.kill(pid, signal.SIGSTOP)
-        return next(block for block in blocks if block.global_rank == 0)
+        return blocks
+
+
+def _busy_s() -> float:
+    """Return the CPU time of all programs so far, and that taken by the host of a virtual machine."""
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
 
 
 def repeats_for(step_s: float) -> int:
@@ -121,18 +175,20 @@ KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_
 
 
 @contextlib.contextmanager
-def contestants(space: Workspace, etcd: EmbeddedEtcd, environment: Mapping[str, str]) -> Iterator[list[Contestant]]:
+def contestants(space: Workspace, etcd: EmbeddedEtcd, start: int, environment: Mapping[str, str]) -> Iterator[list[Contestant]]:
     live = ["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-conf=live=1", "--nnodes=1:2"]
     live += [f"--nproc-per-node={NUM_WORKERS}", "--max-restarts=0"]
     model = [f"--width={WIDTH}", f"--num-layers={NUM_LAYERS}", f"--batch-size={BATCH_SIZE}"]
     kinds = {
-        "stock": (stock_agent(NUM_WORKERS), ["--strategy=ddp"]),
-        "strategy": ([*live, "--rdzv-id=strategy"], ["--strategy=dlrover"]),
-        "callback": ([*live, "--rdzv-id=callback"], ["--strategy=dlrover", "--profiled"]),
+        STOCK: (stock_agent(NUM_WORKERS), ["--strategy=ddp"]),
+        CONTROL: (stock_agent(NUM_WORKERS), ["--strategy=ddp"]),
+        "strategy": (live, ["--strategy=dlrover"]),
+        "callback": (live, ["--strategy=dlrover", "--profiled"]),
     }
     with contextlib.ExitStack() as stack:
         found = []
-        for name, (torchrun_options, arguments) in kinds.items():
+        for kind, (torchrun_options, arguments) in kinds.items():
+            name = f"{kind}{start}"
             address = space.folder / f"{name}.gate"
             gate = stack.enter_context(socket.socket(socket.AF_UNIX))
             gate.bind(str(address))
@@ -141,58 +197,105 @@ def contestants(space: Workspace, etcd: EmbeddedEtcd, environment: Mapping[str, 
             job.environment.update(environment)
             # A stopped worker cannot renew its lease.
             job.environment["DLROVER_LEASE_TTL_S"] = "120"
-            job.start_agent(torchrun_options)
-            found.append(Contestant(name, job, gate))
+            job.start_agent([*torchrun_options, f"--rdzv-id={name}"])
+            found.append(Contestant(kind, job, gate))
         for contestant in found:
             contestant.wait_at_gate()
         yield found
 
 
-def report(label: str, found: list[Contestant]) -> dict[str, float | int]:
-    """Print a table; return the ratios of medians to stock."""
-    measured = {c.name: [block.durations_s[NUM_IGNORED_STEPS:] for block in c.blocks[label]] for c in found}
-    steps = {name: list(chain.from_iterable(blocks)) for name, blocks in measured.items()}
-    medians = {name: statistics.median(of_job) for name, of_job in steps.items()}
-    means = {name: statistics.mean(of_job) for name, of_job in steps.items()}
-    block_medians = {name: [statistics.median(block) for block in blocks] for name, blocks in measured.items()}
-    cpu_s = {c.name: statistics.median(b.cpu_s / len(b.durations_s) for b in c.blocks[label]) for c in found}
-    columns = (
-        f"{'median ms':>11}{'mean ms':>9}{'p90 ms':>9}{'CPU ms':>9}{'steps':>7}{'ratio':>8}{'of means':>10}{'by block':>10}"
-    )
-    print(f"{label + ' steps':12}{columns}")
-    for name, of_job in steps.items():
-        by_block = statistics.median(a / b for a, b in zip(block_medians[name], block_medians["stock"], strict=True))
-        milliseconds = (medians[name], means[name], statistics.quantiles(of_job, n=10)[-1], cpu_s[name])
-        print(
-            f"{name:11}{''.join(f' {1e3 * s:8.3f}' for s in milliseconds)} {len(of_job):8}"
-            f"{medians[name] / medians['stock']:8.3f}{means[name] / means['stock']:10.3f}{by_block:10.3f}",
-            flush=True,
-        )
-    return {f"{name}_{label}": medians[name] / medians["stock"] for name in medians if name != "stock"}
+# --- comparing ----------------------------------------------------------------------------------------------------------------
+
+
+Summary = Callable[[Sequence[float]], float]
+Round = Mapping[str, Turn]
+"""One turn of each job, by name."""
+
+
+def ratio(round_: Round, name: str, summary: Summary) -> float:
+    """Return a job's `summary` of its steps over that of the stock jobs; the control's over that of the other one."""
+    of_job = {job: summary(turn.step_s) for job, turn in round_.items()}
+    return of_job[name] / (of_job[STOCK] if name == CONTROL else statistics.mean((of_job[STOCK], of_job[CONTROL])))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the bounds of 95 % of the medians of bootstrap samples of `values`."""
+    samples = np.random.default_rng(0).choice(np.asarray(values), (NUM_BOOTSTRAPS, len(values)))
+    low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def report(label: str, starts: Sequence[Sequence[Round]]) -> dict[str, float | int]:
+    """Print a table of all jobs; return their ratios to the stock jobs.
+
+    Args:
+        starts: rounds after each start of the jobs.
+
+    Raises:
+        BenchmarkError: there is no round.
+    """
+    num_all = sum(map(len, starts))
+    if not num_all:
+        raise BenchmarkError(f"the measurement of {label} steps ended before its first round")
+    calm = [[r for r in start if all(turn.foreign <= MAX_FOREIGN for turn in r.values())] for start in starts]
+    num_calm = sum(map(len, calm))
+    counted = calm if num_calm else starts
+    rounds = [r for start in counted for r in start]
+    left_out = "" if num_calm else ", so all of them count; such a measurement decides nothing"
+    print(f"{label} steps: the machine was calm in {num_calm} of {num_all} rounds{left_out}")
+    print(f"{'':10}{'median ms':>10}{'CPU ms':>9}{'others':>9}", end="")
+    print(f"{'ratio':>8}{'95 %':>15}{'of means':>10}{'95 %':>15}  by start")
+    ratios: dict[str, float | int] = {}
+    for name in (STOCK, CONTROL, *OURS):
+        turns = [r[name] for r in rounds]
+        figures = [statistics.median(s for turn in turns for s in turn.step_s)]
+        figures += [statistics.median(t.cpu_s for t in turns), statistics.median(t.other_threads_s for t in turns)]
+        line = f"{name:10}{1e3 * figures[0]:10.3f}{1e3 * figures[1]:9.3f}{1e3 * figures[2]:9.3f}"
+        if name != STOCK:
+            medians, means = ([ratio(r, name, summary) for r in rounds] for summary in (statistics.median, statistics.mean))
+            ratios[f"{name}_{label}"] = statistics.median(medians)
+            for values, width in ((medians, 8), (means, 10)):
+                low, high = interval(values)
+                line += f"{statistics.median(values):{width}.4f}  {low:.4f}-{high:.4f}"
+            by_start = (statistics.median(ratio(r, name, statistics.median) for r in start) for start in counted if start)
+            line += "  " + " ".join(f"{each:.4f}" for each in by_start)
+        print(line, flush=True)
+    return ratios
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=24, help="turns of every job")
+    parser.add_argument("--starts", type=int, default=3, help="times to start all jobs anew")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of turns after each start")
+    parser.add_argument("--steps", choices=tuple(LOADS), action="append", help="only steps of this length")
     parser.add_argument("--equal-malloc", action="store_true", help="let all jobs keep the memory that they free")
-    parser.add_argument("--quick", action="store_true", help="few short turns, under 60 s")
+    parser.add_argument("--quick", action="store_true", help="one start and a few seconds of turns")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of turns")
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
     options = parser.parse_args()
-    cycles, turn_s = (4, 0.5) if options.quick else (options.cycles, 1.5)
-    ratios: dict[str, float | int] = {}
+    num_starts, turns_s = (1, 10.0) if options.quick else (options.starts, options.seconds)
+    loads = {label: load for label, load in LOADS.items() if label in (options.steps or LOADS)}
+    order = random.Random(options.seed)
     print(describe_machine(), flush=True)
-    repeats = {label: repeats_for(step_s) for label, step_s in STEPS_S.items()}
+    repeats = {label: repeats_for(load.step_s) for label, load in loads.items()}
     environment = KEEP_FREED_MEMORY if options.equal_malloc else {}
-    with Workspace("overhead", options.keep) as space, contestants(space, space.etcd(), environment) as found:
-        for cycle in range(cycles):
-            # Each job follows each other one equally often.
-            order = found if cycle % 2 == 0 else found[::-1]
-            for label, step_s in STEPS_S.items():
-                for contestant in order[cycle % 3 :] + order[: cycle % 3]:
-                    contestant.take_turn(label, NUM_IGNORED_STEPS + round(turn_s / step_s), repeats[label])
-        for label in STEPS_S:
-            ratios |= report(label, found)
-    names = ("strategy_50ms", "strategy_5ms", "callback_50ms", "callback_5ms")
+    starts: list[dict[str, list[Round]]] = []
+    with Workspace("overhead", options.keep) as space, contextlib.suppress(KeyboardInterrupt):
+        etcd = space.etcd()
+        for start in range(num_starts):
+            with contestants(space, etcd, start, environment) as found:
+                rounds: dict[str, list[Round]] = {label: [] for label in loads}
+                starts.append(rounds)
+                until = time.monotonic() + turns_s
+                while time.monotonic() < until:
+                    for label, load in loads.items():
+                        num_steps = NUM_IGNORED_STEPS + load.num_steps
+                        turns = {c.name: c.take_turn(num_steps, repeats[label]) for c in order.sample(found, len(found))}
+                        rounds[label].append(turns)
+    ratios: dict[str, float | int] = {}
+    for label in loads:
+        ratios |= report(label, [rounds[label] for rounds in starts])
+    names = (f"{name}_{label}" for name in (*OURS, CONTROL) for label in loads)
     print(result_line({name: ratios[name] for name in names}))
     return 0
 

@@ -194,17 +194,19 @@ class Gate(L.Callback):
         self._durations_s: list[float] = []
         self._ended_s = 0.0
         self._cpu_from_s = 0.0
+        self._own_cpu_from_s = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         now = time.perf_counter()
         if self._ended_s:
             self._durations_s.append(now - self._ended_s)
         else:
-            self._cpu_from_s = time.process_time()
+            self._cpu_from_s, self._own_cpu_from_s = time.process_time(), time.thread_time()
         self._ended_s = now
         if len(self._durations_s) == self._num_steps:
-            cpu_s = time.process_time() - self._cpu_from_s
-            self._channel.write(Block(os.getpid(), trainer.global_rank, self._durations_s, cpu_s).encode())
+            cpu_s, own_s = time.process_time() - self._cpu_from_s, time.thread_time() - self._own_cpu_from_s
+            block = Block(os.getpid(), trainer.global_rank, self._durations_s, cpu_s, cpu_s - own_s)
+            self._channel.write(block.encode())
             self._channel.flush()
             assert isinstance(pl_module, Perceptron)
             self._num_steps, pl_module.repeats = map(int, self._channel.readline().split())

@@ -338,7 +338,8 @@ class EpochMetrics:
     def _monitored_in_steps(self) -> set[str]:
         """Names that may be read between this step and the next, rather than after a validation or an epoch."""
         trainer = self._fit.trainer
-        names = {getattr(c, "monitor", None) for c in self._fit.callbacks if _may_read_after(c, trainer.global_step)}
+        following = (c for c in self._fit.callbacks if getattr(c, "monitor", None) is not None)
+        names = {c.monitor for c in following if _may_read_after(c, trainer.global_step)}
         num_batches = trainer.fit_loop.epoch_loop.batch_idx + 1
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.interval == "step" and num_batches % config.frequency == 0:

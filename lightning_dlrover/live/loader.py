@@ -127,6 +127,7 @@ class ElasticLoader:
         self._place = place
         self._epoch_batches: int | None = None  # batches of the Trainer's epoch; None: as many as this loader has
         self._cycles = False
+        self._split_fields: tuple[Any, ...] = ()  # fields of the newest `Split`
         self._dealt: Sequence[Any] | None = None  # positions of each batch to come, if they do not follow from rank and size
         self._peeked: tuple[int, Any] | None = None  # a batch that was fetched ahead, and its number
         self._is_made = True
@@ -222,16 +223,13 @@ class ElasticLoader:
     def split(self) -> Split:
         """The division of the epoch's samples in the current world."""
         self._count_rows()
-        return Split(
-            self.order.num_samples,
-            self.global_batch_size,
-            self.global_rank,
-            self.world_size,
-            self._training,
-            self._batching.drop_last,
-            self._epoch_batches,
-            self._cycles,
+        split = (
+            *(self.order.num_samples, self.global_batch_size, self.global_rank, self.world_size),
+            *(self._training, self._batching.drop_last, self._epoch_batches, self._cycles),
         )
+        if split != self._split_fields:  # every step needs the split several times
+            self._split_fields, self._split = split, Split(*split)
+        return self._split
 
     @property
     def num_epoch_batches(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.order import EpochOrder
@@ -39,12 +40,12 @@ class Split:
     def _count_batches(self, batch_size: int) -> int:
         return self.num_samples // batch_size if self.drop_last else -(-self.num_samples // batch_size)
 
-    @property
+    @cached_property
     def _samples_per_batch(self) -> int:
         # Larger batches do no harm in validation, but a worker without a sample has no result to reduce.
         return self.global_batch_size if self.training else max(self.global_batch_size, self.world_size)
 
-    @property
+    @cached_property
     def _num_batches(self) -> int:
         full, rest = divmod(self.num_samples, self._samples_per_batch)
         # If too few samples for all workers remain, they join the batch before: a forward pass may need every worker.

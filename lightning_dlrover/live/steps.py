@@ -79,7 +79,7 @@ class TrainingSteps:
         undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
             self._fit.position.in_step = True
-            before = copy.deepcopy(progress.state_dict())
+            before = progress.state_dict()  # copies all counts
             if (done := self._fit.collectives.attempt(compute)) is not None:
                 result = done[0]
                 break
@@ -111,7 +111,7 @@ class TrainingSteps:
             self.window.remember()
         while True:
             self._begin_manual_batch()
-            before = copy.deepcopy(progress.state_dict())
+            before = progress.state_dict()  # copies all counts
             skip = False
             if (done := self._fit.collectives.attempt(run, kwargs)) is not None:
                 result = done[0]

@@ -158,7 +158,7 @@ class TrainLoaders:
 
     def loss_weight(self, batch: int) -> float:
         """Return the weight of a worker's mean loss in a batch, by its share of the first loader that takes part."""
-        weights = [loader.split.loss_weight(batch) for loader in self._known if loader.split.has_samples(batch)]
+        weights = [split.loss_weight(batch) for loader in self._known if (split := loader.split).has_samples(batch)]
         if not self._has_warned and weights and max(weights) - min(weights) > 1e-9:
             self._has_warned = True
             log.warning(

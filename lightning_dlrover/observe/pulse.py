@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders
 from lightning_dlrover.perf.samples import OwnTimes
 
-__all__ = ["OwnClock", "OwnTime", "Pulse", "throttled_s"]
+__all__ = ["OwnClock", "OwnTime", "Pulse", "Throttling"]
 
 NUM_KEPT = 100
 
@@ -149,7 +149,8 @@ class Pulse:
         self._round = 0
         self._num_steps = self._said_steps = 0
         self._times = [0.0, 0.0, 0.0]
-        self._throttled_s = throttled_s()
+        self._throttling = Throttling()
+        self._throttled_s = self._throttling.seconds()
 
     def step_ended(self, compute: OwnTime, data: OwnTime) -> None:
         """Add one more step: the time of its computing, and before that of its wait for data."""
@@ -165,7 +166,7 @@ class Pulse:
         """Return the numbers for the next vote: means over the steps since the last one, if the world did not change."""
         said = [_UNKNOWN] * (NUM_SAID * size)
         self._said_steps = self._num_steps
-        before, self._throttled_s = self._throttled_s, throttled_s()
+        before, self._throttled_s = self._throttled_s, self._throttling.seconds()
         if round_number != self._round:
             self._heard.clear()  # cleared first: another thread may read the times of the new round
             self._round = round_number
@@ -200,16 +201,27 @@ def _parts(compute: OwnTime, data: OwnTime) -> tuple[float, float, float]:
     )
 
 
-def throttled_s(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Return the seconds that this process's control group, or one above it, had used up its CPU quota; 0 if unknown."""
-    stats = [folder / "cpu.stat" for folder in cgroup_folders("cpu", proc, cgroups)]
-    return max((max(_value(s, "throttled_usec") / 1e6, _value(s, "throttled_time") / 1e9) for s in stats), default=0.0)
+class Throttling:
+    """The time in which this process's control group, or one above it, had used up its CPU quota.
+
+    The files are found and opened once, because every vote reads them.
+    """
+
+    def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        self._files: list[int] = []
+        for folder in cgroup_folders("cpu", proc, cgroups):
+            with suppress(OSError):
+                self._files.append(os.open(folder / "cpu.stat", os.O_RDONLY | os.O_CLOEXEC))
+        self._descriptors = [weakref.finalize(self, _close, file) for file in self._files]
+
+    def seconds(self) -> float:
+        """Return the seconds so far; 0 if unknown."""
+        return max(map(_throttled_s, self._files), default=0.0)
 
 
-def _value(file: Path, name: str) -> int:
+def _throttled_s(file: int) -> float:
     with suppress(OSError, ValueError):
-        for line in file.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0
+        words = os.pread(file, 4096, 0).split()
+        values = dict(zip(words[::2], words[1::2], strict=False))
+        return max(int(values.get(b"throttled_usec", 0)) / 1e6, int(values.get(b"throttled_time", 0)) / 1e9)
+    return 0.0

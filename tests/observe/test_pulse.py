@@ -20,7 +20,7 @@ from lightning_dlrover.observe.pulse import (
     OwnClock,
     OwnTime,
     Pulse,
-    throttled_s,
+    Throttling,
 )
 from lightning_dlrover.rdzv.group import waits
 
@@ -105,10 +105,25 @@ def test_throttled_seconds_are_those_of_the_group_with_a_quota(tmp_path: Path, o
     for each in (proc, file):
         each.parent.mkdir(parents=True)
     proc.write_text(own)
-    assert throttled_s(tmp_path / "proc", tmp_path / "cgroup") == 0.0
-    name, value = ("throttled_time", 2_500_000_000) if "cpuacct" in own else ("throttled_usec", 2_500_000)
-    file.write_text(f"nr_periods 7\n{name} {value}\n")
-    assert throttled_s(tmp_path / "proc", tmp_path / "cgroup") == 2.5
+    assert Throttling(tmp_path / "proc", tmp_path / "cgroup").seconds() == 0.0
+    name, number = ("throttled_time", 1_000_000_000) if "cpuacct" in own else ("throttled_usec", 1_000_000)
+    file.write_text(f"nr_periods 7\n{name} 0\n")
+    throttling = Throttling(tmp_path / "proc", tmp_path / "cgroup")
+    assert throttling.seconds() == 0.0
+    file.write_text(f"nr_periods 9\n{name} {5 * number // 2}\n")
+    assert throttling.seconds() == 2.5
+
+
+def test_files_of_throttling_are_closed_with_their_owner(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("0::/\n")
+    (tmp_path / "cpu.stat").write_text("throttled_usec 1000000\n")
+    open_before = len(os.listdir("/proc/self/fd"))
+    throttling = Throttling(tmp_path, tmp_path)
+    assert throttling.seconds() == 1.0
+    assert len(os.listdir("/proc/self/fd")) > open_before
+    del throttling
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_time_without_a_core_is_measured_apart() -> None:
