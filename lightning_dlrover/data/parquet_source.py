@@ -47,9 +47,11 @@ class Parquet:
 
     def shards(self) -> Sequence[Shard]:
         # Here, or each loader worker would import them while a step waits for its first batch.
+        import pyarrow as pa
         import pyarrow.compute
-        import pyarrow.parquet  # noqa: F401
+        import pyarrow.parquet
 
+        pa.array([0]).to_numpy(zero_copy_only=False)  # imports pandas where it is installed, which takes half a second
         self._locations = {each.key: each for each in located(self._paths, suffix=".parquet")}
         counts = counted(list(self._locations.values()), "parquet", _num_rows)
         return [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
@@ -78,23 +80,26 @@ class Parquet:
             ends = np.cumsum(sizes)
             group = int(np.searchsorted(ends, row, side="right"))
             skip = row - int(ends[group] - sizes[group]) if group < len(sizes) else 0
-            numbers = range(group, len(sizes))
+            # A pass decodes so many rows at once. One that has just been opened may be waited for, and may need but a few.
+            together = min(int(np.searchsorted(ends, row + ROWS_AT_ONCE)) + 1, len(sizes))
+            for number in range(group, together):
+                yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
+                skip = 0
             if buffer_size and self._on_error == "raise":
                 # One pass over many row groups takes three quarters of the time of one pass each. From a store it would fetch
                 # them all at once, and where rows are skipped, their number must not depend on where the pass began.
-                done = 0
-                for batch in self._in_one_pass(parquet_file, numbers):
-                    done += batch.num_rows
-                    if done > skip:
-                        yield _last(batch, done - skip)
-                skip = max(done, skip)
-            for number in numbers:
+                for batch in self._in_one_pass(parquet_file, range(together, len(sizes))):
+                    skip += batch.num_rows
+                    yield batch
+            for number in range(together, len(sizes)):
                 if skip < sizes[number]:
                     yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
                 skip = max(0, skip - sizes[number])
 
     def _in_one_pass(self, file: Any, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the rows of these row groups up to an error, which reading them one by one has to attribute."""
+        if not numbers:
+            return
         try:
             yield from file.iter_batches(ROWS_AT_ONCE, row_groups=numbers, columns=self._columns, use_threads=False)
         except (OSError, ValueError) as error:
