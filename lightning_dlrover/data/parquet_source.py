@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
 __all__ = ["Parquet", "parquet"]
+
+log = logging.getLogger(__name__)
 
 ROWS_AT_ONCE = 8192
 """Rows that are decoded at once. A lane holds them decoded, not its whole row group."""
@@ -44,9 +47,11 @@ class Parquet:
 
     def shards(self) -> Sequence[Shard]:
         # Here, or each loader worker would import them while a step waits for its first batch.
+        import pyarrow as pa
         import pyarrow.compute
-        import pyarrow.parquet  # noqa: F401
+        import pyarrow.parquet
 
+        pa.array([0]).to_numpy(zero_copy_only=False)  # imports pandas where it is installed, which takes half a second
         self._locations = {each.key: each for each in located(self._paths, suffix=".parquet")}
         counts = counted(list(self._locations.values()), "parquet", _num_rows)
         return [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
@@ -75,9 +80,30 @@ class Parquet:
             ends = np.cumsum(sizes)
             group = int(np.searchsorted(ends, row, side="right"))
             skip = row - int(ends[group] - sizes[group]) if group < len(sizes) else 0
-            for number in range(group, len(sizes)):
+            # A pass decodes so many rows at once. One that has just been opened may be waited for, and may need but a few.
+            together = min(int(np.searchsorted(ends, row + ROWS_AT_ONCE)) + 1, len(sizes))
+            for number in range(group, together):
                 yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
                 skip = 0
+            if buffer_size and self._on_error == "raise":
+                # One pass over many row groups takes three quarters of the time of one pass each. From a store it would fetch
+                # them all at once, and where rows are skipped, their number must not depend on where the pass began.
+                for batch in self._in_one_pass(parquet_file, range(together, len(sizes))):
+                    skip += batch.num_rows
+                    yield batch
+            for number in range(together, len(sizes)):
+                if skip < sizes[number]:
+                    yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
+                skip = max(0, skip - sizes[number])
+
+    def _in_one_pass(self, file: Any, numbers: Sequence[int]) -> Iterator[Any]:
+        """Yield the rows of these row groups up to an error, which reading them one by one has to attribute."""
+        if not numbers:
+            return
+        try:
+            yield from file.iter_batches(ROWS_AT_ONCE, row_groups=numbers, columns=self._columns, use_threads=False)
+        except (OSError, ValueError) as error:
+            log.debug("reading row groups %s one by one, since reading them together failed: %s", numbers, error)
 
     def _remember(self, shard: Shard, metadata: Any) -> None:
         self._metadata[shard] = metadata
@@ -91,7 +117,7 @@ class Parquet:
             for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[number], columns=self._columns, use_threads=False):
                 done += batch.num_rows
                 if done > skip:
-                    yield batch if done - batch.num_rows >= skip else batch.slice(batch.num_rows - (done - skip))
+                    yield _last(batch, done - skip)
         except (OSError, ValueError) as error:
             left = num_rows - max(done, skip)
             where = f"row group {number} of {shard.key} (rows from {max(done, skip)} of its {num_rows})"
@@ -106,6 +132,11 @@ class Parquet:
         missing = [name for name in self._columns or () if name.partition(".")[0] not in schema.names]
         if missing:
             raise DataError(f"{shard.key} has no column {', '.join(missing)}, only {', '.join(schema.names)}")
+
+
+def _last(batch: Any, num_rows: int) -> Any:
+    """Return the last `num_rows` rows of a batch, or all if it has fewer."""
+    return batch if num_rows >= batch.num_rows else batch.slice(batch.num_rows - num_rows)
 
 
 def parquet(paths: str | Sequence[str], columns: Sequence[str] | None = None, on_error: str = "raise") -> Parquet:

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -265,3 +266,35 @@ def test_reading_can_end_anywhere(tmp_path: Path) -> None:
     source = files(str(tmp_path / "a.txt"))
     (shard,) = source.shards()
     assert list(islice(source.read(shard, 3), 4)) == ["3", "4", "5", "6"]
+
+
+def test_reading_imports_nothing_once_the_shards_are_known(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2, 3]}), tmp_path / "a.parquet")
+    script = f"""
+import sys
+from torch.utils.data import DataLoader
+from lightning_dlrover.data import parquet, stream
+loader = DataLoader(stream(parquet({str(tmp_path)!r})), batch_size=3)
+len(loader)
+before = set(sys.modules)
+assert next(iter(loader))["a"].tolist() == [1, 2, 3]
+print([name for name in sorted(set(sys.modules) - before) if name.startswith(("pandas", "pyarrow"))])
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"  # else each loader worker of a joiner would do so while a step waits
+
+
+def test_corrupt_row_group_behind_many_others_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": list(range(30_000))}), path, row_group_size=1000, compression="zstd", use_dictionary=False)
+    group = pq.ParquetFile(path).metadata.row_group(25).column(0)
+    content = bytearray(path.read_bytes())
+    content[group.data_page_offset + 30 : group.data_page_offset + 90] = b"\xff" * 60
+    path.write_bytes(content)
+    source = parquet(str(path))
+    (shard,) = source.shards()
+    for row in (0, 500, 24_999):
+        read: list[int] = []
+        with pytest.raises(DataError, match=r"row group 25 of .*a.parquet \(rows from 0 of its 1000\) cannot be read"):
+            read.extend(value for batch in source.read(shard, row) for value in batch.column("a").to_pylist())
+        assert read == list(range(row, 25_000))
