@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver, process, resource_tracker
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 __all__ = ["PADDING", "run_program"]
@@ -119,7 +119,7 @@ def _run(arguments: Sequence[str]) -> int:
         else:
             sys.argv = rest
             sys.path[:0] = [os.path.dirname(os.path.abspath(rest[0])), *_folders()]
-            runpy.run_path(rest[0], run_name="__main__")
+            _run_file(os.path.abspath(rest[0]))
     except _Replaced:
         raise
     except SystemExit as error:
@@ -134,6 +134,14 @@ def _run(arguments: Sequence[str]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _run_file(path: str) -> None:
+    # Not by runpy, which would put this path into sys.argv, too.
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = path
+    with open(path, "rb") as file:
+        exec(compile(file.read(), path, "exec"), main.__dict__)
 
 
 def _folders() -> list[str]:
