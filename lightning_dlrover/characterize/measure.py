@@ -1,0 +1,190 @@
+"""Measure one point in this worker: warm-up, then blocks of whole steps and of cut steps in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from lightning_dlrover.characterize.energy import EnergyMeter
+from lightning_dlrover.characterize.inputs import Batches
+from lightning_dlrover.characterize.model import Clock, LocalTables, Model, Tables
+from lightning_dlrover.characterize.point import Point
+from lightning_dlrover.observe.resources import MemoryWatch
+
+__all__ = ["Effort", "Share", "measure"]
+
+MIN_WARM_STEPS = 3
+MIN_BLOCK_STEPS, MAX_BLOCK_STEPS = 2, 400
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Extent of one visit."""
+
+    warm_s: float = 0.08
+    block_s: float = 0.1
+    num_blocks: int = 4
+
+
+@dataclass(frozen=True)
+class Share:
+    """One worker's part of a visit."""
+
+    blocks: tuple[float, ...]
+    part_s: dict[str, float]
+    forward_s: float
+    peak_memory_bytes: int
+    cpu_percent: float
+    gpu_memory_bytes: int
+    joules_per_step: float | None
+
+
+def measure(point: Point, global_rank: int, effort: Effort, folder: Path) -> Share:
+    """Measure a point together with the other workers of the default process group."""
+    try:
+        return _measured(point, global_rank, effort, folder)
+    finally:
+        gc.collect()  # a large table must not count against the next point
+
+
+def _measured(point: Point, global_rank: int, effort: Effort, folder: Path) -> Share:
+    torch.set_num_threads(point.threads)
+    torch.manual_seed(0)
+    cuda = point.device != "cpu"
+    dense_device = torch.device("cuda" if cuda else "cpu")
+    table_device = torch.device("cuda" if point.device == "cuda" else "cpu")
+    local_batch = point.batch // point.num_workers
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(MemoryWatch())
+        batches = stack.enter_context(contextlib.closing(Batches(point, local_batch, global_rank, folder)))
+        tables = _tables(point, table_device, stack)
+        model = Model(point, dense_device, tables)
+
+        def step() -> None:
+            model.step(next(batches).to(dense_device, table_device))
+
+        def cut_step(clock: Clock) -> None:
+            batch = next(batches).to(dense_device, table_device)
+            clock.mark("data")
+            model.cut_step(batch, clock)
+
+        return _run(point, effort, step, cut_step, memory, cuda)
+
+
+def _tables(point: Point, device: torch.device, stack: contextlib.ExitStack) -> Tables | None:
+    if not point.num_sparse:
+        return None
+    if point.placement in ("local", "replicated"):
+        return LocalTables(point, device)
+    from lightning_dlrover.characterize.sharded import TablesOverWorkers
+
+    return stack.enter_context(contextlib.closing(TablesOverWorkers(point, device)))
+
+
+def _run(
+    point: Point,
+    effort: Effort,
+    step: Callable[[], None],
+    cut_step: Callable[[Clock], None],
+    memory: MemoryWatch,
+    cuda: bool,
+) -> Share:
+    num_steps = _warm_up(point, effort, step, cut_step, cuda)
+    energy = EnergyMeter.of_machine(cuda)
+    whole, parts = [], []
+    cpu_s = took_s = 0.0
+    joules: float | None = 0.0
+    with _no_collection():
+        for _ in range(effort.num_blocks):
+            before = _cpu_s()
+            spent_before = energy.joules()
+            began = _synced(point, cuda)
+            for _ in range(num_steps):
+                step()
+            ended = _synced(point, cuda)
+            spent = energy.joules()
+            joules = (
+                None if joules is None or spent is None or spent_before is None else joules + max(0.0, spent - spent_before)
+            )
+            whole.append((ended - began) / num_steps)
+            cpu_s += _cpu_s() - before
+            took_s += ended - began
+            clock = Clock(cuda)
+            for _ in range(num_steps):
+                clock.begin()
+                cut_step(clock)
+            parts.append(clock.seconds())
+    # Parts of the middle blocks, which really ran: medians of single parts would not add up.
+    ordered = sorted(parts, key=lambda block: sum(block[0].values()))
+    middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+    count = len(middle) * num_steps
+    part_s = {part: sum(block[0][part] for block in middle) / count for part in middle[0][0]}
+    forward_s = sum(block[1] for block in middle) / count
+    gpu_bytes = torch.cuda.max_memory_allocated() if cuda else 0
+    per_step = None if joules is None else joules / (effort.num_blocks * num_steps)
+    return Share(tuple(whole), part_s, forward_s, memory.take().peak_bytes, 100 * cpu_s / took_s, gpu_bytes, per_step)
+
+
+def _warm_up(point: Point, effort: Effort, step: Callable[[], None], cut_step: Callable[[Clock], None], cuda: bool) -> int:
+    """Warm up, and return the number of steps of a block. All workers make the same number of steps."""
+    least = MIN_WARM_STEPS + 2 * point.loader_workers  # batches fetched ahead would look like a fast loader
+    cut_step(Clock(cuda))
+    step()
+    began = _synced(point, cuda)
+    for _ in range(least):
+        step()
+    step_s = _agreed((_synced(point, cuda) - began) / least, point)
+    more = math.ceil(effort.warm_s / step_s) - least
+    for _ in range(min(more, MAX_BLOCK_STEPS)):
+        step()
+    if more > 0:
+        began = _synced(point, cuda)
+        for _ in range(least):
+            step()
+        step_s = _agreed((_synced(point, cuda) - began) / least, point)
+    return min(MAX_BLOCK_STEPS, max(MIN_BLOCK_STEPS, round(effort.block_s / step_s)))
+
+
+def _agreed(seconds: float, point: Point) -> float:
+    if point.num_workers == 1:
+        return seconds
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.broadcast(found, 0)
+    return float(found)
+
+
+def _synced(point: Point, cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    if point.num_workers > 1:
+        dist.barrier()
+    return time.perf_counter()
+
+
+def _cpu_s() -> float:
+    """CPU time of this worker and of its loader workers."""
+    own = psutil.Process()
+    total = sum(own.cpu_times()[:2])
+    for child in own.children():
+        with contextlib.suppress(psutil.Error):
+            total += sum(child.cpu_times()[:2])
+    return float(total)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
