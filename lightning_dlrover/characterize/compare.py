@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from lightning_dlrover.characterize.limits import LIMITS
 from lightning_dlrover.characterize.point import Point
@@ -24,7 +25,7 @@ def compare_text(one: Measurements, other: Measurements) -> str:
     rows = [("limit", "threads", "A", "B", "B/A", "")]
     for name, (text, unit) in LIMITS.items():
         # Each machine's own limit is with all of its cores.
-        best = [max(((threads, value) for (n, threads), value in found.items() if n == name), default=None) for found in limits]
+        best = [_widest(found, name) for found in limits]
         if best[0] is not None and best[1] is not None:
             (threads_a, a), (threads_b, b) = best
             rows.append((text, f"{threads_a}, {threads_b}", f"{a:.3g}", f"{b:.3g}", f"{b / a:.2f}", unit))
@@ -72,6 +73,10 @@ def compare_text(one: Measurements, other: Measurements) -> str:
         f"{agreeing} of {count} points agree within the range of their own blocks",
     ]
     return "\n".join(lines)
+
+
+def _widest(found: Mapping[tuple[str, int], float], name: str) -> tuple[int, float] | None:
+    return max(((threads, value) for (n, threads), value in found.items() if n == name), default=None)
 
 
 def differences(point: Point) -> str:

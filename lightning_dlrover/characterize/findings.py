@@ -208,7 +208,7 @@ def _rows(evidence: Evidence) -> Iterator[Finding]:
         )
     else:
         text = (
-            f"Steps take the same time from {line[0].point.rows:,} to {line[-1].point.rows:,} rows, within {factor - 1:.0%} "
+            f"Steps take the same time from {line[0].point.rows:,} to {line[-1].point.rows:,} rows, within {max(0.0, factor - 1):.0%} "
             "per step of the sweep."
         )
     memory = max(r.peak_memory_bytes for r in line) / 2**30

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dlrover.characterize.parent import die_with_parent
 from lightning_dlrover.characterize.point import Point
 
 __all__ = ["Batch", "Batches", "draw_ids"]
@@ -125,6 +126,10 @@ class _Parquet(Dataset[tuple[Tensor, Tensor, Tensor]]):
         )
 
 
+def _die_with_parent(_: int) -> None:
+    die_with_parent()
+
+
 class Batches:
     """An endless iterator over one worker's batches. `close` ends its loader workers.
 
@@ -139,7 +144,7 @@ class Batches:
             return
         options: dict[str, Any] = {"num_workers": point.loader_workers, "shuffle": False}
         if point.loader_workers:
-            options["multiprocessing_context"] = "fork"
+            options |= {"multiprocessing_context": "fork", "worker_init_fn": _die_with_parent}
         if point.data == "parquet":
             self._loader = iter(DataLoader(_Parquet(point, local_batch, folder), None, **options))
         else:
@@ -156,8 +161,9 @@ class Batches:
         return self
 
     def close(self) -> None:
-        if hasattr(self._loader, "_shutdown_workers"):  # dropping the iterator does the same, but later
-            self._loader._shutdown_workers()
+        loader: Any = self._loader
+        if hasattr(loader, "_shutdown_workers"):  # dropping the iterator does the same, but later
+            loader._shutdown_workers()
         self._loader = None
 
 

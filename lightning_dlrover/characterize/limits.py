@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch.nn import functional as F
 
 __all__ = ["LIMITS", "NEEDS_WORKERS", "measure_limit"]

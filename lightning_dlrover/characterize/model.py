@@ -47,7 +47,7 @@ class Clock:
     def _now(self) -> object:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -92,7 +92,7 @@ class LocalTables:
         return torch.stack([bag(of_table) for bag, of_table in zip(self._bags, ids, strict=True)], 1)
 
     def backward(self, vectors: Tensor, gradient: Tensor, clock: Clock | None) -> None:
-        vectors.backward(gradient)
+        torch.autograd.backward(vectors, gradient)
 
     def update(self, clock: Clock | None) -> None:
         if self._num_workers > 1:
@@ -159,9 +159,9 @@ class Model(nn.Module):
         features = joined.detach().requires_grad_()
         clock.mark("interaction")
         self._top(features, batch.labels, clock)
-        joined.backward(features.grad)
+        torch.autograd.backward(joined, features.grad)
         clock.mark("interaction")
-        out.backward(dense.grad)
+        torch.autograd.backward(out, dense.grad)
         clock.mark("bottom_mlp")
         assert looked_up.grad is not None
         tables.backward(vectors, looked_up.grad.to(vectors.device), clock)

@@ -65,7 +65,7 @@ def _page(measured: Measurements, studies: Sequence[Study], found: Sequence[Find
     results, limits = results_of(measured.visits), limit_values(measured.limits)
     shown = {point: results[point] for study in studies for point in study.points if point in results}
     roofline = roofline_figure(list(shown.values()), limits, scope.cores)
-    times = [record.at for record in (*measured.visits, *measured.limits)]
+    times = [*(visit.at for visit in measured.visits), *(limit.at for limit in measured.limits)]
     return environment.get_template("page.html.j2").render(
         machine=measured.header.machine,
         version=measured.header.version,
@@ -107,7 +107,7 @@ def _facts(
 
 
 def _limit_rows(measured: Measurements) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for limit in {(limit.name, limit.threads): limit for limit in measured.limits}.values():
         text = LIMITS.get(limit.name, (limit.name, ""))[0]
         if not limit.blocks:
@@ -135,8 +135,8 @@ def _section(study: Study, results: Mapping[Point, Result], visits: Sequence[Vis
         skipped=study.skipped,
         figure=to_svg(figure, study.name) if figure is not None else None,
         loss=to_svg(loss, f"{study.name}-loss") if loss is not None else None,
-        caption="A point is the median over all blocks of steps, a bar their range. Parts are timed in steps of their own, cut at "
-        "the parts' borders; each part holds its forward and its backward pass.",
+        caption="A point is the median over all blocks of steps, a bar their range. Parts are timed in steps of their own, cut "
+        "at the parts' borders; each part holds its forward and its backward pass.",
         rows=[_row(results[point]) for point in study.points if point in results],
         files=f"{study.name}.csv",
         problems=problems,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import time
@@ -24,6 +25,9 @@ BUDGETS_S = {"quick": 255.0, "full": 3600.0}
 
 AIMS = {"quick": Aim(), "full": Aim(min_visits=3, max_visits=8, spread=0.05)}
 EFFORTS = {"quick": Effort(), "full": Effort(warm_s=0.5, block_s=0.3, num_blocks=5)}
+
+WORK_PREFIX = ".work-"
+"""Names of folders with input files and the workers' output; they last as long as their run."""
 
 
 @dataclass
@@ -51,10 +55,12 @@ class Progress:
 def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget_s: float) -> None:
     """Measure what is missing in the store, until the budget is used or nothing is worth another visit."""
     deadline = time.monotonic() + budget_s
+    for left in store.path.parent.glob(f"{WORK_PREFIX}*"):  # by a run that was killed: this one alone has the folder now
+        shutil.rmtree(left, ignore_errors=True)
     aim, points = AIMS[scope.size], in_order(studies)
     progress = Progress(len(points))
     with (
-        tempfile.TemporaryDirectory(prefix=".work-", dir=store.path.parent) as work,
+        tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=store.path.parent) as work,
         Crew(Path(work), EFFORTS[scope.size]) as crew,
     ):
         for name, threads in _missing_limits(store, scope):

@@ -33,8 +33,8 @@ class TablesOverWorkers:
             for name in self._names
         ]
         holder = nn.Module()
-        holder.tables = EmbeddingBagCollection(configs, device=torch.device("meta"))
-        apply_optimizer_in_backward(torch.optim.SGD, holder.tables.parameters(), {"lr": LEARNING_RATE})
+        collection = holder.tables = EmbeddingBagCollection(configs, device=torch.device("meta"))
+        apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": LEARNING_RATE})
         kind = "table_wise" if point.placement in (REMOTE, "uvm") else point.placement
         kernels = ["fused_uvm"] if point.placement == "uvm" else None
         rule = ParameterConstraints(sharding_types=[kind], compute_kernels=kernels)
@@ -80,7 +80,7 @@ class TablesOverWorkers:
         return values
 
     def backward(self, vectors: Tensor, gradient: Tensor, clock: Clock | None) -> None:
-        vectors.backward(gradient)
+        torch.autograd.backward(vectors, gradient)
         if clock is not None:
             clock.mark("communication")
         torch.autograd.backward(self._outputs, [leaf.grad for leaf in self._leaves])

@@ -100,7 +100,7 @@ def _features(scope: Scope) -> Study:
 
 def _batch(scope: Scope) -> Study:
     base = _base(scope)
-    sizes = (32, 128, 512, 2048) if not scope.is_full else (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    sizes: tuple[int, ...] = (32, 128, 512, 2048) if not scope.is_full else (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     if scope.device == "cuda":
         sizes = tuple(8 * size for size in sizes)
     speed = [replace(base, batch=size) for size in sizes]

@@ -6,7 +6,6 @@ It ends when the socket closes, and with its parent, whatever kills that.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.characterize.measure import Effort, Share
+from lightning_dlrover.characterize.parent import die_with_parent
 from lightning_dlrover.characterize.point import Point
 from lightning_dlrover.codec import from_fields
 
-__all__ = ["Request", "die_with_parent", "main"]
+__all__ = ["Request", "main"]
 
 GROUP_TIMEOUT_S = 60.0
 NUM_SEEDS = 3
@@ -42,10 +42,6 @@ class Request:
     limit: str = ""
     threads: int = 1
     device: str = "cpu"
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def main() -> None:
@@ -94,10 +90,11 @@ def _group(request: Request) -> Iterator[None]:
         yield
         return
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", request.store_port, is_master=False, timeout=timeout)
-    prefixed = dist.PrefixStore(f"visit{request.number}", store)
+    store = TCPStore("127.0.0.1", request.store_port, is_master=False, timeout=timeout)
+    prefixed = PrefixStore(f"visit{request.number}", store)
     dist.init_process_group("gloo", store=prefixed, rank=request.global_rank, world_size=request.num_workers, timeout=timeout)
     try:
         yield
