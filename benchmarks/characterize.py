@@ -131,7 +131,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for both runs (default: a temporary one)")
     parser.add_argument("--jobs", default=",".join(JOBS), help=f"jobs that start warm, of {', '.join(JOBS)}")
-    parser.add_argument("--reuse", action="store_true", help="take the runs that --out already holds; `minutes` is unknown then")
+    parser.add_argument(
+        "--reuse", action="store_true", help="take the runs that --out already holds; `minutes` is unknown then"
+    )
     options = parser.parse_args()
     kinds = [kind for kind in options.jobs.split(",") if kind]
     if unknown := sorted({*kinds} - {*JOBS}):

@@ -208,8 +208,8 @@ def _rows(evidence: Evidence) -> Iterator[Finding]:
         )
     else:
         text = (
-            f"Steps take the same time from {line[0].point.rows:,} to {line[-1].point.rows:,} rows, within {max(0.0, factor - 1):.0%} "
-            "per step of the sweep."
+            f"Steps take the same time from {line[0].point.rows:,} to {line[-1].point.rows:,} rows: none of the sweep's is "
+            f"{CACHE_DROP} times as long as the one before."
         )
     memory = max(r.peak_memory_bytes for r in line) / 2**30
     yield Finding(

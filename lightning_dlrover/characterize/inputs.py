@@ -97,15 +97,17 @@ class _Parquet(Dataset[tuple[Tensor, Tensor, Tensor]]):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self._path = folder / "rows.parquet"
+        self._path = folder / f"{point.num_dense}-{point.num_sparse}-{point.lookups}-{local_batch}.parquet"
         self._point, self._num_groups = point, max(1, DATASET_ROWS // local_batch)
+        self._file: Any = None
+        if self._path.exists():  # by an earlier visit
+            return
         rows = _Rows(point)
         samples = [rows[i] for i in range(self._num_groups * local_batch)]
         columns = {f"n{i}": torch.stack([s[0] for s in samples])[:, i].numpy() for i in range(point.num_dense)}
         ids = torch.stack([s[1] for s in samples]).flatten(1)
         columns |= {f"c{i}": ids[:, i].numpy() for i in range(ids.shape[1])}
         pq.write_table(pa.table(columns), self._path, row_group_size=local_batch)
-        self._file: Any = None
 
     def __len__(self) -> int:
         return DATASET_LENGTH

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 __all__ = ["LIMITS", "NEEDS_WORKERS", "measure_limit"]
 
-BLOCK_S = 0.15
-NUM_BLOCKS = 7
+BLOCK_S = 0.12
+NUM_BLOCKS = 5
 COPY_BYTES = 256 * 2**20
 ROWS_BYTES = 512 * 2**20
 ROW_VALUES = 32
-DISK_BYTES = 128 * 2**20
+DISK_BYTES = 64 * 2**20
 ALL_REDUCE_BYTES = 16 * 2**20
 MATRIX = 1536
 

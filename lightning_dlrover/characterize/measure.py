@@ -22,17 +22,19 @@ from lightning_dlrover.observe.resources import MemoryWatch
 
 __all__ = ["Effort", "Share", "measure"]
 
-MIN_WARM_STEPS = 3
+MIN_WARM_STEPS = 2
 MIN_BLOCK_STEPS, MAX_BLOCK_STEPS = 2, 400
+STEPS_PER_LOADER = 4
+"""Steps of a block for each loader worker: their batches come in bursts, which a shorter block would see in part."""
 
 
 @dataclass(frozen=True)
 class Effort:
     """Extent of one visit."""
 
-    warm_s: float = 0.08
-    block_s: float = 0.1
-    num_blocks: int = 4
+    warm_s: float = 0.06
+    block_s: float = 0.1  # of whole steps; those that are cut take as long
+    num_blocks: int = 3
 
 
 @dataclass(frozen=True)
@@ -101,28 +103,22 @@ def _run(
     num_steps = _warm_up(point, effort, step, cut_step, cuda)
     energy = EnergyMeter.of_machine(cuda)
     whole, parts = [], []
-    cpu_s = took_s = 0.0
-    joules: float | None = 0.0
     with _no_collection():
+        began, cpu_before, spent_before = _synced(point, cuda), _cpu_s(), energy.joules()
         for _ in range(effort.num_blocks):
-            before = _cpu_s()
-            spent_before = energy.joules()
-            began = _synced(point, cuda)
-            for _ in range(num_steps):
-                step()
-            ended = _synced(point, cuda)
-            spent = energy.joules()
-            joules = (
-                None if joules is None or spent is None or spent_before is None else joules + max(0.0, spent - spent_before)
-            )
-            whole.append((ended - began) / num_steps)
-            cpu_s += _cpu_s() - before
-            took_s += ended - began
-            clock = Clock(cuda)
-            for _ in range(num_steps):
-                clock.begin()
-                cut_step(clock)
+            clock, whole_s = Clock(cuda), 0.0
+            for number in range(2 * num_steps):
+                if number.bit_count() % 2:  # both kinds in turn, in an order (Thue, Morse) without a period: loaders have one
+                    clock.begin()
+                    cut_step(clock)
+                else:
+                    started = _now(cuda)
+                    step()
+                    whole_s += _now(cuda) - started
+            whole.append(whole_s / num_steps)
             parts.append(clock.seconds())
+        took_s = _synced(point, cuda) - began
+        cpu_s, spent = _cpu_s() - cpu_before, energy.joules()
     # Parts of the middle blocks, which really ran: medians of single parts would not add up.
     ordered = sorted(parts, key=lambda block: sum(block[0].values()))
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
@@ -130,7 +126,9 @@ def _run(
     part_s = {part: sum(block[0][part] for block in middle) / count for part in middle[0][0]}
     forward_s = sum(block[1] for block in middle) / count
     gpu_bytes = torch.cuda.max_memory_allocated() if cuda else 0
-    per_step = None if joules is None else joules / (effort.num_blocks * num_steps)
+    per_step = None
+    if spent is not None and spent_before is not None:
+        per_step = (spent - spent_before) / (2 * effort.num_blocks * num_steps)
     return Share(tuple(whole), part_s, forward_s, memory.take().peak_bytes, 100 * cpu_s / took_s, gpu_bytes, per_step)
 
 
@@ -151,7 +149,8 @@ def _warm_up(point: Point, effort: Effort, step: Callable[[], None], cut_step: C
         for _ in range(least):
             step()
         step_s = _agreed((_synced(point, cuda) - began) / least, point)
-    return min(MAX_BLOCK_STEPS, max(MIN_BLOCK_STEPS, round(effort.block_s / step_s)))
+    fewest = max(MIN_BLOCK_STEPS, STEPS_PER_LOADER * point.loader_workers)
+    return min(MAX_BLOCK_STEPS, max(fewest, round(effort.block_s / step_s / 2) * 2))
 
 
 def _agreed(seconds: float, point: Point) -> float:
@@ -162,12 +161,16 @@ def _agreed(seconds: float, point: Point) -> float:
     return float(found)
 
 
-def _synced(point: Point, cuda: bool) -> float:
+def _now(cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _synced(point: Point, cuda: bool) -> float:
     if point.num_workers > 1:
         dist.barrier()
-    return time.perf_counter()
+    return _now(cuda)
 
 
 def _cpu_s() -> float:

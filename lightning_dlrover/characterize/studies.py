@@ -122,7 +122,7 @@ def _rows(scope: Scope) -> Study:
 
 def _mlp(scope: Scope) -> Study:
     base = _base(scope)
-    widths, depths = ((64, 256, 1024), (1, 4)) if not scope.is_full else ((64, 128, 256, 512, 1024, 2048), (1, 2, 4, 8))
+    widths, depths = ((64, 256, 768), (1, 4)) if not scope.is_full else ((64, 128, 256, 512, 1024, 2048), (1, 2, 4, 8))
     points = [replace(base, width=width, depth=depth) for depth, width in product(depths, widths)]
     return Study("mlp", "MLP width and depth", "width", ("depth",), tuple(points))
 

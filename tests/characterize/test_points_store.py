@@ -77,5 +77,5 @@ def test_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder_without_measurements_is_refused_for_reading(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="has no points.jsonl"):
+    with pytest.raises(StoreError, match=r"has no points\.jsonl"):
         read_store(tmp_path)
