@@ -31,7 +31,7 @@ import numpy as np
 from auto_config import FULL, Grid, careful_user, measure_grid, plan_live
 from auto_config_jobs import JOBS
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from lightning_dlrover.characterize.results import Result, agreement, limit_values, results_of
 from lightning_dlrover.characterize.store import read_store

@@ -25,10 +25,12 @@ def compare_text(one: Measurements, other: Measurements) -> str:
     rows = [("limit", "threads", "A", "B", "B/A", "")]
     for name, (text, unit) in LIMITS.items():
         # Each machine's own limit is with all of its cores.
-        best = [_widest(found, name) for found in limits]
-        if best[0] is not None and best[1] is not None:
-            (threads_a, a), (threads_b, b) = best
-            rows.append((text, f"{threads_a}, {threads_b}", f"{a:.3g}", f"{b:.3g}", f"{b / a:.2f}", unit))
+        best_a, best_b = _widest(limits[0], name), _widest(limits[1], name)
+        if best_a is not None and best_b is not None:
+            (threads_a, value_a), (threads_b, value_b) = best_a, best_b
+            rows.append(
+                (text, f"{threads_a}, {threads_b}", f"{value_a:.3g}", f"{value_b:.3g}", f"{value_b / value_a:.2f}", unit)
+            )
     lines += [*text_table("<>>>><", rows), ""]
     results = results_of(one.visits), results_of(other.visits)
     both = [point for point in results[0] if point in results[1]]
