@@ -270,12 +270,13 @@ def _workers(evidence: Evidence) -> Iterator[Finding]:
             continue
         best = max(mine, key=lambda r: r.samples_per_s)
         speedup = best.samples_per_s / alone.samples_per_s
-        cores = best.point.num_workers * best.point.threads
+        cores = min(best.point.num_workers * best.point.threads, evidence.cores)
+        workers, threads = _count(best.point.num_workers, "worker"), _count(best.point.threads, "thread")
         yield Finding(
             "workers",
-            f"The {workload} model runs best with {best.point.num_workers} workers of {best.point.threads} threads and "
-            f"{best.point.loader_workers} loader workers each: {speedup:.2f} times one thread's throughput, "
-            f"{speedup / min(cores, evidence.cores):.0%} of a linear gain over {min(cores, evidence.cores)} cores.",
+            f"The {workload} model runs best with {workers} of {threads} and "
+            f"{_count(best.point.loader_workers, 'loader worker')} each: {speedup:.2f} times one thread's throughput, "
+            f"{speedup / cores:.0%} of a linear gain over {_count(cores, 'core')}.",
             "best of the measured combinations, with the same batch over all workers",
         )
 
@@ -294,7 +295,7 @@ def _loader(evidence: Evidence) -> Iterator[Finding]:
         )
         yield Finding(
             "loader",
-            f"With {_format(name)}, {wait}; {best.point.loader_workers} loader workers are fastest "
+            f"With {_format(name)}, {wait}; the fastest has {_count(best.point.loader_workers, 'loader worker')} "
             f"({best.samples_per_s:,.0f} samples/s).",
             f"time until the next batch is there; below {SMALL_WAIT:.0%} counts as none",
         )
@@ -313,6 +314,10 @@ def _devices(evidence: Evidence) -> Iterator[Finding]:
                 "the CPU's throughput.",
                 "median step times with the same batch",
             )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _device(point: Point) -> str:

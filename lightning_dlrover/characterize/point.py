@@ -10,7 +10,7 @@ __all__ = ["PARTS", "Data", "Limit", "Placement", "Point", "Visit"]
 PARTS = ("data", "embedding", "bottom_mlp", "interaction", "top_mlp", "communication", "optimizer")
 """Parts of a step of the reference model; those of a user's own model are Lightning's."""
 
-Placement = Literal["local", "replicated", "table_wise", "row_wise", "column_wise", "remote", "uvm"]
+Placement = Literal["local", "replicated", "table_wise", "row_wise", "column_wise", "remote"]
 Data = Literal["memory", "rows", "packed", "parquet"]
 
 

@@ -35,9 +35,8 @@ class TablesOverWorkers:
         holder = nn.Module()
         collection = holder.tables = EmbeddingBagCollection(configs, device=torch.device("meta"))
         apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": LEARNING_RATE})
-        kind = "table_wise" if point.placement in (REMOTE, "uvm") else point.placement
-        kernels = ["fused_uvm"] if point.placement == "uvm" else None
-        rule = ParameterConstraints(sharding_types=[kind], compute_kernels=kernels)
+        kind = "table_wise" if point.placement == REMOTE else point.placement
+        rule = ParameterConstraints(sharding_types=[kind])
         self._sharded = ShardedTables(holder, device, dict.fromkeys(self._names, rule))
         members = [f"worker{i}" for i in range(point.num_workers)]
         plan = self._sharded.first_plan(members, point.batch // point.num_workers)
