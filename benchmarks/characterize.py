@@ -36,7 +36,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from lightning_dlrover.characterize.results import Result, agreement, limit_values, results_of
 from lightning_dlrover.characterize.store import read_store
 
-SIZE = replace(FULL, rounds=1, measure_s=0.6, comparisons=5, compare_s=1.0)
+SIZE = replace(FULL, ahead=(2,), rounds=1, measure_s=0.6, comparisons=3, compare_s=1.0)
 RUN_TIMEOUT_S = 600.0
 REPEATS = 15
 
