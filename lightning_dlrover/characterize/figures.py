@@ -114,7 +114,9 @@ def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
             capsize=2.5,
             label=label or None,
         )
-    axes.set_xticks(range(len(spots)), [_tick(value) for value in spots])
+    axes.set_xticks(
+        range(len(spots)), [_tick(value) for value in spots], rotation=25 if len(spots) > 4 and not is_number else 0
+    )
     axes.set_xlim(-0.4, len(spots) - 0.6)
     axes.set_xlabel(WORDS[study.x])
     axes.set_ylabel("throughput (samples/s)")
@@ -128,7 +130,10 @@ def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
     axes.grid(axis="y")
     axes.set_title("throughput, with the range of the blocks")
     if any(study.series) and len(lines) > 1:
-        axes.legend(loc="best", fontsize=7.5, ncols=2 if len(lines) > 6 else 1)
+        if len(lines) > 5:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=7.5, ncols=2)
+        else:
+            axes.legend(loc="best", fontsize=7.5)
 
 
 def _draw_parts(axes: Axes, study: Study, found: Sequence[Result]) -> None:
@@ -249,7 +254,10 @@ def _value(name: str, value: object) -> str:
     text = _tick(value)
     if name in ("placement", "workload", "data", "device"):
         return text
-    return f"{text} {WORDS[name].partition(' (')[0].partition(' per ')[0]}" if name != "skew" else f"skew {text}"
+    if name in ("skew", "batch"):
+        return f"{name} {text}"
+    words = WORDS[name].partition(" per ")[0]
+    return f"{text} {words.removesuffix('s') if value == 1 else words}"
 
 
 def _tick(value: object) -> str:

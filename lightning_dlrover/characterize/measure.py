@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,17 +120,29 @@ def _run(
             parts.append(clock.seconds())
         took_s = _synced(point, cuda) - began
         cpu_s, spent = _cpu_s() - cpu_before, energy.joules()
-    # Parts of the middle blocks, which really ran: medians of single parts would not add up.
-    ordered = sorted(parts, key=lambda block: sum(block[0].values()))
-    middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
-    count = len(middle) * num_steps
-    part_s = {part: sum(block[0][part] for block in middle) / count for part in middle[0][0]}
-    forward_s = sum(block[1] for block in middle) / count
+    part_s, forward_s = _relative_parts(whole, parts, num_steps)
     gpu_bytes = torch.cuda.max_memory_allocated() if cuda else 0
     per_step = None
     if spent is not None and spent_before is not None:
         per_step = (spent - spent_before) / (2 * effort.num_blocks * num_steps)
     return Share(tuple(whole), part_s, forward_s, memory.take().peak_bytes, 100 * cpu_s / took_s, gpu_bytes, per_step)
+
+
+def _relative_parts(
+    whole: Sequence[float], parts: Sequence[tuple[dict[str, float], float]], num_steps: int
+) -> tuple[dict[str, float], float]:
+    """Return seconds per step of each part, and of the forward pass, as they relate to the median of whole steps.
+
+    Whole and cut steps of a block ran in turn, under the same conditions, so the block with the median ratio of both counts.
+    """
+    step_s = statistics.median(whole)
+    ordered = sorted(zip(whole, parts, strict=True), key=lambda block: sum(block[1][0].values()) / block[0])
+    middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+    scales = [step_s / (whole_s * num_steps * len(middle)) for whole_s, _ in middle]
+    part_s = {
+        part: sum(scale * block[0][part] for scale, (_, block) in zip(scales, middle, strict=True)) for part in middle[0][1][0]
+    }
+    return part_s, sum(scale * block[1] for scale, (_, block) in zip(scales, middle, strict=True))
 
 
 def _warm_up(point: Point, effort: Effort, step: Callable[[], None], cut_step: Callable[[Clock], None], cuda: bool) -> int:

@@ -108,13 +108,16 @@ def _facts(
 
 def _limit_rows(measured: Measurements) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
+    best = limit_values(measured.limits)
     for limit in {(limit.name, limit.threads): limit for limit in measured.limits}.values():
         text = LIMITS.get(limit.name, (limit.name, ""))[0]
         if not limit.blocks:
             rows.append((text, str(limit.threads), "-", limit.problem, limit.unit))
             continue
-        ordered = sorted(limit.blocks)
-        cells = f"{ordered[len(ordered) // 2]:.3g}", f"{ordered[0]:.3g} to {ordered[-1]:.3g}"
+        ordered = sorted(
+            b for other in measured.limits if (other.name, other.threads) == (limit.name, limit.threads) for b in other.blocks
+        )
+        cells = f"{best[limit.name, limit.threads]:.3g}", f"{ordered[0]:.3g} to {ordered[-1]:.3g}"
         rows.append((text, str(limit.threads), *cells, limit.unit))
     return rows
 

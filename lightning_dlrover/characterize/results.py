@@ -83,18 +83,22 @@ def _merged(point: Point, visits: list[Visit]) -> Result:
     blocks = [block for visit in visits for block in visit.blocks]
     joules = [visit.joules_per_step for visit in visits if visit.joules_per_step is not None]
     parts = visits[0].part_s
-    # The visit with the median sum: parts of different visits would not add up to any step.
-    ordered = sorted(visits, key=lambda visit: sum(visit.part_s.values()))
+    median = statistics.median(blocks)
+    # The visits with the median ratio of parts to step: parts of different visits would not add up to any step.
+    ordered = sorted(visits, key=lambda visit: sum(visit.part_s.values()) / statistics.median(visit.blocks))
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
     names = [part for part in (*PARTS, *parts) if part in parts]
     return Result(
         point=point,
         num_visits=len(visits),
         num_blocks=len(blocks),
-        median=statistics.median(blocks),
+        median=median,
         low=min(blocks),
         high=max(blocks),
-        part_s={part: statistics.mean(v.part_s[part] for v in middle) for part in dict.fromkeys(names)},
+        part_s={
+            part: statistics.mean(v.part_s[part] * median / statistics.median(v.blocks) for v in middle)
+            for part in dict.fromkeys(names)
+        },
         peak_memory_bytes=max(visit.peak_memory_bytes for visit in visits),
         cpu_percent=statistics.median(visit.cpu_percent for visit in visits),
         joules_per_step=statistics.median(joules) if joules else None,
@@ -102,8 +106,14 @@ def _merged(point: Point, visits: list[Visit]) -> Result:
 
 
 def limit_values(limits: Iterable[Limit]) -> dict[tuple[str, int], float]:
-    """Return the median of each limit, by its name and number of threads; the newest one counts."""
-    return {(limit.name, limit.threads): statistics.median(limit.blocks) for limit in limits if limit.blocks}
+    """Return each limit, by its name and number of threads: the median of its best visit, since others were disturbed more."""
+    found: dict[tuple[str, int], float] = {}
+    for limit in limits:
+        if limit.blocks:
+            key, value = (limit.name, limit.threads), statistics.median(limit.blocks)
+            better = min if limit.unit == "us" else max  # a latency
+            found[key] = better(found.get(key, value), value)
+    return found
 
 
 def agreement(one: Mapping[Point, Result], other: Mapping[Point, Result]) -> tuple[int, int]:
