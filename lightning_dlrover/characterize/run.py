@@ -27,6 +27,9 @@ BUDGETS_S = {"quick": 240.0, "full": 3600.0}
 AIMS = {"quick": Aim(), "full": Aim(min_visits=3, max_visits=8, spread=0.05)}
 EFFORTS = {"quick": Effort(), "full": Effort(warm_s=0.5, block_s=0.3, num_blocks=5)}
 
+LIMITS_SHARE = 0.2
+"""Largest fraction of the budget for one visit to the machine's limits."""
+
 WORK_PREFIX = ".work-"
 """Names of folders with input files and the workers' output; they last as long as their run."""
 
@@ -64,7 +67,8 @@ def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget
         tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=store.path.parent) as work,
         Crew(Path(work), EFFORTS[scope.size]) as crew,
     ):
-        took_s = _measure_limits(store, scope, crew, progress, 1, deadline)
+        share_s = LIMITS_SHARE * budget_s
+        took_s = min(share_s, _measure_limits(store, scope, crew, progress, 1, deadline - budget_s + share_s))
         while True:
             left_s = deadline - time.monotonic() - took_s
             visits = store.found.visits

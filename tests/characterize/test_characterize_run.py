@@ -61,7 +61,7 @@ def test_killed_run_leaves_no_process_and_a_second_one_finishes_it(tmp_path: Pat
         if first.poll() is None:
             first.kill()
             first.wait()
-    done = run(out, "--study", "devices", "--budget", "0.6")
+    done = run(out, "--study", "devices", "--budget", "0.5")
     assert done.returncode == 0, done.stderr
     visits = read_store(out).visits
     assert visits
