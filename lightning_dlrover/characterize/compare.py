@@ -12,7 +12,7 @@ from lightning_dlrover.characterize.results import agreement, limit_values, resu
 from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.report.text_table import text_table
 
-__all__ = ["compare_text"]
+__all__ = ["compare_text", "differences"]
 
 
 def compare_text(one: Measurements, other: Measurements) -> str:

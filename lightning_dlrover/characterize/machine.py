@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_dlrover.observe.resources import available_bytes, available_cores
 
-__all__ = ["Machine", "this_machine"]
+__all__ = ["Machine", "has", "this_machine", "usable_memory_bytes", "whole_cores"]
 
 
 @dataclass(frozen=True)
