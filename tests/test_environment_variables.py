@@ -35,6 +35,7 @@ WRITERS = {
     "components/targets/kubernetes_pod.py",
     "components/targets/local.py",
     "components/targets/machine/shares.py",
+    "characterize/crew.py",
     "cli/run_options.py",
     "doctor/script.py",
 }

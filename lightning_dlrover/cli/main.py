@@ -22,6 +22,7 @@ __all__ = ["command_function", "main"]
 _HOMES = {
     "run": "run",
     "doctor": "doctor",
+    "characterize": "characterize",
     "scale": "resize",
     "status": "show",
     "report": "reports",

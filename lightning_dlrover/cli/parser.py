@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_doctor(commands)
+    _add_characterize(commands)
     _add_scale(commands)
     _add_status(commands)
     _add_report(commands)
@@ -124,6 +125,57 @@ def _add_doctor(commands: Commands) -> None:
         nargs="*",
         metavar="SCRIPT",
         help="training script with a Lightning Trainer, then -- and its arguments",
+    )
+
+
+def _add_characterize(commands: Commands) -> None:
+    command = commands.add_parser("characterize", help="measure where a DLRM's training time goes on this machine")
+    command.description = (
+        "Measure a reference DLRM on this machine in nine studies, write figures and findings, and record the samples in "
+        "the job history, from which later jobs start. Each measurement is stored at once: the same command continues after an "
+        "interruption. Leave the machine idle meanwhile."
+    )
+    size = command.add_mutually_exclusive_group()
+    size.add_argument(
+        "--quick", dest="size", action="store_const", const="quick", help="coarse sweeps, about five minutes (default)"
+    )
+    size.add_argument("--full", dest="size", action="store_const", const="full", help="fine sweeps, about an hour")
+    command.set_defaults(size="quick")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the model (default cpu)")
+    command.add_argument(
+        "--study",
+        nargs="+",
+        metavar="NAME",
+        help="studies to run: features, batch, rows, mlp, lookups, placement, workers, loader, devices (default: all)",
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("characterization"),
+        metavar="DIR",
+        help="folder of measurements, tables and report (default ./characterization)",
+    )
+    command.add_argument(
+        "--budget",
+        type=float,
+        metavar="MINUTES",
+        help="time for measurements, spent where it brings most (default 4; with --full 60)",
+    )
+    command.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="show the results of two folders side by side, and measure nothing",
+    )
+    command.add_argument(
+        "--model",
+        metavar="MODULE:CLASS",
+        help="your own LightningModule, or FILE.py:CLASS, which takes no arguments and has a train_dataloader; measured in the "
+        "study devices",
+    )
+    command.add_argument(
+        "--history", metavar="PLACE", help="job history, or off (default: DLROVER_HISTORY, else the user's own history)"
     )
 
 

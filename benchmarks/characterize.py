@@ -1,0 +1,171 @@
+"""Quality of `dlrover characterize --quick`: its time, its repeatability, its limits, and the start that jobs get from it.
+
+    python benchmarks/characterize.py [--out DIR] [--jobs dense,embedding,input] [--reuse]
+
+runs      Two runs of the command, one after the other. `minutes` is the longer one's wall time. Two measurements of a point
+          agree if the median of one lies within the range of the other's blocks.
+parts     Sum of a step's parts against its time, which is measured in other steps. The figure is the median over all points.
+limits    Memory copy against a STREAM-like program in C, matrix multiply against scipy's BLAS, in the same minutes.
+warm      Jobs of `auto_config_jobs.py` start with the history of the first run. The settings of their first plan are measured
+          in turn with the best of a grid. They have visited no other settings.
+
+The last line holds `minutes= agree= parts_error= copy_error= gemm_error= warm_min=`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from auto_config import FULL, Grid, careful_user, measure_grid, plan_live
+from auto_config_jobs import JOBS
+from jobs import BenchmarkError, Workspace, describe_machine, result_line
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+from lightning_dlrover.characterize.results import Result, agreement, limit_values, results_of
+from lightning_dlrover.characterize.store import read_store
+
+SIZE = replace(FULL, ahead=(2,), rounds=1, measure_s=0.6, comparisons=3, compare_s=1.0)
+RUN_TIMEOUT_S = 600.0
+REPEATS = 15
+
+STREAM_COPY = r"""
+#include <stdio.h>
+#include <omp.h>
+#define N (32L << 20)
+static double a[N], b[N];
+int main(void) {
+    #pragma omp parallel for
+    for (long i = 0; i < N; i++) { a[i] = i; b[i] = 0; }
+    for (int k = 0; k < REPEATS; k++) {
+        double began = omp_get_wtime();
+        #pragma omp parallel for
+        for (long i = 0; i < N; i++) b[i] = a[i];
+        printf("%.6f\n", 16e-9 * N / (omp_get_wtime() - began));
+    }
+    return b[N / 2] != a[N / 2];
+}
+"""
+
+
+def run_quick(out: Path, history: Path) -> float:
+    """Run the command; return its wall time in minutes."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "lightning_dlrover.cli", "characterize", "--quick", "--out", str(out)]
+    log = out.with_suffix(".log")
+    with log.open("w") as output:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "DLROVER_HISTORY": str(history)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            timeout=RUN_TIMEOUT_S,
+        )
+    if done.returncode:
+        raise BenchmarkError(f"`{' '.join(command)}` ended with {done.returncode}, see {log}")
+    return (time.monotonic() - began) / 60
+
+
+def stream_copy(folder: Path, threads: int) -> float:
+    """Return GB/s of a copy in C, read and written."""
+    source, program = folder / "copy.c", folder / "copy"
+    source.write_text(STREAM_COPY)
+    subprocess.run(["gcc", "-O3", "-march=native", "-fopenmp", f"-DREPEATS={REPEATS}", source, "-o", program], check=True)
+    lines = subprocess.run([program], env={"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, text=True, check=True)
+    return statistics.median(map(float, lines.stdout.split()))
+
+
+def scipy_multiply(threads: int, size: int = 1536) -> float:
+    """Return GFLOP/s of scipy's BLAS, another build than numpy's."""
+    from scipy.linalg.blas import sgemm
+
+    one, other = (np.asfortranarray(np.random.default_rng(i).random((size, size), dtype=np.float32)) for i in range(2))
+    rates = []
+    with threadpool_limits(threads):
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            sgemm(1.0, one, other)
+            rates.append(2e-9 * size**3 / (time.perf_counter() - began))
+    return statistics.median(rates)
+
+
+def parts_error(results: list[Result]) -> float:
+    errors = [abs(r.parts_s / r.median - 1) for r in results if r.parts_s]
+    within = sum(error <= 0.05 for error in errors)
+    print(f"parts: {within} of {len(errors)} points within 5 % of the step, largest difference {max(errors):.1%}", flush=True)
+    total = abs(sum(r.parts_s for r in results if r.parts_s) / sum(r.median for r in results if r.parts_s) - 1)
+    print(f"parts: all points together differ by {total:.1%}", flush=True)
+    return statistics.median(errors)
+
+
+def warm_starts(history: Path, kinds: list[str], grid_file: Path) -> list[float]:
+    """Return the fraction of the best that each job's first plan reaches."""
+    found = []
+    grids = {k: Grid.from_data(v) for k, v in json.loads(grid_file.read_text()).items()} if grid_file.exists() else {}
+    with Workspace("characterize", keep=False) as space:
+        endpoint = space.etcd().endpoint
+        for kind in kinds:
+            if kind not in grids:
+                grids[kind] = measure_grid(space, endpoint, kind, SIZE, random.Random(0))
+                grid_file.write_text(json.dumps({k: grid.to_data() for k, grid in grids.items()}))
+            print(grids[kind].table(careful_user(SIZE)), flush=True)
+            own = space.folder / f"{kind}.sqlite"  # a job adds its own windows, which the next one must not see
+            shutil.copy(history, own)
+            found.append(plan_live(space, endpoint, kind, SIZE, grids[kind], own, is_warm=True).fraction)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for both runs (default: a temporary one)")
+    parser.add_argument("--jobs", default=",".join(JOBS), help=f"jobs that start warm, of {', '.join(JOBS)}")
+    parser.add_argument(
+        "--reuse", action="store_true", help="take the runs that --out already holds; `minutes` is unknown then"
+    )
+    options = parser.parse_args()
+    kinds = [kind for kind in options.jobs.split(",") if kind]
+    if unknown := sorted({*kinds} - {*JOBS}):
+        parser.error(f"--jobs names {unknown}, the jobs are {', '.join(JOBS)}")
+    print(describe_machine(), flush=True)
+    with tempfile.TemporaryDirectory(prefix="dlrover-benchmark-") as temporary:
+        out = options.out or Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        folders, history = [out / "one", out / "two"], out / "history.sqlite"
+        minutes = 0.0
+        if not options.reuse:
+            minutes = max(run_quick(folder, history if i == 0 else out / "other.sqlite") for i, folder in enumerate(folders))
+        one, two = (read_store(folder) for folder in folders)
+        results = results_of(one.visits), results_of(two.visits)
+        agreeing, count = agreement(*results)
+        print(f"runs: {agreeing} of {count} points agree", flush=True)
+        limits = limit_values(two.limits)
+        threads = max(number for _, number in limits)
+        copy, multiply = stream_copy(Path(temporary), threads), scipy_multiply(threads)
+        print(f"copy: {limits['copy', threads]:.2f} GB/s, in C {copy:.2f}", flush=True)
+        print(f"multiply: {limits['multiply', threads]:.1f} GFLOP/s, scipy's {multiply:.1f}", flush=True)
+        values: dict[str, float | int] = {
+            "minutes": minutes,
+            "agree": agreeing / count,
+            "parts_error": parts_error([*results[0].values(), *results[1].values()]),
+            "copy_error": abs(limits["copy", threads] / copy - 1),
+            "gemm_error": abs(limits["multiply", threads] / multiply - 1),
+            "warm_min": min(warm_starts(history, kinds, out / "grid.json"), default=float("nan")),
+        }
+    print(result_line(values))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from characterize_points import SCOPE, visit
+
+from lightning_dlrover.characterize.compare import compare_text
+from lightning_dlrover.characterize.energy import EnergyMeter
+from lightning_dlrover.characterize.export import write_tables
+from lightning_dlrover.characterize.findings import Evidence, findings
+from lightning_dlrover.characterize.history import record_in_history
+from lightning_dlrover.characterize.machine import Machine
+from lightning_dlrover.characterize.page import write_page
+from lightning_dlrover.characterize.point import Limit, Point, Visit
+from lightning_dlrover.characterize.results import agreement, results_of
+from lightning_dlrover.characterize.store import Header, Measurements
+from lightning_dlrover.characterize.studies import WORKLOADS, Study, all_studies
+from lightning_dlrover.characterize.work import descriptor
+from lightning_dlrover.learn.history import JobHistory
+from lightning_dlrover.perf.samples import STEP_PARTS, impossible_figure
+from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.planner.space import Limits
+from lightning_dlrover.planner.warm_start import nearest, suggest
+
+POINT = Point("p", batch=100)
+MACHINE = Machine("host", "a processor", 2.0, 24, "", "2.13")
+
+
+def test_median_and_range_are_over_all_blocks() -> None:
+    result = results_of([visit(POINT, 1.0, 2.0), visit(POINT, 3.0, 10.0), visit(POINT, problem="failed")])[POINT]
+    assert (result.median, result.low, result.high, result.num_visits) == (2.5, 1.0, 10.0, 2)
+    assert result.samples_per_s == 40.0
+
+
+def test_runs_agree_where_one_median_is_within_the_others_range() -> None:
+    others = [visit(replace(POINT, batch=n), *blocks) for n, blocks in ((100, (1.9, 2.1)), (200, (5.0, 5.1)), (300, (1.0,)))]
+    one = results_of([visit(POINT, 1.0, 2.0, 3.0), visit(replace(POINT, batch=200), 1.0, 2.0)])
+    assert agreement(one, results_of(others)) == (1, 2)
+
+
+def sweep(name: str, x: str, points: list[Point], **more: object) -> Study:
+    return Study(name, name, x, (), tuple(points))
+
+
+def evidence(study: Study, visits: list[Visit], **limits: float) -> Evidence:
+    return Evidence([study], results_of(visits), {(name, 2): value for name, value in limits.items()}, 2)
+
+
+def texts(of: Evidence) -> str:
+    return "\n".join(finding.text for finding in findings(of))
+
+
+def test_rules_without_measurements_find_nothing() -> None:
+    assert findings(Evidence(all_studies(SCOPE), {}, {}, 2)) == []
+
+
+@pytest.mark.parametrize(
+    "steps, expected",
+    [
+        ((0.01, 0.02, 0.04, 0.09), "batch of 32 reaches 95% .* does not|batch of 32 reaches 95% .* appears"),
+        ((0.1, 0.1, 0.1, 0.1), "still grows up to the largest batch, 64.0 times from 32; .* does not appear"),
+    ],
+)
+def test_batch_rule_names_the_smallest_batch_that_is_enough(steps: tuple[float, ...], expected: str) -> None:
+    points = [replace(POINT, batch=b) for b in (32, 128, 512, 2048)]
+    if steps[0] == 0.01:  # throughput falls with the batch
+        steps = tuple(b / 1000 * factor for b, factor in zip((32, 128, 512, 2048), (1, 1, 1.1, 1.3), strict=True))
+    found = evidence(sweep("batch", "batch", points), [visit(p, s) for p, s in zip(points, steps, strict=True)])
+    assert re.search(expected, texts(found))
+
+
+@pytest.mark.parametrize("factor, expected", [(3.0, "leave the caches"), (1.05, "take the same time")])
+def test_rows_rule_finds_the_caches_only_where_steps_jump(factor: float, expected: str) -> None:
+    points = [replace(POINT, rows=rows) for rows in (1000, 10_000, 100_000)]
+    steps = (1.0, 1.02, 1.02 * factor)
+    found = evidence(sweep("rows", "rows", points), [visit(p, s) for p, s in zip(points, steps, strict=True)])
+    assert expected in texts(found)
+
+
+@pytest.mark.parametrize("limit, expected", [(0.001, "bandwidth-bound"), (1000.0, "bound by instructions")])
+def test_tables_are_bandwidth_bound_only_close_to_the_limit(limit: float, expected: str) -> None:
+    study = sweep("devices", "workload", [WORKLOADS["memory"]])
+    assert expected in texts(evidence(study, [visit(WORKLOADS["memory"], 0.1)], rows=limit))
+
+
+def test_slower_torch_multiply_is_found_and_an_equal_one_is_not() -> None:
+    study = sweep("mlp", "width", [])
+    assert "gain up to 50%" in texts(evidence(study, [], multiply=150.0, multiply_torch=100.0))
+    assert texts(evidence(study, [], multiply=100.0, multiply_torch=99.0)) == ""
+
+
+def all_measured() -> tuple[list[Study], Measurements]:
+    """Give every point of a quick run times that grow with its work."""
+    studies = all_studies(SCOPE)
+    points = dict.fromkeys(point for study in studies for point in study.points)
+    visits = []
+    for number, point in enumerate(points):
+        faster = 1.0 + 0.8 * (point.num_workers == 2) + 0.3 * (point.loader_workers == 1)
+        base = 0.75 if point.measures_loss else 0.01 / faster
+        visits.append(visit(point, base, base * 1.02, at=1000.0 + number))
+    limits = [Limit(name, "GB/s", 2, 1.0, 1.0, (10.0, 11.0)) for name in ("copy", "rows", "multiply", "multiply_torch")]
+    return studies, Measurements(Header(1, "0", MACHINE), visits, limits)
+
+
+def test_report_holds_every_study_and_escapes_text(tmp_path: Path) -> None:
+    studies, measured = all_measured()
+    measured = Measurements(Header(1, "0", replace(MACHINE, processor="<b>chip</b>")), measured.visits[:-1], measured.limits)
+    results = results_of(measured.visits)
+    found = findings(Evidence(studies, results, {("rows", 2): 10.0}, 2))
+    write_page(tmp_path / "report.html", measured, studies, found, SCOPE)
+    page = (tmp_path / "report.html").read_text()
+    for study in studies:
+        assert study.title in page
+    assert page.count("<svg") == len(studies) + 2  # and the loss, and the roofline
+    assert "<b>chip" not in page
+    assert all(finding.text.split(";")[0][:30] in page for finding in found[:3])
+    assert "not measured" in page  # energy
+
+
+def test_tables_are_written_with_one_row_per_point(tmp_path: Path) -> None:
+    studies, measured = all_measured()
+    files = write_tables(tmp_path, studies, results_of(measured.visits))
+    batch = (tmp_path / "batch.csv").read_text().splitlines()
+    assert len(batch) == 1 + len(next(study for study in studies if study.name == "batch").points)
+    import pyarrow.parquet as pq
+
+    assert pq.read_table(tmp_path / "batch.parquet").num_rows == len(batch) - 1
+    assert len(files) == 2 * len(studies)
+
+
+def test_comparison_shows_ratios_of_common_points() -> None:
+    _, one = all_measured()
+    twice = [replace(v, blocks=tuple(b / 2 for b in v.blocks)) if not v.point.measures_loss else v for v in one.visits]
+    text = compare_text(one, Measurements(one.header, twice, one.limits))
+    assert "B is 2.00 times as fast as A" in text
+    nothing = compare_text(one, Measurements(one.header, [], one.limits))
+    assert "no point was measured on both" in nothing
+
+
+def test_history_holds_possible_windows_from_which_a_job_starts_at_the_best(tmp_path: Path) -> None:
+    _, measured = all_measured()
+    with JobHistory(f"sqlite:///{tmp_path}/h.sqlite") as history:
+        assert record_in_history(history, MACHINE, measured.visits) == len(WORKLOADS)
+        record_in_history(history, MACHINE, measured.visits)  # a second run of the same folder adds nothing
+        jobs = history.jobs()
+        assert len(jobs) == len(WORKLOADS)
+        windows = {job.run_id: history.windows(job.key) for job in jobs}
+        for found in windows.values():
+            assert all(impossible_figure(window) is None for window in found)
+            for window in found:
+                assert sum(getattr(window, f"{part}_s") for part in STEP_PARTS) == pytest.approx(window.step_time_s)
+        wanted = descriptor(WORKLOADS["compute"], 2.0)
+        similar = history.similar(wanted)
+        assert similar[0].job.startswith("characterize-compute")
+        limits = Limits(1, 3, (0, 1, 2), (1, 2), (2, 4))
+        first = windows["characterize-compute"][0]
+        suggestion = suggest(first, nearest(wanted, similar), limits, node_cores=2.0, at=2000.0)
+        assert suggestion is not None
+        assert suggestion.settings == Settings(2, 1, 1, 2)
+
+
+def test_energy_counter_may_wrap_around_and_may_be_missing(tmp_path: Path) -> None:
+    assert EnergyMeter.of_machine(cuda=False, powercap=tmp_path).joules() is None
+    zone = tmp_path / "intel-rapl:0"
+    zone.mkdir()
+    (zone / "max_energy_range_uj").write_text("1000000\n")
+    (zone / "energy_uj").write_text("900000\n")
+    meter = EnergyMeter.of_machine(cuda=False, powercap=tmp_path)
+    (zone / "energy_uj").write_text("400000\n")
+    assert meter.joules() == pytest.approx(0.5)
