@@ -8,6 +8,7 @@ jobs are used, never their names.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,9 +25,7 @@ __all__ = ["population_of"]
 MIN_CONFIGURATIONS = 6  # fewer do not determine the terms of a job
 MIN_JOBS_TO_BEND = 3  # an error of two jobs may be a coincidence
 MAX_SHARED_ERROR = 0.25  # larger log residuals are outliers: a busy neighbour, not the hardware
-POOLED_TERMS = frozenset(
-    {"ring_inside_node", "ring_between_nodes", "network", "stages", "latency_of_workers", "pair_of_nodes"}
-)
+POOLED_TERMS = frozenset({"ring_inside_node", "ring_between_nodes", "network", "stages", "latency_of_workers", "pair_of_nodes"})
 
 ASSUMED_DEVIATION = 0.3
 """Relative deviation of one imagined job, which keeps two jobs that agree by chance from being trusted blindly."""
@@ -144,7 +143,7 @@ def _weights(moments: Sequence[_Moments], count: float, sizes: Sequence[int]) ->
         covariance = np.linalg.inv(squares / noise + np.diag(np.repeat(1 / variances, sizes)))
         weights = covariance @ products / noise
         spread = weights**2 + np.diag(covariance)
-        variances = np.array([max(1e-9, spread[a:b].mean()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+        variances = np.array([max(1e-9, spread[a:b].mean()) for a, b in itertools.pairwise(bounds)])
         unexplained = total - 2 * weights @ products + weights @ squares @ weights + np.trace(squares @ covariance)
         noise = max(1e-5, float(unexplained) / (count * len(moments)))
     return weights

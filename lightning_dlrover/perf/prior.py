@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
-from lightning_dlrover.perf.population import Bend, Population, PooledPulls
+from lightning_dlrover.perf.population import Bend, PooledPulls, Population
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.threads import one_blas_thread
 
@@ -29,14 +29,14 @@ __all__ = [
     "PARTS",
     "SHAPES",
     "TERMS",
-    "amounts_of",
-    "job_units",
     "Configuration",
     "Measured",
     "PhysicalPrior",
     "PriorPrediction",
     "Term",
+    "amounts_of",
     "configuration_of",
+    "job_units",
 ]
 
 Part = Literal["compute", "data", "communication"]
@@ -338,10 +338,11 @@ class PhysicalPrior:
     bend: Bend | None = None  # correction that the jobs of a population share
 
     @classmethod
-    def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0) -> PhysicalPrior:
+    def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0, population: Population | None = None) -> PhysicalPrior:
         """Fit the prior alone to windows of one job."""
         groups = windows_by_configuration(samples, node_cores)
-        return cls.fit(Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups)))
+        measured = Measured.of([*groups.values()], [1.0] * len(groups))
+        return cls.fit(Columns.of([*groups]), measured, population=population)
 
     @classmethod
     def fit(
@@ -395,7 +396,7 @@ class PhysicalPrior:
         """Return all fits with their posterior weights, as the population's noise makes them (Hoeting et al., 1999)."""
         costs = np.array([cost for cost, _ in fits]) / population.noise**2
         weights = np.exp((costs.min() - costs) / 2)
-        kept = np.flatnonzero(weights >= MIN_EVIDENCE)
+        kept = np.flatnonzero(weights >= MIN_EVIDENCE).tolist()
         shapes = tuple(fits[i][1] for i in kept)
         return cls(shapes, weights[kept] / weights[kept].sum(), tuple(tried[i][0] for i in kept))
 
@@ -526,15 +527,21 @@ def _fit_shape(
                 objective = np.inf  # with another scale it is another objective
         if best is None or objective < best[0]:
             best = objective, shape
-        by_busy = (o.busy_s / o.step_s) ** (loader_overlap - 1)
-        gradient = (
-            _OF_PARTS[0][used] * (by_busy * (o.compute_s / o.busy_s) ** (overlap - 1))[:, None]
-            + _OF_PARTS[1][used] * ((o.data_s / o.step_s) ** (loader_overlap - 1))[:, None]
-            + _OF_PARTS[2][used] * (by_busy * (o.sync_s / o.busy_s) ** (overlap - 1))[:, None]
-        )
+        gradient = _gradient(o, used, overlap, loader_overlap)
         rows, goal = unit * gradient / o.step_s[:, None], 1 + error
     assert best is not None
     return best
+
+
+def _gradient(o: _Overlapped, used: NDArray[np.bool_], overlap: float, loader_overlap: Floats) -> Floats:
+    """Return the derivatives of the step by the seconds of each used term."""
+    by_busy = (o.busy_s / o.step_s) ** (loader_overlap - 1)
+    found: Floats = (
+        _OF_PARTS[0][used] * (by_busy * (o.compute_s / o.busy_s) ** (overlap - 1))[:, None]
+        + _OF_PARTS[1][used] * ((o.data_s / o.step_s) ** (loader_overlap - 1))[:, None]
+        + _OF_PARTS[2][used] * (by_busy * (o.sync_s / o.busy_s) ** (overlap - 1))[:, None]
+    )
+    return found
 
 
 def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats) -> tuple[Floats, Floats]:
