@@ -1,6 +1,6 @@
 """Accuracy and cost of the resource-performance model on step times that were measured on clusters.
 
-    python benchmarks/perf_model.py [--data DIR] [--seeds N] [--without-sync] [--quick]
+    python benchmarks/perf_model.py [--data DIR] [--seeds N] [--without-sync] [--history] [--quick]
 
 Reads `MODEL-placements.csv` and `MODEL-scalability.csv` of each model from DIR/step_traces (DIR: $DLROVER_SHARED_DATA, else
 ../shared/data). Four splits of each:
@@ -14,6 +14,10 @@ Errors are mean absolute percentage errors of the step time, for the model, its 
 (scikit-learn's defaults). Two errors published with the traces stand beside them (Pollux's analytic fit, and trees). The last
 line holds the means of the models, the largest ratio of our error to the better published one, and the percentage of
 predicted samples inside the 90 % interval, over all splits.
+
+With --history, the splits `few` and `interp` are predicted with and without the placements of the other models as jobs on the
+same hardware. The last line then holds the mean errors with them, the largest harm to a model and split in points, and the
+coverage.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from pathlib import Path
 import numpy as np
 from jobs import BenchmarkError, describe_machine, result_line
 
-from lightning_dlrover.perf import Columns, StepProfile, StepTimeModel, configuration_of
+from lightning_dlrover.perf import Columns, StepProfile, StepTimeModel, configuration_of, population_of
 from lightning_dlrover.perf.evaluation import Evaluation, evaluate
 from lightning_dlrover.perf.traces import TraceError, read_trace
 
@@ -94,6 +98,27 @@ def without_parts(sample: StepProfile) -> StepProfile:
     return replace(sample, forward_s=0.0, communication_s=0.0)
 
 
+def with_history(folder: Path, num_seeds: int, with_sync: bool) -> None:
+    """Print how other jobs on the same hardware change the errors of each model."""
+    placed = {model: read(folder, model, "placements", with_sync) for model in PUBLISHED}
+    errors: dict[str, list[float]] = {"few": [], "interp": []}
+    inside: list[float] = []
+    harm: list[float] = []
+    print(f"{'model':12} {'split':7}" + "".join(f"{name:>9}" for name in ("without", "with", "harm", "inside")))
+    for model in PUBLISHED:
+        population = population_of([samples for other, samples in placed.items() if other != model])
+        for split in errors:
+            cases = list(splits(split, placed[model], (), num_seeds))
+            alone = Score.of([evaluate(train, test) for train, test in cases])
+            helped = Score.of([evaluate(train, test, population) for train, test in cases])
+            errors[split].append(helped.mape)
+            inside.append(helped.coverage)
+            harm.append(helped.mape - alone.mape)
+            print(f"{model:12} {split:7}{alone.mape:9.2f}{helped.mape:9.2f}{harm[-1]:9.2f}{helped.coverage:9.1f}", flush=True)
+    means = {f"{split}_history": statistics.fmean(of_models) for split, of_models in errors.items()}
+    print(result_line({**means, "worst_harm": max(harm), "coverage": statistics.fmean(inside)}))
+
+
 def cost() -> tuple[float, float]:
     """Processor seconds of a fit to 2,000 samples, and of 100,000 predictions."""
     rng = random.Random(0)
@@ -122,12 +147,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=SHARED_DATA, help="folder that holds step_traces (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=10, help="random splits of each model (default: %(default)s)")
     parser.add_argument("--without-sync", action="store_true", help="drop the separate measurements of synchronization")
+    parser.add_argument("--history", action="store_true", help="the other models are jobs on the same hardware")
     parser.add_argument("--quick", action="store_true", help="two seeds")
     options = parser.parse_args()
     folder, num_seeds = options.data / "step_traces", 2 if options.quick else options.seeds
     if not folder.is_dir():
         raise BenchmarkError(f"{folder} does not exist: name the folder that holds step_traces with --data")
     print(describe_machine())
+    if options.history:
+        with_history(folder, num_seeds, not options.without_sync)
+        return
 
     scores: dict[tuple[str, str], Score] = {}
     ratios: dict[tuple[str, str], float] = {}

@@ -310,7 +310,9 @@ class Analyst:
         now = time.time()
         windows = self._memory.windows
         neighbours = self._history.similar(profile, self._job_key)
-        model = StepTimeModel.fit(windows, node_cores=self._node_cores, earlier=_thinned(neighbours))
+        population = self._history.population(profile, self._job_key)
+        earlier = _thinned(neighbours)
+        model = StepTimeModel.fit(windows, node_cores=self._node_cores, earlier=earlier, population=population)
         memory = MemoryModel.fit(windows) if any(w.memory_bytes or w.peak_memory_bytes for w in windows) else None
         situation = Situation(
             windows,

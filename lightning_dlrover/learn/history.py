@@ -36,6 +36,7 @@ SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
 MAX_WINDOWS_PER_SETTINGS = 30  # further windows add no information, and the file should stay small
 MAX_JOBS_COMPARED = 2000  # newest first
+MAX_JOBS_OF_HARDWARE = 20  # each one takes a fit, and further jobs change the means little
 WRITES = "dlrover_writes"  # execution option of our transactions
 
 
@@ -222,6 +223,17 @@ class JobHistory:
         near = nearest(descriptor, [PastJob(job.key, job.updated_at, job.descriptor, ()) for job in tried])
         found = [dataclasses.replace(job, windows=self.windows(job.job)) for job in near]
         return [job for job in found if job.windows]
+
+    def on_hardware_of(self, descriptor: Descriptor, *, but: str = "") -> list[tuple[StepProfile, ...]]:
+        """Return the windows of the newest jobs on the same hardware: the same device, and as many cores in a node.
+
+        Args:
+            but: key of the current job, which is left out.
+        """
+        place = descriptor.device, descriptor.node_cores
+        jobs = [job for job in self.jobs() if (job.descriptor.device, job.descriptor.node_cores) == place]
+        tried = [job for job in jobs if job.key != but and job.num_settings > 1]
+        return [windows for job in tried[:MAX_JOBS_OF_HARDWARE] if (windows := self.windows(job.key))]
 
     def _data(self, name: str, key: str, order: str) -> list[dict[str, Any]]:
         from sqlalchemy import select

@@ -10,6 +10,7 @@ from typing import Literal
 
 from lightning_dlrover.learn.history import HistoryError, JobEntry, JobHistory
 from lightning_dlrover.learn.job_memory import JobMemory, Past
+from lightning_dlrover.perf import Population, population_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.warm_start import PastJob, descriptor_of
 
@@ -33,6 +34,7 @@ class HistoryAccess:
         self._has_failed = False
         self._written_at = time.monotonic()
         self._found: dict[str, Sequence[PastJob]] = {}
+        self._populations: dict[str, Population | None] = {}
 
     @property
     def is_due(self) -> bool:
@@ -62,6 +64,17 @@ class HistoryAccess:
             with self._surviving("this job starts without the results of earlier jobs"):
                 self._found[key] = self._history.similar(descriptor_of(profile, self._node_cores), but=key)
         return self._found[key]
+
+    def population(self, profile: StepProfile, key: str) -> Population | None:
+        """Return what other jobs on this hardware have in common. The query and the fits run once a job."""
+        if self._history is None:
+            return None
+        if key not in self._populations:
+            self._populations[key] = None
+            with self._surviving("this job starts without the results of earlier jobs"):
+                others = self._history.on_hardware_of(descriptor_of(profile, self._node_cores), but=key)
+                self._populations[key] = population_of(others, self._node_cores)
+        return self._populations[key]
 
     @contextlib.contextmanager
     def _surviving(self, consequence: str) -> Iterator[None]:

@@ -1,8 +1,10 @@
 """Fits and predicts step time and memory. Pure: numpy, scipy and scikit-learn, the last two loaded by the first fit."""
 
 from lightning_dlrover.perf.columns import Columns, Configuration, configuration_of
+from lightning_dlrover.perf.hardware import population_of
 from lightning_dlrover.perf.memory_model import MemoryModel, MemoryPrediction
 from lightning_dlrover.perf.model import Prediction, StepTimeModel
+from lightning_dlrover.perf.population import Population
 from lightning_dlrover.perf.prior import PhysicalPrior
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 
@@ -13,8 +15,10 @@ __all__ = [
     "MemoryModel",
     "MemoryPrediction",
     "PhysicalPrior",
+    "Population",
     "Prediction",
     "StepProfile",
     "StepTimeModel",
     "configuration_of",
+    "population_of",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_dlrover.perf.evaluation import evaluate
+from lightning_dlrover.perf.hardware import population_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.traces import TraceError, read_trace
 
@@ -27,11 +28,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             name, type=Path, action="append", required=True, metavar="FILE", help=f"{text}: CSV or JSON lines; may be repeated"
         )
+    command.add_argument(
+        "--history",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="measured windows of other jobs on the same hardware, one file a job: the model learns the hardware's share of a "
+        "step from them; default: none",
+    )
     options = parser.parse_args(arguments)
     try:
         train, test = _read(options.train), _read(options.test)
+        history = [_read([path]) for path in options.history]
         print(f"{len(train)} samples to learn from, {len(test)} to predict")
-        print(evaluate(train, test))
+        population = population_of(history)
+        if history:
+            print(f"{len(history)} other jobs with {sum(map(len, history))} samples", end="")
+            print("" if population else ": none has enough configurations, so they are not used")
+        print(evaluate(train, test, population))
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_dlrover.perf.columns import Columns, Floats, configuration_of
 from lightning_dlrover.perf.model import StepTimeModel
+from lightning_dlrover.perf.population import Population
 from lightning_dlrover.perf.prior import PhysicalPrior
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.threads import one_openmp_thread
@@ -31,8 +32,10 @@ class Evaluation:
         return " ".join(f"{name}={value:.2f}" for name, value in values.items())
 
 
-def evaluate(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> Evaluation:
+def evaluate(train: Sequence[StepProfile], test: Sequence[StepProfile], population: Population | None = None) -> Evaluation:
     """Return the errors on `test` of a model, of its prior and of trees, all fitted to `train` alone.
+
+    The `population` of other jobs on the same hardware helps the model and its prior.
 
     Raises:
         ValueError: either is empty, or holds a figure that is impossible for a training step.
@@ -41,10 +44,10 @@ def evaluate(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> Evalu
         raise ValueError("no sample is left to test with")
     measured_s = np.array([sample.step_time_s for sample in test])
     configurations = [configuration_of(sample) for sample in test]
-    predictions = StepTimeModel.fit(train).predict_many(configurations)
+    predictions = StepTimeModel.fit(train, population=population).predict_many(configurations)
     errors = _percent([p.step_time_s for p in predictions], measured_s)
     inside = [p.low_s <= s <= p.high_s for p, s in zip(predictions, measured_s, strict=True)]
-    prior_s = PhysicalPrior.of(train).step_time_s(Columns.of(configurations))
+    prior_s = PhysicalPrior.of(train, population=population).step_time_s(Columns.of(configurations))
     return Evaluation(
         mape=float(errors.mean()),
         prior_mape=float(_percent(prior_s, measured_s).mean()),

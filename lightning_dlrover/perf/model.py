@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
+from lightning_dlrover.perf.population import Population
 from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior, PriorPrediction
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.perf.threads import one_openmp_thread
@@ -234,7 +235,12 @@ class StepTimeModel:
 
     @classmethod
     def fit(
-        cls, samples: Sequence[StepProfile], *, node_cores: float = 0.0, earlier: Sequence[StepProfile] = ()
+        cls,
+        samples: Sequence[StepProfile],
+        *,
+        node_cores: float = 0.0,
+        earlier: Sequence[StepProfile] = (),
+        population: Population | None = None,
     ) -> StepTimeModel:
         """Fit a model to `samples`, which may all come from one world size, or be empty if there are `earlier` ones.
 
@@ -248,6 +254,7 @@ class StepTimeModel:
             earlier: windows of earlier jobs with the same or similar models. They are a start, and weigh less than this job's
                 own. Those of another device are left out, as are those without the model's FLOPs, bytes or tables where this
                 job has them.
+            population: what other jobs on the same hardware have in common, see `population_of`.
         Raises:
             ValueError: there is no sample, or one holds a figure that is impossible for a training step.
         """
@@ -257,20 +264,12 @@ class StepTimeModel:
             earlier = [sample for sample in earlier if _comparable(sample, samples[-1])]
         if not samples and not earlier:
             raise ValueError("cannot fit a step-time model to no samples; wait for the first profile window of the job")
-        own = windows_by_configuration(samples, node_cores)
-        before = {c: group for c, group in windows_by_configuration(earlier, node_cores).items() if c not in own}
-        configurations, groups = [*own, *before], [*own.values(), *before.values()]
-        observed = _Observed(
-            columns=Columns.of(configurations),
-            measured=Measured.of(groups, [1.0] * len(own) + [EARLIER_WEIGHT] * len(before)),
-            counts=np.array([len(group) for group in groups], dtype=np.float64),
-            noise=_noise(groups),
-        )
-        prior = PhysicalPrior.fit(observed.columns, observed.measured)
+        own, observed = _observed(samples, earlier, node_cores)
+        prior = PhysicalPrior.fit(observed.columns, observed.measured, population=population)
         variants: Sequence[_Variant] = _VARIANTS[:1]
-        if observed.counts.sum() >= MIN_TREE_SAMPLES and len(groups) >= MIN_TREE_CONFIGURATIONS:
+        if observed.counts.sum() >= MIN_TREE_SAMPLES and len(observed.counts) >= MIN_TREE_CONFIGURATIONS:
             variants = _VARIANTS
-        held_out = _hold_out(observed, prior, variants) if len(groups) >= MIN_TESTED_CONFIGURATIONS else {}
+        held_out = _hold_out(observed, prior, variants, population) if len(observed.counts) >= MIN_TESTED_CONFIGURATIONS else {}
         variant = min(variants, key=lambda v: held_out[v].badness) if held_out else variants[0]
         layers = _Layers.fit(observed, prior, variant)
         tested = held_out.get(variant)
@@ -280,12 +279,12 @@ class StepTimeModel:
         there = layers.prior.predict(observed.columns).log_s + _bent(layers.trees, observed.columns)
         return cls(
             node_cores=node_cores,
-            evidence=list(own),
+            evidence=own,
             width=max(width, NORMAL_WIDTH * MIN_SIGMA),
             tested_distance=tested.distance if tested else 0.0,
             share_sigma=tested.share_sigma if tested else np.full(len(PARTS), UNTESTED_SHARE_SIGMA),
             noise=observed.noise,
-            num_sizes=len({c.num_workers for c in configurations}),
+            num_sizes=len(np.unique(observed.columns.num_workers)),
             layers=layers,
             seen=observed.columns,
             seen_s=np.exp(there + layers.trust * layers.residuals),
@@ -374,6 +373,22 @@ def _comparable(earlier: StepProfile, now: StepProfile) -> bool:
     """Return whether coefficients learnt from one hold for the other: same device, and the same kind of description."""
     described = ("dense_bytes", "dense_flops", "embedding_bytes")
     return earlier.device == now.device and all((getattr(earlier, d) > 0) == (getattr(now, d) > 0) for d in described)
+
+
+def _observed(
+    samples: Sequence[StepProfile], earlier: Sequence[StepProfile], node_cores: float
+) -> tuple[list[Configuration], _Observed]:
+    """Return the job's own configurations, and the measurements in these and in those of earlier jobs."""
+    own = windows_by_configuration(samples, node_cores)
+    before = {c: group for c, group in windows_by_configuration(earlier, node_cores).items() if c not in own}
+    groups = [*own.values(), *before.values()]
+    observed = _Observed(
+        columns=Columns.of([*own, *before]),
+        measured=Measured.of(groups, [1.0] * len(own) + [EARLIER_WEIGHT] * len(before)),
+        counts=np.array([len(group) for group in groups], dtype=np.float64),
+        noise=_noise(groups),
+    )
+    return list(own), observed
 
 
 def _noise(groups: Sequence[Sequence[StepProfile]]) -> float:
@@ -466,13 +481,15 @@ def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[
         yield np.delete(order, np.s_[fold::NUM_FOLDS]), order[fold::NUM_FOLDS]
 
 
-def _hold_out(observed: _Observed, prior: PhysicalPrior, variants: Sequence[_Variant]) -> dict[_Variant, _HeldOut]:
+def _hold_out(
+    observed: _Observed, prior: PhysicalPrior, variants: Sequence[_Variant], population: Population | None
+) -> dict[_Variant, _HeldOut]:
     """Predict each configuration by layers fitted without it, in each variant."""
     errors: dict[_Variant, list[Floats]] = {variant: [] for variant in variants}
     share_errors, distances = [], []
     for train, test in _folds(len(observed.counts)):
         seen, unseen = observed.rows(train), observed.rows(test)
-        fold_prior = PhysicalPrior.fit(seen.columns, seen.measured, prior)
+        fold_prior = PhysicalPrior.fit(seen.columns, seen.measured, prior, population)
         for variant in variants:
             raw = _Layers.fit(seen, fold_prior, variant).predict(unseen.columns)
             errors[variant].append(np.log(unseen.measured.step_s) - raw.log_s)

@@ -12,6 +12,7 @@ estimates how far terms can be trusted.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
+from lightning_dlrover.perf.population import Bend, PooledPulls, Population
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.threads import one_blas_thread
 
@@ -32,7 +34,9 @@ __all__ = [
     "PhysicalPrior",
     "PriorPrediction",
     "Term",
+    "amounts_of",
     "configuration_of",
+    "job_units",
 ]
 
 Part = Literal["compute", "data", "communication"]
@@ -48,6 +52,8 @@ OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)  # values of g
 MIN_CONFIGURATIONS_FOR_OVERLAP = 6
 LOADER_OVERLAP = 8.0  # value of h, close to the longer of the two
 ITERATIONS = 6
+POOLED_ITERATIONS = 8  # the job's scale of communication needs two more to settle
+MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
 
 
 @dataclass(frozen=True)
@@ -271,6 +277,9 @@ class Measured:
         compute, data = self.compute_s / self.step_s, self.data_s / self.step_s
         return np.stack([compute, data, np.maximum(0.0, 1 - compute - data)], axis=1)
 
+    def scaled(self, factors: Floats) -> Measured:
+        return Measured(self.step_s * factors, self.compute_s * factors, self.data_s * factors, self.weight)
+
     def rows(self, index: NDArray[Any]) -> Measured:
         return Measured(self.step_s[index], self.compute_s[index], self.data_s[index], self.weight[index])
 
@@ -324,58 +333,99 @@ class PhysicalPrior:
     """Step time by `TERMS`: the mean of the logs of `SHAPES`. Create it with `fit`."""
 
     shapes: tuple[_Shape, ...]
+    weights: Floats  # of the shapes, which add up to 1
+    kinds: tuple[int, ...]  # index into `SHAPES` of each shape
+    bend: Bend | None = None  # correction that the jobs of a population share
 
     @classmethod
-    def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0) -> PhysicalPrior:
+    def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0, population: Population | None = None) -> PhysicalPrior:
         """Fit the prior alone to windows of one job."""
         groups = windows_by_configuration(samples, node_cores)
-        return cls.fit(Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups)))
+        measured = Measured.of([*groups.values()], [1.0] * len(groups))
+        return cls.fit(Columns.of([*groups]), measured, population=population)
 
     @classmethod
-    def fit(cls, columns: Columns, measured: Measured, like: PhysicalPrior | None = None) -> PhysicalPrior:
+    def fit(
+        cls,
+        columns: Columns,
+        measured: Measured,
+        like: PhysicalPrior | None = None,
+        population: Population | None = None,
+    ) -> PhysicalPrior:
         """Fit the non-negative coefficients with the smallest squared error of the log, for each shape.
 
         The step is homogeneous of degree 1 in the coefficients, so by Euler's theorem it equals its gradient times them. A
         Gauss-Newton step is therefore itself a problem of non-negative least squares (Lawson, Hanson, 1974). Measured parts add
         one row each for compute and data, which separates terms that one world size alone cannot separate. Where several terms
-        still explain the samples equally well, defaults and doubts decide.
+        still explain the samples equally well, defaults and doubts decide, or the `population`.
 
         Args:
             columns: measured configurations, each once.
             measured: the measurements in them.
             like: take overlaps from this prior instead of trying all.
+            population: properties of the hardware. All overlaps and shapes then count by their evidence.
         """
-        amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
         overlaps = OVERLAPS if len(columns) >= MIN_CONFIGURATIONS_FOR_OVERLAP else OVERLAPS[:1]
-        shapes = []
-        for index, growth in enumerate(SHAPES):
-            used = np.array([term.name in growth or term.name not in _GROWTH for term in TERMS])
-            tried = [like.shapes[index].overlap] if like is not None else overlaps
-            with one_blas_thread():
-                fits = [_fit_shape(amounts, loader_overlap, measured, used, overlap) for overlap in tried]
-            shapes.append(min(fits, key=lambda fit: fit[0])[1])
-        return cls(tuple(shapes))
+        tried = [(kind, overlap) for kind in range(len(SHAPES)) for overlap in overlaps]
+        if like is not None:
+            tried = [(kind, shape.overlap) for kind, shape in zip(like.kinds, like.shapes, strict=True)]
+        with one_blas_thread():
+            if population is None:
+                return cls._best_of_each(tried, _fit_all(tried, columns, measured))
+            prior = cls._by_evidence(tried, _fit_all(tried, columns, measured, population), population)
+            if population.bend is None:
+                return prior
+            # The bend depends on the share of communication, which takes a fit without it.
+            bent = population.bend.at(columns, prior.predict(columns).shares[:, -1])
+            straight = measured.scaled(np.exp(-bent))
+            tried = [(kind, shape.overlap) for kind, shape in zip(prior.kinds, prior.shapes, strict=True)]
+            prior = cls._by_evidence(tried, _fit_all(tried, columns, straight, population), population)
+            return dataclasses.replace(prior, bend=population.bend)
+
+    @classmethod
+    def _best_of_each(cls, tried: Sequence[tuple[int, float]], fits: Sequence[tuple[float, _Shape]]) -> PhysicalPrior:
+        """Return the shapes, each with its best overlap."""
+        kinds = sorted({kind for kind, _ in tried})
+        best = [min((f for (k, _), f in zip(tried, fits, strict=True) if k == kind), key=lambda f: f[0])[1] for kind in kinds]
+        return cls(tuple(best), np.full(len(kinds), 1 / len(kinds)), tuple(kinds))
+
+    @classmethod
+    def _by_evidence(
+        cls, tried: Sequence[tuple[int, float]], fits: Sequence[tuple[float, _Shape]], population: Population
+    ) -> PhysicalPrior:
+        """Return all fits with their posterior weights, as the population's noise makes them (Hoeting et al., 1999)."""
+        costs = np.array([cost for cost, _ in fits]) / population.noise**2
+        weights = np.exp((costs.min() - costs) / 2)
+        kept = np.flatnonzero(weights >= MIN_EVIDENCE).tolist()
+        shapes = tuple(fits[i][1] for i in kept)
+        return cls(shapes, weights[kept] / weights[kept].sum(), tuple(tried[i][0] for i in kept))
 
     def predict(self, columns: Columns) -> PriorPrediction:
         """Return the means over the shapes, of the log of step time and of the shares."""
-        amounts, loader_overlap = _amounts(columns), _loader_overlap(columns)
+        amounts, loader_overlap = amounts_of(columns), _loader_overlap(columns)
         with one_blas_thread():
             found = [shape.overlapped(amounts, loader_overlap) for shape in self.shapes]
         logs = np.array([np.log(o.step_s) for o in found])
         parts_s = np.array([[o.compute_s, o.step_s - o.busy_s, o.busy_s - o.compute_s] for o in found])
-        shares = parts_s.transpose(0, 2, 1) / np.array([o.step_s for o in found])[:, :, None]
-        return PriorPrediction(logs.mean(axis=0), logs.std(axis=0), shares.mean(axis=0), shares.std(axis=0))
+        all_shares = parts_s.transpose(0, 2, 1) / np.array([o.step_s for o in found])[:, :, None]
+        (log_s, spread), (shares, shares_spread) = (_mean_and_spread(values, self.weights) for values in (logs, all_shares))
+        if self.bend is not None:
+            log_s = log_s + self.bend.at(columns, shares[:, -1])
+        return PriorPrediction(log_s, spread, shares, shares_spread)
 
     def step_time_s(self, columns: Columns) -> Floats:
         seconds: Floats = np.exp(self.predict(columns).log_s)
         return seconds
 
 
+BYTE_TERMS = ("ring_inside_node", "ring_between_nodes")
+"""Terms with coefficients per byte."""
+
 _GROWTH = frozenset(name for shape in SHAPES for name in shape)
 _OF_PARTS: tuple[NDArray[np.bool_], ...] = tuple(np.array([term.part == part for term in TERMS]) for part in PARTS)
 
 
-def _amounts(columns: Columns) -> Floats:
+def amounts_of(columns: Columns) -> Floats:
     return np.stack([term.amount(columns) for term in TERMS], axis=1)
 
 
@@ -390,8 +440,42 @@ def _norm(a: Floats, b: Floats, power: Floats) -> Floats:
     return total
 
 
+def _mean_and_spread(values: Floats, weights: Floats) -> tuple[Floats, Floats]:
+    """Return the mean and the standard deviation over the first axis."""
+    if np.ptp(weights) == 0:
+        return values.mean(axis=0), values.std(axis=0)
+    mean = np.tensordot(weights, values, axes=1)
+    return mean, np.sqrt(np.tensordot(weights, (values - mean) ** 2, axes=1))
+
+
+def _fit_all(
+    tried: Sequence[tuple[int, float]], columns: Columns, measured: Measured, population: Population | None = None
+) -> list[tuple[float, _Shape]]:
+    """Return the objective and the fit of each shape and overlap."""
+    amounts, loader_overlap = amounts_of(columns), _loader_overlap(columns)
+    found = []
+    for kind, overlap in tried:
+        used = np.array([term.name in SHAPES[kind] or term.name not in _GROWTH for term in TERMS])
+        pooled = None
+        if population is not None:
+            pooled = PooledPulls.of(population, kind, job_units(columns), amounts, measured.step_s)
+        found.append(_fit_shape(amounts, loader_overlap, measured, used, overlap, pooled))
+    return found
+
+
+def job_units(columns: Columns) -> Floats:
+    """Return the factor of each term that turns its coefficient into seconds of the job's gradient bytes."""
+    num_bytes = float(np.maximum(columns.dense_bytes, 1.0).mean())
+    return np.array([num_bytes if term.name in BYTE_TERMS else 1.0 for term in TERMS])
+
+
 def _fit_shape(
-    amounts: Floats, loader_overlap: Floats, measured: Measured, used: NDArray[np.bool_], overlap: float
+    amounts: Floats,
+    loader_overlap: Floats,
+    measured: Measured,
+    used: NDArray[np.bool_],
+    overlap: float,
+    pooled: PooledPulls | None = None,
 ) -> tuple[float, _Shape]:
     """Return the fit's objective and the shape."""
     from scipy.optimize import nnls  # import takes 0.3 s, which a reader of profiles need not pay
@@ -408,6 +492,8 @@ def _fit_shape(
     target = defaults[used] * scale[used]
     # A default beyond the measured steps is wrong. It must pull no harder for being very wrong.
     pull[used] /= np.maximum(1.0, target)
+    if pooled is not None:
+        pull = pooled.free(pull)
 
     part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap)
     fixed_rows = np.vstack([part_rows, np.diag(pull[used])])
@@ -416,29 +502,46 @@ def _fit_shape(
     rows = unit / step_s[:, None]  # rows of the first iteration, which treats the step as a sum
     goal = np.ones(len(step_s))
     coefficients = defaults  # defaults remain where no measurement involves the term
-    for iteration in range(ITERATIONS):
+    for iteration in range(ITERATIONS if pooled is None else POOLED_ITERATIONS):
         stacked = np.vstack([rows * weight[:, None], fixed_rows])
         goals = np.concatenate([goal * weight, fixed_targets])
+        if pooled is not None:
+            pooled_rows, pooled_targets = pooled.rows(used, scale)
+            stacked = np.vstack([np.pad(stacked, ((0, 0), (0, 1))), pooled_rows])
+            goals = np.concatenate([goals, pooled_targets])
         # The triangle holds the same information in 20 rows instead of thousands.
         triangle: Any = np.linalg.qr(np.column_stack([stacked, goals]), mode="r")
-        found = nnls(triangle[:, :-1], triangle[:, -1])[0] / scale[used]
+        solution = nnls(triangle[:, :-1], triangle[:, -1])[0]
+        found = solution[: unit.shape[1]] / scale[used]
         coefficients[used] = found if iteration == 0 else (coefficients[used] + found) / 2
         shape = _Shape(coefficients.copy(), overlap)
         o = shape.overlapped(amounts, loader_overlap)
         error = np.log(step_s / o.step_s)
         fixed_error = fixed_rows @ (coefficients[used] * scale[used]) - fixed_targets
         objective = float(((weight * error) ** 2).sum() + (fixed_error**2).sum())
+        if pooled is not None:
+            change = solution[-1] if iteration == 0 else (1 + solution[-1]) / 2
+            objective += pooled.error(pooled_rows, pooled_targets, coefficients[used] * scale[used], change)
+            pooled.rescale(change)
+            if iteration < ITERATIONS // 2:
+                objective = np.inf  # with another scale it is another objective
         if best is None or objective < best[0]:
             best = objective, shape
-        by_busy = (o.busy_s / o.step_s) ** (loader_overlap - 1)
-        gradient = (
-            _OF_PARTS[0][used] * (by_busy * (o.compute_s / o.busy_s) ** (overlap - 1))[:, None]
-            + _OF_PARTS[1][used] * ((o.data_s / o.step_s) ** (loader_overlap - 1))[:, None]
-            + _OF_PARTS[2][used] * (by_busy * (o.sync_s / o.busy_s) ** (overlap - 1))[:, None]
-        )
+        gradient = _gradient(o, used, overlap, loader_overlap)
         rows, goal = unit * gradient / o.step_s[:, None], 1 + error
     assert best is not None
     return best
+
+
+def _gradient(o: _Overlapped, used: NDArray[np.bool_], overlap: float, loader_overlap: Floats) -> Floats:
+    """Return the derivatives of the step by the seconds of each used term."""
+    by_busy = (o.busy_s / o.step_s) ** (loader_overlap - 1)
+    found: Floats = (
+        _OF_PARTS[0][used] * (by_busy * (o.compute_s / o.busy_s) ** (overlap - 1))[:, None]
+        + _OF_PARTS[1][used] * ((o.data_s / o.step_s) ** (loader_overlap - 1))[:, None]
+        + _OF_PARTS[2][used] * (by_busy * (o.sync_s / o.busy_s) ** (overlap - 1))[:, None]
+    )
+    return found
 
 
 def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats) -> tuple[Floats, Floats]:

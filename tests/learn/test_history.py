@@ -24,7 +24,8 @@ from lightning_dlrover.learn.history import (
     export_windows,
     history_url,
 )
-from lightning_dlrover.perf import StepTimeModel
+from lightning_dlrover.learn.history_access import HistoryAccess
+from lightning_dlrover.perf import Population, StepTimeModel, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Outcome, outcome
 from lightning_dlrover.planner.space import Limits
@@ -213,3 +214,53 @@ def test_exported_windows_are_those_that_were_recorded(history: JobHistory) -> N
     assert export_windows(history, history.jobs(), "csv", table) == 5
     rows = list(csv.DictReader(io.StringIO(table.getvalue())))
     assert [float(row["step_time_s"]) for row in rows] == [w.step_time_s for w in windows]
+
+
+# --- other jobs on the same hardware ---
+
+
+def test_only_jobs_on_the_same_hardware_are_found(history: JobHistory) -> None:
+    two = [window(1.0), window(2.0, 2)]
+    history.record(entry("stranger@1", at=1.0, descriptor=replace(DESCRIPTOR, dense_flops=1e12, dense_bytes=1e10)), two)
+    history.record(entry("more-cores@1", at=2.0, descriptor=replace(DESCRIPTOR, node_cores=64.0)), two)
+    history.record(entry("gpu@1", at=3.0, descriptor=replace(DESCRIPTOR, device="H200")), two)
+    history.record(entry("one-setting@1", at=4.0), [window(1.0)])
+    history.record(entry("me@1", at=5.0), two)
+    assert history.on_hardware_of(DESCRIPTOR, but="me@1") == [tuple(two)]
+
+
+def scaling(slow: float, cores: float) -> list[StepProfile]:
+    """Return windows of a job whose machine synchronises two workers badly, and more of them no worse."""
+    sizes = [(workers, batch) for workers in (1, 2, 3, 4, 6, 8) for batch in (128, 256, 512)]
+    return [
+        replace(
+            window(float(at), workers, slow * (0.01 + 1e-4 * batch / workers + 0.05 * (workers > 1))),
+            global_batch=batch,
+            local_batch=-(-batch // workers),
+            cores=cores,
+            forward_s=0.0,
+        )
+        for at, (workers, batch) in enumerate(sizes)
+    ]
+
+
+def test_job_predicts_better_with_others_on_its_hardware_and_ignores_those_on_other_hardware(tmp_path: Path) -> None:
+    def access(cores: float) -> HistoryAccess:
+        url = f"sqlite:///{tmp_path / f'{cores}.sqlite'}"
+        with JobHistory(url) as history:
+            for number, slow in enumerate((0.5, 3.0, 10.0)):
+                descriptor = replace(DESCRIPTOR, node_cores=cores)
+                history.record(entry(f"other{number}@1", descriptor=descriptor), scaling(slow, cores))
+        return HistoryAccess(url, node_cores=4.0)
+
+    mine = scaling(1.0, 4.0)
+    known, asked = [w for w in mine if w.num_workers <= 2], [w for w in mine if w.num_workers > 2]
+    same, other = (access(cores).population(known[-1], "me@1") for cores in (4.0, 64.0))
+    assert other is None
+
+    def error(population: Population | None) -> float:
+        model = StepTimeModel.fit(known, node_cores=4.0, population=population)
+        predicted = [model.predict(configuration_of(w, 4.0)).step_time_s for w in asked]
+        return sum(abs(p / w.step_time_s - 1) for p, w in zip(predicted, asked, strict=True)) / len(asked)
+
+    assert error(same) < 0.7 * error(None)

@@ -1,0 +1,139 @@
+"""Jobs on the same hardware improve the predictions for a new one, as far as they agree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_model import TRACES, needs_traces, window
+from test_traces import written
+
+from lightning_dlrover.perf import Columns, Population, StepTimeModel, configuration_of, population_of
+from lightning_dlrover.perf.__main__ import main
+from lightning_dlrover.perf.evaluation import evaluate
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.traces import read_trace
+
+NAMES = ("ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3")
+
+
+def job(size: float, pair: float, seed: int, noise: float = 0.03, dense_bytes: int = 0) -> list[StepProfile]:
+    """Windows of a job on hardware whose pairs of nodes are `pair` times as slow as larger groups."""
+    rng = np.random.default_rng(seed)
+    windows = []
+    for workers in (1, 2, 3, 4, 6, 8, 12, 16):
+        for nodes in {-(-workers // 4), min(workers, 4)}:
+            for batch in (8, 16, 32, 64):
+                sync_s = size * ((nodes > 1) + 0.5 * np.log2(workers) + (pair - 1) * (nodes == 2))
+                step_s = (0.02 + 0.002 * batch + sync_s) * rng.lognormal(0, noise)
+                windows.append(window(workers, step_s, global_batch=workers * batch, num_nodes=nodes, dense_bytes=dense_bytes))
+    return windows
+
+
+def mean_error(known: Sequence[StepProfile], asked: Sequence[StepProfile], population: Population | None) -> float:
+    predicted = StepTimeModel.fit(known, population=population).predict_columns(
+        Columns.of([configuration_of(w) for w in asked])
+    )
+    return float(np.abs(predicted.step_time_s / np.array([w.step_time_s for w in asked]) - 1).mean())
+
+
+def errors(pairs: Sequence[float]) -> tuple[float, float]:
+    """Return the errors for a job on hardware with slow pairs, without and with other jobs, over a few seeds."""
+    others = population_of(
+        [job(size, pair, seed) for seed, (size, pair) in enumerate(zip((0.02, 0.05, 0.2), pairs, strict=True))]
+    )
+    alone, helped = [], []
+    for seed in range(4):
+        mixed = job(0.1, 3.0, 10 + seed)
+        random.Random(seed).shuffle(mixed)
+        alone.append(mean_error(mixed[:8], mixed[8:], None))
+        helped.append(mean_error(mixed[:8], mixed[8:], others))
+    return float(np.mean(alone)), float(np.mean(helped))
+
+
+def test_jobs_on_the_same_hardware_improve_a_prediction_from_few_samples() -> None:
+    alone, helped = errors((3.0, 3.0, 3.0))
+    assert helped < 0.8 * alone
+
+
+def test_jobs_that_disagree_are_trusted_less_and_do_little_harm() -> None:
+    alone, helped = errors((1.0, 3.0, 8.0))
+    assert helped < alone + 0.02
+
+
+def test_bytes_known_for_all_jobs_predict_communication_before_it_was_measured() -> None:
+    per_byte = 1e-9
+    known = [
+        job(num_bytes * per_byte, 1.0, seed, dense_bytes=num_bytes) for seed, num_bytes in enumerate((10**7, 5 * 10**7, 10**8))
+    ]
+    target = job(2e8 * per_byte, 1.0, 9, dense_bytes=2 * 10**8)
+    one_worker = [w for w in target if w.num_workers == 1]
+    larger = [w for w in target if w.num_nodes > 1]
+    alone = mean_error(one_worker, larger, None)
+    assert mean_error(one_worker, larger, population_of(known)) < min(0.35, alone)
+
+
+def test_too_few_configurations_give_no_population() -> None:
+    assert population_of([]) is None
+    assert population_of([[window(1, 0.1), window(2, 0.06)]]) is None
+
+
+def test_jobs_of_one_worker_say_nothing_of_communication_and_are_harmless() -> None:
+    alone = [w for w in job(0.1, 1.0, 0) if w.num_workers == 1]
+    several = [window(1, 0.02 + 0.002 * batch, global_batch=batch, dense_bytes=0) for batch in range(8, 80, 8)]
+    population = population_of([several, several])
+    assert population is not None
+    assert mean_error(alone, several, population) < 0.15
+
+
+@needs_traces
+@pytest.mark.parametrize("name", NAMES)
+def test_other_models_do_no_harm_on_measured_traces(name: str) -> None:
+    traces = {other: read_trace(TRACES / f"{other}-placements.csv").samples for other in NAMES}
+    population = population_of([samples for other, samples in traces.items() if other != name])
+    alone, helped = [], []
+    for seed in range(3):
+        mixed = random.Random(seed).sample(traces[name], len(traces[name]))
+        alone.append(evaluate(mixed[:12], mixed[12:]).mape)
+        helped.append(evaluate(mixed[:12], mixed[12:], population).mape)
+    assert np.mean(helped) < np.mean(alone) + 0.5
+
+
+# --- the command ---
+
+
+def placements(scale: float, sizes: Sequence[str] = ("1", "2", "4", "11", "22", "44", "111", "444")) -> str:
+    lines = [f"{place},{b},{scale * (0.01 + 0.001 * b + 0.02 * len(place))}" for place in sizes for b in (8, 16, 32)]
+    return "\n".join(["placement,local_bsz,step_time", *lines, ""])
+
+
+def test_command_reads_one_file_for_each_other_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, test = written(tmp_path, placements(1.0, ("1", "2", "11")), "a.csv"), written(tmp_path, placements(1.0), "b.csv")
+    others = [str(written(tmp_path, placements(scale), f"{scale}.csv")) for scale in (0.5, 2.0, 3.0)]
+    arguments = ["evaluate", "--train", str(train), "--test", str(test)]
+    assert main(arguments) == 0
+    without = capsys.readouterr().out.splitlines()
+    assert main([*arguments, "--history", *others[:2], "--history", others[2]]) == 0
+    helped = capsys.readouterr().out.splitlines()
+    assert helped[-2] == "3 other jobs with 72 samples"
+    assert float(helped[-1].split()[0].removeprefix("mape=")) < float(without[-1].split()[0].removeprefix("mape="))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "bad.csv has no rows"),
+        ("placement,step_time\n1,0.1\n", "bad.csv:2 has no local_batch"),
+        ("placement,local_bsz,step_time\n1,8,0.1\n1,8,garbage\n", "bad.csv:3: step_time='garbage' is no number"),
+        ("\x00\x01 no table", "bad.csv"),
+    ],
+)
+def test_command_names_the_fault_of_a_file_of_the_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    good, bad = written(tmp_path, placements(1.0), "a.csv"), written(tmp_path, text, "bad.csv")
+    assert main(["evaluate", "--train", str(good), "--test", str(good), "--history", str(good), str(bad)]) == 2
+    assert said in capsys.readouterr().err
