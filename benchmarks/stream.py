@@ -9,7 +9,8 @@
     speed       rows/s of whole epochs of batches of 512 rows, with 0 and 2 loader workers: ours, unshuffled and shuffled; a
                 plain IterableDataset over pyarrow; and others that are installed. `rows_ratio` is ours, unshuffled, over the
                 plain one, the worse of 0 and 2 loader workers. `others_ratio` is the same over the best of the others, nan
-                if there are none.
+                if there are none. The plain one gives views into Arrow's memory, which a training step must not write to;
+                `writable_ratio` compares with the same reader that gives tensors like ours.
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
@@ -217,22 +218,24 @@ def global_batches(
 class PlainParquet(IterableDataset[dict[str, torch.Tensor]]):
     """The reader one writes by hand: files split over loader workers, decoded in order, cut into batches."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], writable: bool) -> None:
         self._paths = list(paths)
+        self._writable = writable
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         info = get_worker_info()
         mine = self._paths[info.id :: info.num_workers] if info is not None else self._paths
-        return chain.from_iterable(map(plain_batches, mine))
+        return chain.from_iterable(plain_batches(path, self._writable) for path in mine)
 
 
-def plain_batches(path: str) -> Iterator[dict[str, torch.Tensor]]:
+def plain_batches(path: str, writable: bool) -> Iterator[dict[str, torch.Tensor]]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         for decoded in file.iter_batches(ROWS_AT_ONCE, use_threads=False):
             for first in range(0, decoded.num_rows, BATCH_SIZE):
-                yield tensors(decoded.slice(first, BATCH_SIZE))
+                views = tensors(decoded.slice(first, BATCH_SIZE))
+                yield {name: view.clone() for name, view in views.items()} if writable else views
 
 
 def tensors(batch: Any) -> dict[str, torch.Tensor]:
@@ -240,8 +243,8 @@ def tensors(batch: Any) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(column.to_numpy()) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
-def plain(paths: Sequence[str], num_workers: int) -> Any:
-    return DataLoader(PlainParquet(paths), batch_size=None, num_workers=num_workers)
+def plain(paths: Sequence[str], num_workers: int, writable: bool = False) -> Any:
+    return DataLoader(PlainParquet(paths, writable), batch_size=None, num_workers=num_workers)
 
 
 def ours(shuffle_rows: int, paths: Sequence[str], num_workers: int) -> Any:
@@ -312,6 +315,7 @@ Reader = Callable[[Sequence[str], int], Any]
 
 READERS: dict[str, Reader] = {
     "plain": plain,
+    "plain, writable": partial(plain, writable=True),
     "stream": partial(ours, 0),
     "stream, shuffled": partial(ours, 100_000),
 }
@@ -366,6 +370,7 @@ def speed(paths: Sequence[str], size: Size, rounds: int) -> dict[str, float | in
     return {
         "rows_ratio": min(medians["stream", n] / medians["plain", n] for n in LOADER_WORKERS),
         "others_ratio": min(medians["stream", n] / best[n] for n in LOADER_WORKERS),
+        "writable_ratio": min(medians["stream", n] / medians["plain, writable", n] for n in LOADER_WORKERS),
     }
 
 
