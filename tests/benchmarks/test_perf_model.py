@@ -44,7 +44,7 @@ def test_errors_on_measured_traces_stay_within_their_bounds() -> None:
 
 
 @needs_traces
-@pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
     measured = result("--quick", "--without-sync")
@@ -54,7 +54,7 @@ def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
 
 
 @needs_traces
-@pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_other_jobs_on_the_same_hardware_lower_the_errors() -> None:
     measured = result("--history", "--quick")

@@ -100,7 +100,7 @@ class Dlrover:
         """Start a command that runs a job of this name, in the background."""
         output = self.folder / f"output-{len(self.runs)}"
         process: subprocess.Popen[bytes] | WarmProcess
-        if self.is_warm:
+        if self.is_warm and command[0] == sys.executable:
             process = self._start_warm(command, output, None, {})
             self.runs.append(Run(self, run_id, process, output))
             return self.runs[-1]
