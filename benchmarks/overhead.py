@@ -85,7 +85,7 @@ WIDTH, NUM_LAYERS, BATCH_SIZE = 256, 2, 16
 
 @dataclass(frozen=True)
 class Turn:
-    """One job's measured steps of one round, and what went on beside them."""
+    """One job's measured steps of one round, and the load beside them."""
 
     step_s: Sequence[float]  # seconds of each step of rank 0
     cpu_s: float  # CPU time of rank 0 per step
@@ -129,7 +129,7 @@ class Contestant:
         elapsed_s = time.perf_counter() - began
         own_s = sum(
             block.cpu_s * (1 + 1 / len(block.durations_s)) for block in blocks
-        )  # with the first step, not counted there
+        )  # includes the first step, which is not counted there
         foreign = (_busy_s() - busy_s - own_s) / (elapsed_s * (os.cpu_count() or 1))
         first = next(block for block in blocks if block.global_rank == 0)
         made = len(first.durations_s)

@@ -1,4 +1,4 @@
-"""Processes of `warm_tree` cannot be told from fresh interpreters by what they print, return, or show in /proc."""
+"""Processes of `warm_tree` print, return and show in /proc the same as fresh interpreters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which point to visit next within a budget of time, and how long the rest takes. Pure.
 
-Every point is visited once before any is visited again: first the ends of each sweep, then what lies between. Visits after
+Every point is visited once before any is visited again: first the ends of each sweep, then its middle. Visits after
 that go where the range of the blocks is widest for the time that a visit takes.
 """
 
@@ -24,7 +24,7 @@ FIRST_ESTIMATE_S = 1.5
 class Aim:
     """When a point has been measured well enough."""
 
-    min_visits: int = 2  # minutes apart, so that the range holds what changes on the machine meanwhile
+    min_visits: int = 2  # minutes apart, so that the range includes changes of the machine
     max_visits: int = 4
     spread: float = 0.08  # range of the blocks over the median, below which `min_visits` are enough
 

@@ -95,7 +95,7 @@ class Crew:
             peak_memory_bytes=sum(share.peak_memory_bytes for share in shares),
             cpu_percent=sum(share.cpu_percent for share in shares),
             gpu_memory_bytes=sum(share.gpu_memory_bytes for share in shares),
-            joules_per_step=first.joules_per_step,  # of the whole machine
+            joules_per_step=first.joules_per_step,  # cores of the whole machine
         )
 
     def limit(self, name: str, threads: int, device: str) -> Limit:
@@ -149,7 +149,7 @@ def _start(folder: Path) -> _Worker:
     environment = {
         "GOMP_SPINCOUNT": SPIN_COUNT,
         **os.environ,
-        "OMP_NUM_THREADS": str(cores),  # upper bound of what a point may set
+        "OMP_NUM_THREADS": str(cores),  # upper bound for all points
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         variables.HISTORY: "off",  # a user's model may hold our callback

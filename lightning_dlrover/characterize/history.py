@@ -20,7 +20,7 @@ PREFETCH_FACTOR = 2
 
 
 def record_in_history(history: JobHistory, machine: Machine, visits: Iterable[Visit]) -> int:
-    """Write each reference model as a job whose settings were tried one after the other. Return the number of jobs.
+    """Write each reference model as a job that has tried its settings one after the other. Return the number of jobs.
 
     Only points on CPU with a DataLoader count: they differ in workers, threads and loader workers, as a job's settings do.
 

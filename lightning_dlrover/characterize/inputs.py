@@ -100,7 +100,7 @@ class _Parquet(Dataset[tuple[Tensor, Tensor, Tensor]]):
         self._path = folder / f"{point.num_dense}-{point.num_sparse}-{point.lookups}-{local_batch}.parquet"
         self._point, self._num_groups = point, max(1, DATASET_ROWS // local_batch)
         self._file: Any = None
-        if self._path.exists():  # by an earlier visit
+        if self._path.exists():  # an earlier visit has written it
             return
         rows = _Rows(point)
         samples = [rows[i] for i in range(self._num_groups * local_batch)]

@@ -166,7 +166,7 @@ LIMITS = {
     "disk_write": ("disk, written through", "GB/s"),
     "disk_read": ("disk, read without cache", "GB/s"),
 }
-"""What each limit measures, and its unit."""
+"""Meaning and unit of each limit."""
 
 NEEDS_WORKERS = {"all_reduce": 2, "all_reduce_latency": 2}
 """Limits that take more than one worker."""

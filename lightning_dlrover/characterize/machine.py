@@ -1,4 +1,4 @@
-"""The machine that is measured: what identifies it, and what its studies may use."""
+"""The measured machine: its identity, and the resources that studies may use."""
 
 from __future__ import annotations
 

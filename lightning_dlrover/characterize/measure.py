@@ -34,7 +34,7 @@ class Effort:
     """Extent of one visit."""
 
     warm_s: float = 0.06
-    block_s: float = 0.1  # of whole steps; those that are cut take as long
+    block_s: float = 0.1  # time of whole steps; cut steps take as long
     num_blocks: int = 3
 
 

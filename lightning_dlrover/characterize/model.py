@@ -1,4 +1,4 @@
-"""The reference DLRM (Naumov et al., arXiv 1906.00091), whose step can be cut into parts.
+"""The reference DLRM (Naumov et al., arXiv 1906.00091), with a step that can be cut into parts.
 
 A step runs in one of two ways: as users write it, with one backward pass, or cut at the borders between the parts. Cut, each
 part's forward and backward pass run by themselves, and the times of the parts can be read. Both do the same work.

@@ -48,7 +48,7 @@ class Visit:
 
     point: Point
     at: float  # seconds since the epoch
-    took_s: float  # with the model's construction and the warm-up
+    took_s: float  # includes the model's construction and the warm-up
     blocks: tuple[float, ...]  # seconds per step in each block; normalized entropy per seed where the loss is measured
     part_s: dict[str, float]  # seconds of each part of a step, from blocks of their own
     forward_s: float = 0.0  # computation of the forward pass within the parts

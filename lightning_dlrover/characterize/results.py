@@ -1,4 +1,4 @@
-"""Results of points: the median over all blocks of all visits, its range, and what follows from it. Pure."""
+"""Results of points: the median over all blocks of all visits, its range, and figures that follow from it. Pure."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ class Progress:
 
 
 def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget_s: float) -> None:
-    """Measure what is missing in the store, until the budget is used or nothing is worth another visit."""
+    """Measure the points that are missing in the store, until the budget is used or nothing is worth another visit."""
     deadline = time.monotonic() + budget_s
-    for left in store.path.parent.glob(f"{WORK_PREFIX}*"):  # by a run that was killed: this one alone has the folder now
+    for left in store.path.parent.glob(f"{WORK_PREFIX}*"):  # left by a killed run: this one alone has the folder now
         shutil.rmtree(left, ignore_errors=True)
     aim, points = AIMS[scope.size], in_order(studies)
     progress = Progress(len(points))

@@ -21,7 +21,7 @@ FORMAT = 1
 
 
 class StoreError(ValueError):
-    """A folder whose measurements cannot be read or continued."""
+    """A folder with measurements that cannot be read or continued."""
 
 
 @dataclass(frozen=True)

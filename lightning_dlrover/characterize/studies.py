@@ -27,7 +27,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Scope:
-    """What a run may use."""
+    """Resources that a run may use."""
 
     size: Literal["quick", "full"]
     device: Literal["cpu", "cuda"]
@@ -51,11 +51,11 @@ class Study:
     x: str
     series: tuple[str, ...]
     points: tuple[Point, ...]
-    skipped: tuple[str, ...] = ()  # what was left out, and why
+    skipped: tuple[str, ...] = ()  # left-out points, and the reasons
 
 
 def all_studies(scope: Scope, names: Iterable[str] = STUDIES) -> list[Study]:
-    """Return the studies in their order. Points whose tables do not fit into the memory are left out, with a line."""
+    """Return the studies in their order. Points with tables that do not fit into the memory are left out, with a line."""
     makers = {
         "features": _features,
         "batch": _batch,

@@ -66,7 +66,7 @@ class HistoryAccess:
         return self._found[key]
 
     def population(self, profile: StepProfile, key: str) -> Population | None:
-        """Return what other jobs on this hardware have in common. The query and the fits run once a job."""
+        """Return the common properties of other jobs on this hardware. The query and the fits run once a job."""
         if self._history is None:
             return None
         if key not in self._populations:

@@ -1,4 +1,4 @@
-"""Estimate what jobs on the same hardware have in common: partial pooling over jobs.
+"""Estimate the common properties of jobs on the same hardware: partial pooling over jobs.
 
 Each job's prior is fitted alone. The coefficients of communication, relative to the job's own scale, then have a mean and a
 deviation between jobs, and so has the error that the fitted priors share (Gelman, Hill, Data Analysis Using Regression and

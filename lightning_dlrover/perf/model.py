@@ -254,7 +254,7 @@ class StepTimeModel:
             earlier: windows of earlier jobs with the same or similar models. They are a start, and weigh less than this job's
                 own. Those of another device are left out, as are those without the model's FLOPs, bytes or tables where this
                 job has them.
-            population: what other jobs on the same hardware have in common, see `population_of`.
+            population: common properties of other jobs on the same hardware, see `population_of`.
         Raises:
             ValueError: there is no sample, or one holds a figure that is impossible for a training step.
         """

@@ -29,7 +29,7 @@ class Ratios:
     mean: Floats
     deviation: Floats  # between jobs, with the error of the mean
     seconds_per_byte: float  # scale of a job by its gradient bytes; 0: bytes are not known for all jobs
-    byte_deviation: float  # of the log of that figure between jobs
+    byte_deviation: float  # standard deviation of the log of that figure between jobs
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Bend:
 
 @dataclass(frozen=True)
 class Population:
-    """What jobs on one kind of hardware have in common."""
+    """Common properties of jobs on one kind of hardware."""
 
     ratios: tuple[Ratios, ...]  # one for each of the prior's shapes
     noise: float  # deviation of the log of a configuration's step time about a job's fitted prior

@@ -333,7 +333,7 @@ class PhysicalPrior:
     """Step time by `TERMS`: the mean of the logs of `SHAPES`. Create it with `fit`."""
 
     shapes: tuple[_Shape, ...]
-    weights: Floats  # of the shapes, which add up to 1
+    weights: Floats  # weights of the shapes; they add up to 1
     kinds: tuple[int, ...]  # index into `SHAPES` of each shape
     bend: Bend | None = None  # correction that the jobs of a population share
 
@@ -485,9 +485,7 @@ def _fit_shape(
     scale = np.sqrt(((amounts / step_s[:, None]) ** 2).mean(axis=0))
     defaults = np.array([term.default for term in TERMS]) * used
     used = used & (scale > 0)
-    pull = np.array([1e-3 + term.doubt for term in TERMS])
-    latency = [term.name for term in TERMS].index("latency_of_workers")
-    pull[latency] = 1 / (MAX_LATENCY_S * scale[latency]) if scale[latency] > 0 else 0.0
+    pull = _doubts(scale)
     unit = amounts[:, used] / scale[used]
     target = defaults[used] * scale[used]
     # A default beyond the measured steps is wrong. It must pull no harder for being very wrong.
@@ -524,13 +522,21 @@ def _fit_shape(
             objective += pooled.error(pooled_rows, pooled_targets, coefficients[used] * scale[used], change)
             pooled.rescale(change)
             if iteration < ITERATIONS // 2:
-                objective = np.inf  # with another scale it is another objective
+                objective = np.inf  # another scale makes another objective
         if best is None or objective < best[0]:
             best = objective, shape
         gradient = _gradient(o, used, overlap, loader_overlap)
         rows, goal = unit * gradient / o.step_s[:, None], 1 + error
     assert best is not None
     return best
+
+
+def _doubts(scale: Floats) -> Floats:
+    """Return how strongly each scaled coefficient is pulled to its default."""
+    pull = np.array([1e-3 + term.doubt for term in TERMS])
+    latency = [term.name for term in TERMS].index("latency_of_workers")
+    pull[latency] = 1 / (MAX_LATENCY_S * scale[latency]) if scale[latency] > 0 else 0.0
+    return pull
 
 
 def _gradient(o: _Overlapped, used: NDArray[np.bool_], overlap: float, loader_overlap: Floats) -> Floats:

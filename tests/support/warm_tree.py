@@ -6,8 +6,8 @@ An `os.execv` of Python goes on in the same process.
 Everything else is as with fresh interpreters: parents, process ids, sessions, signals, files, arguments and environments, also
 those that `/proc` shows, and the end of the interpreter.
 
-A fork differs in one point: modules that its parent had imported are there. Programs in whose test imports or memory matter
-are started as usual, and so is every program with another PYTHONPATH or number of threads.
+A fork differs in one point: modules that its parent had imported are there. If imports or memory
+matter to a test, its programs are started as usual, and so is every program with another PYTHONPATH or number of threads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MainProcess = type(process.current_process())  # multiprocessing's class; the p
 class _Program:
     """A Python program to start."""
 
-    arguments: list[str]  # of the interpreter, without its own name
+    arguments: list[str]  # arguments of the interpreter, without its own name
     environ: dict[str, str]
     cwd: str
     leads_session: bool = False
@@ -290,7 +290,7 @@ def _start(program: _Program, streams: Sequence[int]) -> NoReturn:
 
 
 def _reset_signals() -> None:
-    """Restore what a fresh interpreter does about signals."""
+    """Restore the signal handlers of a fresh interpreter."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, 32, 33}:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -349,7 +349,7 @@ def _address_of_thread_id(system: ctypes.PyDLL) -> int:
     raise NotImplementedError("the C library's description of a thread holds no thread id")
 
 
-# --- what /proc shows ---------------------------------------------------------------------------------------------------------
+# --- appearance in /proc ------------------------------------------------------------------------------------------------------
 
 
 def _show(program: _Program) -> None:

@@ -86,7 +86,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         """Start the missing processes."""
-        context = mp.get_context("forkserver")  # that of the fixture `fork_server`, which has imported torchrec
+        context = mp.get_context("forkserver")  # the fixture `fork_server` has imported torchrec there
         started = []
         for name in WORKERS:
             if name in self._processes and self._processes[name][0].is_alive():
