@@ -95,7 +95,7 @@ class Crew:
             peak_memory_bytes=sum(share.peak_memory_bytes for share in shares),
             cpu_percent=sum(share.cpu_percent for share in shares),
             gpu_memory_bytes=sum(share.gpu_memory_bytes for share in shares),
-            joules_per_step=first.joules_per_step,  # cores of the whole machine
+            joules_per_step=first.joules_per_step,  # energy of the whole machine
         )
 
     def limit(self, name: str, threads: int, device: str) -> Limit:
