@@ -30,6 +30,9 @@ __all__ = ["Crew"]
 ANSWER_TIMEOUT_S = 120.0
 """Seconds for one visit before its workers are ended and the point is given up."""
 
+END_TIMEOUT_S = 10.0
+"""Seconds for a worker to end after it has closed its channel."""
+
 SPIN_COUNT = "0"
 """Turns of OpenMP's threads in a barrier before they sleep. By default they spin for milliseconds: measured, a small program
 beside two threads on two cores then made steps five times as long, and no two runs agreed."""
@@ -184,7 +187,10 @@ def _answers(workers: Sequence[_Worker]) -> list[dict[str, Any]]:
             worker = workers[waiting[channel]]
             data = channel.recv(1 << 16)
             if not data:
-                code = worker.process.wait()
+                try:
+                    code = worker.process.wait(END_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    raise CrewError(f"a worker gave no answer and did not end within {END_TIMEOUT_S:.0f} s") from None
                 hint = ", perhaps killed for its memory" if code == -signal.SIGKILL else ""
                 raise CrewError(f"a worker ended with exit code {code}{hint}")
             worker.unread += data

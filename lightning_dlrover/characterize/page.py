@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from lightning_dlrover.characterize.point import Point, Visit
 from lightning_dlrover.characterize.results import Result, limit_values, results_of
 from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.characterize.studies import Scope, Study
+from lightning_dlrover.report.page import write_whole
 
 __all__ = ["write_page"]
 
@@ -38,13 +38,7 @@ def write_page(path: Path, measured: Measurements, studies: Sequence[Study], fou
     Raises:
         OSError: `path` cannot be written.
     """
-    text = _page(measured, studies, found, scope)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, _page(measured, studies, found, scope))
 
 
 def _page(measured: Measurements, studies: Sequence[Study], found: Sequence[Finding], scope: Scope) -> str:

@@ -18,7 +18,7 @@ from lightning_dlrover.report.explain import cost_text
 from lightning_dlrover.report.story import JobStory, outcome_of, tell
 from lightning_dlrover.report.text_table import text_table
 
-__all__ = ["summary_text", "write_report"]
+__all__ = ["summary_text", "write_report", "write_whole"]
 
 MAX_COLUMNS = 80
 MAX_LINES = 24
@@ -33,9 +33,18 @@ def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None
     """
     page = _page(tell(run_id, events))
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, page)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(page, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
