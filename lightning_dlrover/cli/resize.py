@@ -14,7 +14,7 @@ from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job, find_place, tell_problems
 from lightning_dlrover.cli.options import COUNTED, SETTINGS, option_of
 from lightning_dlrover.output import show
-from lightning_dlrover.planner.cluster import ClusterJob, divide, options_of
+from lightning_dlrover.planner.cluster.division import ClusterJob, divide, options_of
 from lightning_dlrover.planner.plan import Decision
 from lightning_dlrover.rdzv.job.events import DecisionMade, SizeRequested, events_of, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import LinearConstraint, milp
 
-from lightning_dlrover.planner.cluster import ClusterJob, Option, divide
+from lightning_dlrover.planner.cluster.division import ClusterJob, Option, divide
 from lightning_dlrover.planner.plan import Settings
 
 
