@@ -46,7 +46,7 @@ class Device:
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0 or self.places < 1:
-            raise ValueError(f"device {self.name!r} has {self.memory_bytes} bytes and {self.places} places; both must be above 0")
+            raise ValueError(f"device {self.name!r} has {self.memory_bytes} bytes and {self.places} places; it needs both")
         _check_resources(f"the limits of device {self.name!r}", self.limits)
 
 
@@ -112,10 +112,11 @@ class Job:
         if not self.profiles:
             raise ValueError(f"job {self.name!r} has no profile for any kind of device, so it could never start")
         if self.num_devices < 1 or not self.weight > 0:
-            raise ValueError(f"job {self.name!r} asks for {self.num_devices} devices with weight {self.weight}; both must be above 0")
+            raise ValueError(f"job {self.name!r} asks for {self.num_devices} devices with weight {self.weight}; neither may be 0")
         if not self.fewest_devices <= self.num_devices <= self.most_devices:
             raise ValueError(
-                f"job {self.name!r} asks for {self.num_devices} devices, outside of its own {self.min_devices} to {self.max_devices}"
+                f"job {self.name!r} asks for {self.num_devices} devices, "
+                f"which is outside of its own limits, {self.fewest_devices} to {self.most_devices}"
             )
 
     @property
