@@ -25,12 +25,14 @@ from lightning_dlrover.live.progress import batches_done, remaining_batches
 from lightning_dlrover.observe.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
 from lightning_dlrover.observe.profiler import Model, Place, StepProfiler
 from lightning_dlrover.observe.resources import MachineLoad
+from lightning_dlrover.observe.seat import Seat
 from lightning_dlrover.packages import on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.planner.plan import Settings
 from lightning_dlrover.planner.trial import TrialWatch
 from lightning_dlrover.strategy import DLRoverStrategy
+from lightning_dlrover.watch.seating import keep_seat, take_seat
 from lightning_dlrover.watch.watchdog import HangPatience, Watchdog
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ class DLRoverCallback(Callback):
         self._place_now: Place | None = None
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
+        self._seat: Seat | None = None  # this process's place beside other jobs of a dispatcher
+        self._is_seated = False
 
     # --- Lightning's hooks ---------------------------------------------------------------------------------------------
 
@@ -118,6 +122,10 @@ class DLRoverCallback(Callback):
         if self._watch is not None:
             strategy.watch_next_forward(self._watch)
         self._watchdog = Watchdog(live.progress, self._patience) if live is not None else None
+        if self._seat is None:
+            self._seat = Seat.from_environment(os.environ, trainer.global_rank)
+            if self._seat is not None:
+                self._seat.report(steps_left=None, threads=torch.get_num_threads())
         self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -141,6 +149,9 @@ class DLRoverCallback(Callback):
         elif self._batch_ended:
             # Without a loader of ours that measures it, all time between two steps counts as waiting for data.
             self._strategy.times.data_wait_s = time.perf_counter() - self._batch_ended
+        if self._seat is not None and not self._is_seated:
+            self._is_seated = True
+            take_seat(self._seat, trainer, pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -148,6 +159,8 @@ class DLRoverCallback(Callback):
         profiler, strategy = self._profiler, self._strategy
         assert profiler is not None
         assert strategy is not None
+        if self._seat is not None:
+            keep_seat(self._seat, trainer, strategy.times.data_wait_s, may_set_threads=strategy.live is None)
         place = self._place(trainer, strategy)
         profiler.step_ended(place, batches_done(trainer))
         self._watch_trial(place, profiler.newest_step_s)

@@ -57,6 +57,13 @@ NOTICE_S = "DLROVER_NOTICE_S"
 LEAVE_ON_SIGTERM = "DLROVER_LEAVE_ON_SIGTERM"
 """Set where SIGTERM asks the worker to hand over and leave. Its sender kills what remains after a grace period."""
 
+# --- from a dispatcher of co-located jobs to its jobs -------------------------------------------------------------------------
+
+SEAT = "DLROVER_SEAT"
+"""Folder for a job's progress and its dispatcher's answer."""
+QUEUE = "DLROVER_QUEUE"
+"""Mark of all processes that the dispatcher of a queue has started."""
+
 # --- settings of the user -----------------------------------------------------------------------------------------------------
 
 OBJECTIVE = {

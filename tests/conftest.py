@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
-    *("checks", "cli", "components", "data", "distribution", "e2e", "learn", "live"),
+    *("checks", "cli", "colocate", "components", "data", "distribution", "e2e", "learn", "live"),
     *("observe", "planner", "rdzv", "report", "tables", "watch"),
 }
 """Test folders that must leave nothing behind."""
@@ -33,6 +34,10 @@ settings.register_profile("beside others", deadline=None)
 settings.load_profile("beside others")
 
 mark_descendants()
+
+# A shell that runs tests in the background lets them ignore Ctrl-C, and all of their processes with them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAITING = ("distribution", "e2e", "strangers", "examples", "components", "rdzv", "benchmarks")
 """Test folders whose tests mostly wait for processes."""

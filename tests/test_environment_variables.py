@@ -24,6 +24,8 @@ READERS = {
     "NODE": {WORKER, AGENT, "observe/cgroups.py", "components/targets/local.py"},  # the target reads it of other processes
     "STARTED_BY": {"observe/cgroups.py", "components/targets/local.py"},
     **{key: {NODE} for key in ["PARENT_PID", "MEMORY_GROUP", "EXIT_FILE", "NOTICE_S", "LEAVE_ON_SIGTERM"]},
+    "SEAT": {"observe/seat.py"},
+    "QUEUE": {"colocate/dispatcher.py"},
     "OBJECTIVE": {"planner/objective.py"},
     "HISTORY": {"learn/history.py"},
     "UNSAFE_STACKS": {"watch/watchdog.py"},
@@ -36,6 +38,7 @@ WRITERS = {
     "components/targets/local.py",
     "components/targets/machine/shares.py",
     "characterize/crew.py",
+    "colocate/dispatcher.py",
     "cli/run_options.py",
     "doctor/script.py",
 }

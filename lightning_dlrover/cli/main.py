@@ -23,6 +23,7 @@ _HOMES = {
     "run": "run",
     "doctor": "doctor",
     "characterize": "characterize",
+    "colocate": "colocate",
     "scale": "resize",
     "status": "show",
     "report": "reports",

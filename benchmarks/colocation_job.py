@@ -1,0 +1,106 @@
+"""A small DLRM-like job for `colocation.py`: plain PyTorch, which reports its steps as DLRoverCallback does.
+
+    python colocation_job.py KIND STEPS [SEED]
+
+compute   wide MLPs, small tables
+memory    many random rows of tables that no cache holds
+input     each batch waits for a store
+mixed     some of each
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lightning_dlrover.observe.seat import Seat, SeatReport
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and its input."""
+
+    rows: int
+    dim: int
+    num_tables: int
+    lookups: int
+    width: int
+    batch: int
+    wait_s: float
+
+
+KINDS = {
+    "compute": Kind(rows=10_000, dim=16, num_tables=4, lookups=2, width=768, batch=256, wait_s=0.0),
+    "memory": Kind(rows=600_000, dim=64, num_tables=4, lookups=16, width=64, batch=512, wait_s=0.0),
+    "input": Kind(rows=50_000, dim=16, num_tables=4, lookups=4, width=64, batch=128, wait_s=0.02),
+    "mixed": Kind(rows=200_000, dim=32, num_tables=4, lookups=8, width=256, batch=256, wait_s=0.003),
+}
+
+
+class Model(nn.Module):
+    """Tables, an MLP over their sums and the dense features."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(kind.rows, kind.dim, mode="sum", sparse=True) for _ in range(kind.num_tables)
+        )
+        size = kind.num_tables * kind.dim + 13
+        self.top = nn.Sequential(
+            *(nn.Linear(size, kind.width), nn.ReLU(), nn.Linear(kind.width, kind.width), nn.ReLU(), nn.Linear(kind.width, 1))
+        )
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        looked_up = [table(ids[:, number]) for number, table in enumerate(self.tables)]
+        output: torch.Tensor = self.top(torch.cat([dense, *looked_up], 1))
+        return output
+
+
+def main() -> None:
+    kind, steps, seed = KINDS[sys.argv[1]], int(sys.argv[2]), int((*sys.argv[3:], "0")[0])
+    torch.manual_seed(seed)
+    model = Model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(kind.wait_s)
+        return torch.randn(kind.batch, 13), torch.randint(kind.rows, (kind.batch, kind.num_tables, kind.lookups))
+
+    def step(dense: torch.Tensor, ids: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss: torch.Tensor = nn.functional.binary_cross_entropy_with_logits(model(dense, ids), torch.zeros(len(dense), 1))
+        torch.autograd.backward(loss)
+        optimizer.step()
+
+    seat = Seat.from_environment(os.environ, 0)
+    if seat is not None:
+        answer = seat.ask(SeatReport(os.getpid(), time.monotonic(), estimate_bytes=estimate(model, kind)))
+        torch.set_num_threads(answer.threads or torch.get_num_threads())
+    for done in range(1, steps + 1):
+        began = time.monotonic()
+        dense, ids = batch()
+        waited_s = time.monotonic() - began
+        step(dense, ids)
+        if seat is not None:
+            seat.step_ended(waited_s)
+            if seat.is_due:
+                seat.report(steps - done, torch.get_num_threads())
+                if (threads := seat.answer().threads) and threads != torch.get_num_threads():
+                    torch.set_num_threads(threads)
+    print("done", flush=True)
+
+
+def estimate(model: nn.Module, kind: Kind) -> int:
+    """Return a rough peak: what is resident, and the activations of a step."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident + 24 * kind.batch * (3 * kind.width + kind.num_tables * kind.dim * kind.lookups) + (32 << 20)
+
+
+if __name__ == "__main__":
+    main()

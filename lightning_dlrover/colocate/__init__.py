@@ -1,0 +1,1 @@
+"""Several jobs on one machine, side by side (docs/colocation.md)."""

@@ -1,0 +1,118 @@
+"""Measure how fast jobs run, alone and side by side.
+
+A window begins once the set of running jobs on a device has been the same for a moment, and ends when that set changes or the
+window is long enough. Alone, a window gives the job's profile. Side by side, it gives each job's speed relative to alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_dlrover.colocate.journal import Profiled, Rates
+from lightning_dlrover.colocate.watched import Moment
+
+__all__ = ["ALONE_S", "WARMUP_STEPS", "Companion", "Company"]
+
+SETTLE_S = 0.3
+"""Caches and threads of the former set have gone by then."""
+ALONE_S = 1.0
+TOGETHER_S = 4.0
+LEAST_S = 0.8
+LEAST_STEPS = 3
+WARMUP_STEPS = 2
+"""First steps allocate memory and compile; they tell nothing of the later ones."""
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A job that runs, as seen at one look."""
+
+    name: str
+    kind: str
+    moment: Moment
+    step_bytes: int = 0  # memory that a step reads and writes; 0: unknown
+    reports: bool = True  # a command that reports no steps is measured by its CPU time
+
+    @property
+    def is_warm(self) -> bool:
+        return not self.reports or self.moment.num_steps >= WARMUP_STEPS
+
+
+class Company:
+    """The jobs that run on one device at the moment.
+
+    Args:
+        device: the device's name.
+        device_kind: what profiles of different devices have in common.
+    """
+
+    def __init__(self, device: str, device_kind: str) -> None:
+        self._device, self._device_kind = device, device_kind
+        self._members: tuple[str, ...] = ()
+        self._since_s = 0.0
+        self._first: dict[str, Moment] | None = None
+        self._newest: Mapping[str, Companion] = {}
+
+    def look(self, now: float, running: Sequence[Companion], alone: Mapping[str, float]) -> list[Profiled | Rates]:
+        """Return what the windows that have ended with this look tell.
+
+        Args:
+            running: all jobs that run on the device, those that start included.
+            alone: known speeds alone, by kind: steps per second, or cores of a command that reports no steps.
+        """
+        told: list[Profiled | Rates] = []
+        members = tuple(sorted(companion.name for companion in running))
+        if members != self._members:
+            told = self._close(alone)
+            self._members, self._since_s, self._first = members, now, None
+        self._newest = {companion.name: companion for companion in running}
+        if self._first is None:
+            if now - self._since_s >= SETTLE_S and running and all(companion.is_warm for companion in running):
+                self._first = {companion.name: companion.moment for companion in running}
+        elif min(self._newest[name].moment.at_s - first.at_s for name, first in self._first.items()) >= (
+            ALONE_S if len(members) == 1 else TOGETHER_S
+        ):
+            told += self._close(alone)
+        return told
+
+    def _close(self, alone: Mapping[str, float]) -> list[Profiled | Rates]:
+        first, self._first = self._first, None
+        if not first:
+            return []
+        pairs = [(self._newest[name], then) for name, then in first.items()]
+        if any(now.moment.at_s - then.at_s < LEAST_S for now, then in pairs):
+            return []
+        if any(now.reports and now.moment.num_steps - then.num_steps < LEAST_STEPS for now, then in pairs):
+            return []
+        if len(pairs) == 1:
+            return [self._profile(*pairs[0])]
+        if any(not alone.get(now.kind) for now, _ in pairs):
+            return []
+        speeds = defaultdict(list)
+        for now, then in pairs:
+            speeds[now.kind].append(_speed(now, then) / alone[now.kind])
+        seconds = min(now.moment.at_s - then.at_s for now, then in pairs)
+        means = {kind: sum(each) / len(each) for kind, each in speeds.items()}
+        return [Rates(self._device, means, tuple(sorted(now.kind for now, _ in pairs)), seconds)]
+
+    def _profile(self, now: Companion, then: Moment) -> Profiled:
+        moment = now.moment
+        seconds = max(1e-3, moment.measured_s - then.measured_s)
+        step_s = moment.step_s - then.step_s
+        speed = _speed(now, then)
+        use = {
+            "cores": (moment.cpu_s - then.cpu_s) / seconds,
+            "input": (moment.data_wait_s - then.data_wait_s) / step_s if step_s > 0 else 0.0,
+            "memory_bandwidth": now.step_bytes * speed if now.reports else 0.0,
+        }
+        return Profiled(now.kind, self._device_kind, {name: max(0.0, amount) for name, amount in use.items()}, speed)
+
+
+def _speed(now: Companion, then: Moment) -> float:
+    """Return steps per second, or the cores in use of a command that reports no steps."""
+    moment = now.moment
+    if now.reports:
+        return max(1e-9, (moment.num_steps - then.num_steps) / max(1e-3, moment.at_s - then.at_s))
+    return max(1e-9, (moment.cpu_s - then.cpu_s) / max(1e-3, moment.measured_s - then.measured_s))

@@ -1,0 +1,389 @@
+"""Run the jobs of a queue to their ends: look, decide, act, a few times a second.
+
+All decisions are made elsewhere: `memory.py` (who gets memory), `schedule.py` (who runs). This file starts, admits, pauses and
+ends processes, and writes each start and end to the journal. It is the only one that changes a job's phase (`tenants.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_dlrover import variables
+from lightning_dlrover.colocate.company import Companion, Company
+from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.colocate.journal import Added, Ended, Journal, Opened, Record, Span, Started
+from lightning_dlrover.colocate.kept_job import KeptJob, Outcome
+from lightning_dlrover.colocate.knowledge import Knowledge
+from lightning_dlrover.colocate.memory import memory_actions
+from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.schedule import Scheduler
+from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Start, Tenant, Waiting
+from lightning_dlrover.colocate.usage import families, marked
+from lightning_dlrover.colocate.watched import WatchedJob
+from lightning_dlrover.observe.seat import Answer, write_answer
+
+__all__ = ["Dispatcher", "Rules"]
+
+log = logging.getLogger(__name__)
+
+PR_SET_CHILD_SUBREAPER = 36
+LOOK_S = 0.1
+END_S = 10.0
+"""Seconds that processes may take to vanish after SIGKILL."""
+GRACE_WITHOUT_STEPS_S = 1.0
+AGAIN_S = 5.0
+"""Least seconds before an evicted job starts again."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Settings of a dispatcher.
+
+    Args:
+        probe_s: a command that reports nothing is measured for this long before its memory counts as known.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        hang_s: a job without a step and without use of a core for this long has failed.
+        max_evictions: a job that had to give its memory back more often has failed.
+    """
+
+    probe_s: float = 20.0
+    grace_s: float = 10.0
+    hang_s: float = 600.0
+    max_evictions: int = 3
+
+
+class Dispatcher:
+    """Runs the jobs of a journal's queue.
+
+    Args:
+        folder: holds the jobs' output, each attempt in a folder of its own.
+        places: devices, of different names.
+        shown: called after each look.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        journal: Journal,
+        places: Sequence[Place],
+        scheduler: Scheduler,
+        knowledge: Knowledge,
+        rules: Rules | None = None,
+        shown: Callable[[Dispatcher], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.journal = journal
+        self.places = {place.name: place for place in places}
+        self.knowledge = knowledge
+        self._scheduler = scheduler
+        self._rules = rules or Rules()
+        self._shown = shown
+        self._clock = clock
+        self._epoch_s = time.time() - clock()
+        self.running: dict[str, WatchedJob] = {}
+        self.ended: dict[str, Ended] = {}
+        self.past: list[WatchedJob] = []
+        self.ends: dict[tuple[str, int], Ended] = {}  # by job and attempt
+        self._specs: dict[str, JobSpec] = {}
+        self._added_s: dict[str, float] = {}
+        self._attempts: dict[str, int] = defaultdict(int)
+        self._evictions: dict[str, int] = defaultdict(int)
+        self._not_before_s: dict[str, float] = {}
+        self._companies = {place.name: Company(place.name, place.kind) for place in places}
+        for record in journal.records:
+            self._recall(record)
+
+    # --- the queue -----------------------------------------------------------------------------------------------------------
+
+    def add(self, specs: Sequence[JobSpec]) -> None:
+        """Add jobs to the queue. Those that are in it already stay as they are.
+
+        Raises:
+            ValueError: a job of the same name is in the queue, and differs.
+        """
+        for spec in specs:
+            known = self._specs.get(spec.name)
+            if known is not None and known != spec:
+                raise ValueError(
+                    f"job {spec.name!r} is in the queue of {self.folder} with other fields; rename it, or give another --out"
+                )
+        for spec in specs:
+            if spec.name not in self._specs:
+                added = Added(spec, self.now_epoch())
+                self.journal.add(added)
+                self._recall(added)
+
+    def waiting(self) -> list[Waiting]:
+        """Return the jobs that have no processes, in the order of their arrival."""
+        return [
+            Waiting(
+                name=name,
+                kind=spec.kind,
+                priority=spec.priority,
+                submitted_s=self._added_s[name],
+                expected_bytes=self.knowledge.expected_bytes(spec),
+                device=spec.device,
+                owner=spec.owner,
+                not_before_s=self._not_before_s.get(name, 0.0),
+            )
+            for name, spec in self._specs.items()
+            if name not in self.running and name not in self.ended
+        ]
+
+    def now_epoch(self) -> float:
+        """Seconds since the epoch, by the dispatcher's clock."""
+        return self._epoch_s + self._clock()
+
+    def _recall(self, record: Record) -> None:
+        if isinstance(record, Added):
+            self._specs[record.spec.name] = record.spec
+            self._added_s[record.spec.name] = record.at - self._epoch_s
+        elif isinstance(record, Started):
+            self._attempts[record.job] = record.attempt
+        elif isinstance(record, Ended):
+            self.ends[record.job, record.attempt] = record
+            if record.result == "evicted":
+                self._evictions[record.job] += 1
+            elif record.result != "stopped":
+                self.ended[record.job] = record
+
+    # --- the loop ------------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run all jobs to their ends. Whatever ends this call, no process of a job is left.
+
+        Raises:
+            OSError: the journal cannot be written.
+        """
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._end_leftovers()
+        cores = sum(place.num_cores for place in self.places.values())
+        memory_bytes = sum(place.memory_bytes for place in self.places.values())
+        self.journal.add(Opened(self._scheduler.policy_name, cores, memory_bytes, self.now_epoch()))
+        try:
+            while self.running or self.waiting():
+                began = self._clock()
+                self.look()
+                self._shown(self)
+                time.sleep(max(0.01, LOOK_S - (self._clock() - began)))
+        finally:
+            self._stop()
+
+    def look(self) -> None:
+        """Look at all jobs once, decide, and act."""
+        now = self._clock()
+        below = families([job.kept.keeper_pid for job in self.running.values()])
+        for job in list(self.running.values()):
+            if (outcome := job.kept.outcome()) is not None:
+                self._settle(job, outcome, now)
+                continue
+            job.look(now, below[job.kept.keeper_pid])
+            self._follow(job, now)
+        self._learn(now)
+        for place in self.places.values():
+            for action in memory_actions(place.memory_bytes, self._tenants(place.name)):
+                self._act(action, now)
+        tenants = [tenant for name in self.places for tenant in self._tenants(name)]
+        for action in self._scheduler.actions(now, list(self.places.values()), self.waiting(), tenants):
+            self._act(action, now)
+        self._share_threads()
+
+    def _follow(self, job: WatchedJob, now: float) -> None:
+        """Move a job to the phase that its own processes have reached, or end it if it hangs."""
+        if job.phase in ("starting", "running") and job.asks:
+            job.probed_bytes = 0
+            job.enter("asks", now)
+        elif job.phase == "starting" and not job.reports and now - job.at_s - job.paused_s(now) >= self._rules.probe_s:
+            job.probed_bytes = self.knowledge.probed_bytes(job.spec, job.peak_bytes)
+            job.charge_bytes = max(job.charge_bytes, job.probed_bytes)
+            job.enter("running", now)
+        if job.phase == "ending" and now > job.grace_over_s + END_S:
+            log.warning("job %s: its processes do not end; they are left to the system", job.spec.name)
+        if job.phase in ("starting", "running") and now - job.moved_s > self._rules.hang_s:
+            reason = f"no step and no use of a core for {self._rules.hang_s:.0f} s: it hangs"
+            self._act(End(job.spec.name, "failed", reason), now)
+
+    def _learn(self, now: float) -> None:
+        by_device = defaultdict(list)
+        for job in self.running.values():
+            if job.phase in ("starting", "running", "ending"):
+                step_bytes = job.reports[0].step_bytes if job.reports else 0
+                reports = bool(job.reports) or job.phase == "starting"
+                companion = Companion(job.spec.name, job.spec.kind, job.moment(), step_bytes, reports)
+                by_device[job.device].append(companion)
+        for name, company in self._companies.items():
+            alone = self.knowledge.alone(self.places[name].kind)
+            for record in company.look(now, by_device[name], alone):
+                if self.knowledge.learn(record):
+                    self.journal.add(record)
+
+    def _tenants(self, device: str) -> list[Tenant]:
+        return [
+            job.tenant(self.knowledge.need_bytes(job.spec, *job.estimate, resident_bytes=job.use.resident_bytes))
+            for job in self.running.values()
+            if job.device == device
+        ]
+
+    # --- actions -------------------------------------------------------------------------------------------------------------
+
+    def _act(self, action: Action, now: float) -> None:
+        if isinstance(action, Start):
+            self._start(action, now)
+            return
+        job = self.running[action.job]
+        if isinstance(action, Admit):
+            job.charge_bytes = action.charge_bytes
+            self._answer(job, Answer(True, job.threads))
+            job.enter("running", now)
+        elif isinstance(action, Charge):
+            job.charge_bytes = action.charge_bytes
+        elif isinstance(action, Pause):
+            job.paused_for_memory = job.paused_for_memory or action.for_memory
+            if action.for_memory:
+                log.warning("job %s is paused: %s", action.job, action.reason)
+                job.charge_bytes = min(job.charge_bytes, job.use.resident_bytes)
+            if job.phase != "paused":
+                job.kept.pause()
+                job.paused_from = job.phase
+                job.enter("paused", now)
+        elif isinstance(action, Resume):
+            job.paused_for_memory = False
+            job.kept.resume()
+            job.enter(job.paused_from, now)
+        elif isinstance(action, End) and job.phase != "ending":
+            job.end_result, job.end_reason = action.result, action.reason
+            self._end(job, now)
+
+    def _end(self, job: WatchedJob, now: float) -> None:
+        """Ask a job's processes to end. One that has made no step has nothing to save."""
+        grace_s = min(self._rules.grace_s, GRACE_WITHOUT_STEPS_S) if job.phase == "asks" else self._rules.grace_s
+        job.kept.end(grace_s)
+        job.grace_over_s = now + grace_s
+        job.enter("ending", now)
+
+    def _start(self, start: Start, now: float) -> None:
+        spec = self._specs[start.job]
+        attempt = self._attempts[start.job] + 1
+        folder = self.folder / "jobs" / start.job / str(attempt)
+        seat = folder / "seat"
+        seat.mkdir(parents=True, exist_ok=True)
+        self.journal.add(Started(start.job, attempt, start.device, self.now_epoch()))
+        self._attempts[start.job] = attempt
+        place = self.places[start.device]
+        threads = self._scheduler.threads(place, 2)
+        environment = {
+            **os.environ,
+            **place.environment(threads),
+            **spec.env,
+            variables.SEAT: str(seat.resolve()),
+            variables.QUEUE: self.journal.queue,
+        }
+        kept = KeptJob(spec.command, folder.resolve(), spec.folder, environment, place.cores)
+        self.running[start.job] = WatchedJob(
+            spec, attempt, start.device, kept, seat, self._added_s[start.job], now, start.charge_bytes, threads=threads
+        )
+
+    def _share_threads(self) -> None:
+        """Give the jobs that run on a device its cores, in equal parts."""
+        for place in self.places.values():
+            active = [job for job in self.running.values() if job.device == place.name and job.phase in ("starting", "running")]
+            threads = self._scheduler.threads(place, len(active))
+            for job in active:
+                if job.phase == "running" and job.reports and job.threads != threads:
+                    job.threads = threads
+                    self._answer(job, Answer(True, threads))
+
+    def _answer(self, job: WatchedJob, answer: Answer) -> None:
+        try:
+            write_answer(job.seat, answer)
+        except OSError as error:
+            log.warning("job %s gets no answer: %s", job.spec.name, error)
+
+    # --- ends ----------------------------------------------------------------------------------------------------------------
+
+    def _settle(self, job: WatchedJob, outcome: Outcome, now: float) -> None:
+        """Record how a job has ended. An evicted one waits again."""
+        job.enter("ending", now)
+        del self.running[job.spec.name]
+        self.past.append(job)
+        if outcome.code is None:
+            self._end_leftovers(job)
+        result, reason = self._result(job, outcome)
+        estimate, margin = job.estimate
+        spans = [Span(span.phase, span.began + self._epoch_s, span.ended + self._epoch_s) for span in job.spans]
+        paused_s = sum(span.ended - span.began for span in spans if span.phase == "paused")
+        ended = Ended(
+            job=job.spec.name,
+            attempt=job.attempt,
+            result=result,
+            code=outcome.exit_code,
+            reason=reason,
+            at=self.now_epoch(),
+            run_s=max(0.0, now - job.at_s - paused_s),
+            paused_s=paused_s,
+            cpu_s=max(outcome.cpu_s, job.use.cpu_s),
+            peak_bytes=max(job.peak_bytes, outcome.largest_process_bytes),
+            estimate_bytes=estimate,
+            margin_bytes=margin,
+            num_steps=job.num_steps,
+            spans=tuple(spans),
+        )
+        self.journal.add(ended)
+        self._recall(ended)
+        self.knowledge.learn_end(job.spec, ended)
+        if result == "evicted":
+            self._not_before_s[job.spec.name] = now + AGAIN_S
+
+    def _result(self, job: WatchedJob, outcome: Outcome) -> tuple[str, str]:
+        if job.end_result == "evicted" and self._evictions[job.spec.name] >= self._rules.max_evictions:
+            return "failed", f"{job.end_reason}; it had to give its memory back {self._rules.max_evictions} times before"
+        if job.end_result:
+            return job.end_result, job.end_reason
+        if outcome.code == 0 and not outcome.signal:
+            return "done", ""
+        last = job.kept.last_words()
+        return "failed", outcome.text + (f": {last}" if last else "")
+
+    def _stop(self) -> None:
+        """End all jobs, as with the dispatcher's own end, and record it."""
+        now = self._clock()
+        for job in self.running.values():
+            if not job.end_result:
+                job.end_result, job.end_reason = "stopped", "the dispatcher was stopped"
+            self._end(job, now)
+        deadline = now + self._rules.grace_s + END_S
+        while self.running and self._clock() < deadline:
+            for job in list(self.running.values()):
+                if (outcome := job.kept.outcome()) is not None:
+                    self._settle(job, outcome, self._clock())
+            time.sleep(0.02)
+        for job in self.running.values():
+            log.warning("processes of job %s are left %s: %s", job.spec.name, job.kept.folder, families([job.kept.keeper_pid]))
+        self._end_leftovers()
+
+    def _end_leftovers(self, of: WatchedJob | None = None) -> None:
+        """Kill processes of this queue that have no keeper: their keeper, or a former dispatcher, was killed."""
+        variable, value = (variables.SEAT, str(of.seat.resolve())) if of is not None else (variables.QUEUE, self.journal.queue)
+        kept = {job.kept.keeper_pid for job in self.running.values()}
+        spared = kept | {pid for below in families(kept).values() for pid in below}
+        deadline = self._clock() + END_S
+        while left := [pid for pid in marked(variable, value) if pid not in spared]:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if self._clock() > deadline:
+                log.warning("processes %s of this queue do not end", left)
+                return
+            time.sleep(0.02)

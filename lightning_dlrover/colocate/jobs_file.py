@@ -1,0 +1,167 @@
+"""Read `jobs.yaml`: the jobs of a queue, each a training command."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["JobSpec", "JobsFileError", "read_jobs"]
+
+DEVICES = ("any", "cpu", "gpu")
+MAX_JOBS = 10_000
+MAX_PRIORITY = 1_000
+FIELDS = ("name", "command", "folder", "env", "priority", "device", "memory", "copies", "owner")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class JobsFileError(ValueError):
+    """A file of jobs that cannot be run as it is."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One job of a queue.
+
+    Args:
+        command: the program and its arguments.
+        folder: the working folder.
+        env: variables that the job has beside those of the dispatcher.
+        priority: jobs with a higher one go first.
+        device: `cpu`, `gpu`, or `any`.
+        memory_bytes: peak of all its processes together, as its owner states it; 0: unknown.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    folder: str
+    env: dict[str, str] = field(default_factory=dict)
+    priority: int = 0
+    device: str = "any"
+    memory_bytes: int = 0
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ValueError(f"name {self.name!r}: up to 100 letters, digits and `._-`, the first a letter or digit")
+        if not self.command or not all(self.command[:1]):
+            raise ValueError("command is empty; give the program and its arguments")
+        if self.device not in DEVICES:
+            raise ValueError(f"device {self.device!r} is none of {', '.join(DEVICES)}")
+        if not 0 <= self.priority <= MAX_PRIORITY:
+            raise ValueError(f"priority {self.priority} is not between 0 and {MAX_PRIORITY}")
+
+    @property
+    def kind(self) -> str:
+        """What jobs have in common that need the same: a hash of command, folder and variables."""
+        same = json.dumps([self.command, self.folder, sorted(self.env.items()), self.device])
+        return hashlib.sha256(same.encode()).hexdigest()[:16]
+
+
+def read_jobs(path: Path) -> list[JobSpec]:
+    """Read a file of jobs. Relative folders count from the file's own.
+
+    Raises:
+        JobsFileError: the file cannot be read, or a job in it cannot be run; the message names the job and the field.
+    """
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobsFileError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise JobsFileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    jobs = document.get("jobs") if isinstance(document, dict) else document
+    if not isinstance(jobs, list) or not jobs:
+        raise JobsFileError(f"{path} has no jobs; it must hold `jobs:` with a list of jobs, each with a `command`")
+    if isinstance(document, dict) and (unknown := sorted(map(str, {*document} - {"jobs"}))):
+        raise JobsFileError(f"{path}: unknown fields {', '.join(unknown)} beside `jobs`")
+    specs: list[JobSpec] = []
+    for number, job in enumerate(jobs, 1):
+        specs += _specs(job, f"{path}, job {number}", path.parent.resolve(), number)
+        if len(specs) > MAX_JOBS:
+            raise JobsFileError(f"{path} has more than {MAX_JOBS} jobs")
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise JobsFileError(f"{path}: two jobs have the name {spec.name!r}; give one of them another `name`")
+        seen.add(spec.name)
+    return specs
+
+
+def _specs(job: Any, where: str, base: Path, number: int) -> list[JobSpec]:
+    """Return a job of the file as often as its field `copies` says."""
+    if not isinstance(job, dict):
+        raise JobsFileError(f"{where} is {job!r:.80}, not a list of fields such as `command: python train.py`")
+    if unknown := sorted(map(str, {*job} - {*FIELDS})):
+        raise JobsFileError(f"{where}: unknown fields {', '.join(unknown)}; there are {', '.join(FIELDS)}")
+    command = _command(job.get("command"), where)
+    name = job.get("name", f"job-{number}")
+    if not isinstance(name, str):
+        raise JobsFileError(f"{where}: name {name!r} is not a text; quote it")
+    folder = (base / str(job.get("folder", "."))).resolve()
+    if not folder.is_dir():
+        raise JobsFileError(f"{where}: folder {folder} does not exist")
+    copies = _number(job, "copies", 1, where)
+    if not 1 <= copies <= MAX_JOBS:
+        raise JobsFileError(f"{where}: copies {copies} is not between 1 and {MAX_JOBS}")
+    names = [name] if copies == 1 else [f"{name}-{copy}" for copy in range(1, copies + 1)]
+    try:
+        return [
+            JobSpec(
+                each,
+                command,
+                str(folder),
+                _variables(job.get("env", {}), where),
+                _number(job, "priority", 0, where),
+                str(job.get("device", "any")),
+                _memory(job.get("memory"), where),
+                str(job.get("owner", "")),
+            )
+            for each in names
+        ]
+    except JobsFileError:
+        raise
+    except ValueError as error:
+        raise JobsFileError(f"{where}: {error}") from error
+
+
+def _command(command: Any, where: str) -> tuple[str, ...]:
+    if isinstance(command, str):
+        try:
+            return tuple(shlex.split(command))
+        except ValueError as error:
+            raise JobsFileError(f"{where}: command {command!r}: {error}") from error
+    if isinstance(command, list) and all(
+        isinstance(part, str | int | float) and not isinstance(part, bool) for part in command
+    ):
+        return tuple(map(str, command))
+    raise JobsFileError(f"{where}: command {command!r:.80} is neither a text nor a list of texts")
+
+
+def _number(job: Mapping[str, Any], name: str, default: int, where: str) -> int:
+    value = job.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise JobsFileError(f"{where}: {name} {value!r} is not a whole number")
+    return value
+
+
+def _variables(env: Any, where: str) -> dict[str, str]:
+    if not isinstance(env, dict) or not all(isinstance(value, str | int | float) for value in env.values()):
+        raise JobsFileError(f"{where}: env {env!r:.80} is not a list of NAME: VALUE")
+    return {str(name): str(value) for name, value in env.items()}
+
+
+def _memory(size: Any, where: str) -> int:
+    if size is None:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B?)", str(size), re.I)
+    if match is None or not float(match[1]):
+        raise JobsFileError(f"{where}: memory {size!r} is no size such as 512M or 16G")
+    return int(float(match[1]) * {"M": 2**20, "G": 2**30, "T": 2**40}[match[2].upper()])

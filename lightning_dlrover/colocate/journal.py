@@ -1,0 +1,252 @@
+"""What has become of a queue's jobs: one line of JSON each, on disk before anybody acts on it.
+
+A dispatcher that was killed leaves the file as it is. The next one reads it and goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from lightning_dlrover.codec import RecordError, from_fields, to_json
+from lightning_dlrover.colocate.jobs_file import JobSpec
+
+__all__ = [
+    "FILE_NAME",
+    "Added",
+    "Ended",
+    "Journal",
+    "JournalError",
+    "Opened",
+    "Profiled",
+    "Rates",
+    "Record",
+    "Span",
+    "Started",
+    "read_records",
+]
+
+FILE_NAME = "queue.jsonl"
+FORMAT = 1
+
+
+class JournalError(ValueError):
+    """A queue's folder that cannot be continued."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """First line of the file."""
+
+    format: int
+    queue: str  # mark of all processes of this queue's jobs
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A dispatcher began to run the queue."""
+
+    policy: str
+    cores: float  # of all devices together
+    memory_bytes: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time in which a job was in one phase (`tenants.py`)."""
+
+    phase: str
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Added:
+    """A job of the queue."""
+
+    spec: JobSpec
+    at: float  # seconds since the epoch, as everywhere in this file
+
+
+@dataclass(frozen=True)
+class Started:
+    """A job's command was started."""
+
+    job: str
+    attempt: int  # from 1 on
+    device: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What a kind of job needs when it runs alone."""
+
+    job_kind: str
+    device_kind: str
+    use: dict[str, float]  # amount of each resource, mean over a step
+    steps_per_s: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast jobs ran side by side, each relative to alone."""
+
+    device: str
+    speeds: dict[str, float]  # by kind of job; kinds that occur twice have the mean
+    kinds: tuple[str, ...]  # of all jobs that ran, one for each job
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job's command has ended.
+
+    Args:
+        result: `done`, `failed`, `evicted` (it goes back to the queue), or `stopped` with the dispatcher.
+        estimate_bytes: the peak that was expected; 0: none was.
+        margin_bytes: by how much the peak might have been higher.
+    """
+
+    job: str
+    attempt: int
+    result: str
+    code: int
+    reason: str
+    at: float
+    run_s: float  # paused time excluded
+    paused_s: float
+    cpu_s: float
+    peak_bytes: int
+    estimate_bytes: int = 0
+    margin_bytes: int = 0
+    num_steps: int = 0
+    spans: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.result not in ("done", "failed", "evicted", "stopped"):
+            raise ValueError(f"result {self.result!r} is unknown")
+
+
+Record: TypeAlias = Opened | Added | Started | Profiled | Rates | Ended
+KINDS: Mapping[str, type[Record]] = {
+    "opened": Opened,
+    "added": Added,
+    "started": Started,
+    "profiled": Profiled,
+    "rates": Rates,
+    "ended": Ended,
+}
+NAMES = {record_type: name for name, record_type in KINDS.items()}
+
+
+@dataclass
+class Journal:
+    """The journal of one folder, which this process alone may add to. Use as a context manager.
+
+    A last line without an end, as a killed process leaves it, is removed.
+
+    Raises:
+        JournalError: the folder's journal is unreadable, or in use.
+        OSError: the folder cannot be written.
+    """
+
+    folder: Path
+    queue: str = ""
+    records: list[Record] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / FILE_NAME
+        self._file = self.path.open("ab")
+        try:
+            self._lock()
+            data = self.path.read_bytes()
+            whole = data.rfind(b"\n") + 1
+            if whole < len(data):
+                os.truncate(self.path, whole)
+            self.queue, self.records = _parsed(data[:whole], self.path)
+            if not self.queue:
+                self.queue = uuid.uuid4().hex
+                self._append(to_json(Header(FORMAT, self.queue), kind="header"))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def add(self, record: Record) -> None:
+        """Append a record; it is on disk when this returns.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._append(to_json(record, kind=NAMES[type(record)]))
+        self.records.append(record)
+
+    def _append(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise JournalError(f"{self.path} is in use by another dispatcher; wait for it, or give another --out") from error
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Read the journal of a queue, which may be in use. A last line without an end is ignored.
+
+    Raises:
+        JournalError: there is none, or a line is not a record.
+    """
+    path = folder / FILE_NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise JournalError(f"{folder} holds no queue: {error}") from error
+    return _parsed(data[: data.rfind(b"\n") + 1], path)[1]
+
+
+def _parsed(data: bytes, path: Path) -> tuple[str, list[Record]]:
+    """Return the queue's mark, empty if there is no header, and the records."""
+    queue, records = "", []
+    for number, line in enumerate(data.splitlines(), 1):
+        where = f"{path}, line {number}"
+        try:
+            document = json.loads(line)
+            kind = document.pop("kind", "") if isinstance(document, dict) else ""
+            if number == 1:
+                queue = _header(kind, document, where)
+            elif kind in KINDS:
+                records.append(from_fields(KINDS[kind], document, where))
+            else:
+                raise RecordError(f"{where} is {line[:60]!r}, not a record of a queue")
+        except JournalError:
+            raise
+        except ValueError as error:
+            text = str(error) if str(error).startswith(str(path)) else f"{where} is not JSON: {error}"
+            raise JournalError(f"{text}; remove the line, or give another --out") from error
+    return queue, records
+
+
+def _header(kind: str, document: object, where: str) -> str:
+    if kind != "header" or not isinstance(document, dict):
+        raise RecordError(f"{where} is not the header of a queue")
+    if document.get("format") != FORMAT:
+        raise JournalError(f"{where}: format {document.get('format')!r}, this release reads {FORMAT}; give another --out")
+    return from_fields(Header, document, where).queue

@@ -1,0 +1,113 @@
+"""Write a queue's report: one HTML file with its Gantt picture and tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_dlrover.colocate.figures import gantt_figure
+from lightning_dlrover.colocate.journal import Added, Opened, Profiled, Rates, Record
+from lightning_dlrover.colocate.summary import Summary, summarize
+from lightning_dlrover.report.page import write_whole
+
+__all__ = ["write_report"]
+
+MAX_RATES = 100
+
+
+def write_report(path: Path, records: Sequence[Record]) -> None:
+    """Write the report to `path`, whole or not at all.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    write_whole(path, _page(records))
+
+
+def _page(records: Sequence[Record]) -> str:
+    # Imported here: commands that write no page start faster without.
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    from lightning_dlrover.report.pictures import to_svg
+
+    loader = ChoiceLoader([PackageLoader("lightning_dlrover", "colocate"), PackageLoader("lightning_dlrover", "report")])
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    summary = summarize(records)
+    opened = [record for record in records if isinstance(record, Opened)]
+    figure = gantt_figure(records)
+    return environment.get_template("page.html.j2").render(
+        summary=summary,
+        began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(opened[0].at)) if opened else "never",
+        facts=_facts(summary),
+        gantt=to_svg(figure, "gantt") if figure is not None else None,
+        jobs=[_job_row(summary, number) for number in range(len(summary.jobs))],
+        kinds=_kinds(records),
+        rates=_rates(records),
+    )
+
+
+def _facts(summary: Summary) -> list[tuple[str, str, str]]:
+    return [
+        ("Jobs done", f"{summary.num_done} of {len(summary.jobs)}", ""),
+        ("Makespan", f"{summary.makespan_s:.1f} s", ""),
+        ("Throughput", f"{summary.throughput_per_hour:.0f}/h", "finished jobs"),
+        ("Cores used", f"{100 * summary.utilisation:.0f} %", "CPU time of all jobs"),
+        ("Mean wait", f"{summary.mean_wait_s:.1f} s", "until the first start"),
+        ("Mean slowdown", "-" if summary.mean_slowdown is None else f"{summary.mean_slowdown:.2f}", "against running alone"),
+    ]
+
+
+def _job_row(summary: Summary, number: int) -> tuple[str, ...]:
+    job = summary.jobs[number]
+    return (
+        job.name,
+        job.result or "not ended",
+        "-" if job.waited_s is None else f"{job.waited_s:.1f}",
+        f"{job.run_s:.1f}",
+        f"{job.paused_s:.1f}",
+        "-" if job.slowdown is None else f"{job.slowdown:.2f}",
+        f"{job.peak_bytes >> 20}",
+        f"{job.estimate_bytes >> 20}" if job.estimate_bytes else "-",
+        job.reason,
+    )
+
+
+def _names(records: Sequence[Record]) -> dict[str, str]:
+    """Return a job's name for each kind."""
+    names: dict[str, str] = {}
+    for record in records:
+        if isinstance(record, Added):
+            names.setdefault(record.spec.kind, record.spec.name)
+    return names
+
+
+def _kinds(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    names = _names(records)
+    return [
+        (
+            names.get(record.job_kind, record.job_kind),
+            f"{record.steps_per_s:.3g}",
+            f"{record.use.get('cores', 0.0):.2f}",
+            f"{100 * record.use.get('input', 0.0):.0f} %",
+            f"{record.use.get('memory_bandwidth', 0.0) / 1e9:.2f}" if record.use.get("memory_bandwidth") else "-",
+        )
+        for record in records
+        if isinstance(record, Profiled)
+    ]
+
+
+def _rates(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    names = _names(records)
+    rows: list[tuple[str, ...]] = []
+    for record in [record for record in records if isinstance(record, Rates)][-MAX_RATES:]:
+        speeds = ", ".join(f"{names.get(kind, kind)} {record.speeds[kind]:.2f}" for kind in record.kinds)
+        rows.append((speeds, f"{sum(record.speeds[kind] for kind in record.kinds):.2f}", f"{record.seconds:.1f}"))
+    return rows

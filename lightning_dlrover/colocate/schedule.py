@@ -1,0 +1,195 @@
+"""Who runs on each device now: asks a policy of `planner/cluster`, and turns its answer into starts, pauses and resumptions.
+
+A policy that may pause jobs (`complementary`) gets more of them to choose from: a few beyond those that run are started ahead,
+so that their needs are known, and then wait with their processes stopped. Each kind of job runs alone for a second, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_dlrover.colocate.knowledge import Knowledge
+from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
+from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.tenants import Action, Pause, Resume, Start, Tenant, Waiting
+from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile, Running, State
+from lightning_dlrover.planner.cluster.policies import PREEMPTIVE, make_policy
+
+__all__ = ["AHEAD", "Scheduler"]
+
+AHEAD = 2
+"""Jobs that are started beyond those that run."""
+ALONE_LIMIT_S = 10.0
+"""A job that has not been measured alone within this time is not measured."""
+GUESS = {"cores": 1.0}
+"""Use of a job that was never measured."""
+
+
+@dataclass
+class _Alone:
+    """The job that a device belongs to while it is measured."""
+
+    job: str
+    since_s: float
+
+
+class Scheduler:
+    """
+    Args:
+        policy: name of the policy.
+        knowledge: what is known of jobs.
+        seed: for a policy that chooses at random.
+        wait_s: a job that has waited longer goes before all others.
+
+    Raises:
+        ValueError: the policy is unknown.
+    """
+
+    def __init__(self, policy: str, knowledge: Knowledge, seed: int = 0, wait_s: float = 3600.0) -> None:
+        self.policy_name = policy
+        self._knowledge = knowledge
+        self._settings = PolicySettings(speeds=knowledge, max_wait_s=wait_s, seed=seed)
+        self._policy = make_policy(policy, self._settings)
+        self._may_pause = policy in PREEMPTIVE
+        self._alone: dict[str, _Alone] = {}
+        self._given_up: set[str] = set()  # kinds that could not be measured alone
+
+    def threads(self, place: Place, num_jobs: int) -> int:
+        """Return the threads of each process of a job that runs beside others, so that all together use each core once."""
+        if self.policy_name == "sequential":
+            num_jobs = 1
+        return max(1, round(place.num_cores / max(1, num_jobs)))
+
+    def actions(
+        self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
+    ) -> list[Action]:
+        """Return who starts, pauses and goes on."""
+        able = [job for job in waiting if job.not_before_s <= now and job.device in ("any", "cpu")]
+        wanted = self._policy(self._state(now, places, able, tenants))
+        actions: list[Action] = []
+        for place in places:
+            here = [tenant for tenant in tenants if tenant.device == place.name]
+            actions += self._of_tenants(now, place, here, {name for name, where in wanted.items() if place.name in where})
+            actions += self._starts(place, here, able, [job for job in able if place.name in wanted.get(job.name, ())])
+        return _once(actions)
+
+    def _of_tenants(self, now: float, place: Place, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
+        """Return who of a device's jobs pauses and who goes on."""
+        if not self._may_pause:
+            return []
+        alone = self._measured_alone(now, place, tenants)
+        actions: list[Action] = []
+        for tenant in tenants:
+            runs = tenant.name in wanted if alone is None else tenant.name == alone
+            if tenant.phase in ("running", "starting") and not runs:
+                if tenant.phase == "running" or alone is not None:
+                    actions.append(Pause(tenant.name, "others run" if alone is None else f"{alone} is measured alone"))
+            elif tenant.phase == "paused" and not tenant.paused_for_memory and runs:
+                actions.append(Resume(tenant.name))
+        return actions
+
+    def _measured_alone(self, now: float, place: Place, tenants: Sequence[Tenant]) -> str | None:
+        """Return the job that has the device to itself at the moment, to be measured; None if none has."""
+        current = self._alone.get(place.name)
+        by_name = {tenant.name: tenant for tenant in tenants}
+        if current is not None:
+            tenant = by_name.get(current.job)
+            is_over = tenant is None or tenant.phase == "ending" or self._knowledge.is_profiled(tenant.kind, place.kind)
+            if tenant is not None and not is_over and now - current.since_s > ALONE_LIMIT_S:
+                self._given_up.add(tenant.kind)
+                is_over = True
+            if not is_over:
+                return current.job
+            del self._alone[place.name]
+        for tenant in tenants:
+            is_able = tenant.is_admitted and not tenant.paused_for_memory
+            is_known = self._knowledge.is_profiled(tenant.kind, place.kind) or tenant.kind in self._given_up
+            if is_able and not is_known and len(tenants) > 1:
+                self._alone[place.name] = _Alone(tenant.name, now)
+                return tenant.name
+        return None
+
+    def _starts(
+        self, place: Place, tenants: Sequence[Tenant], waiting: Sequence[Waiting], wanted: Sequence[Waiting]
+    ) -> list[Action]:
+        """Return which jobs start on a device: those that the policy wants, and some ahead of it where it may pause them."""
+        free = free_bytes(place.memory_bytes, tenants)
+        num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in tenants)
+        num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
+        chosen = sorted(wanted, key=_in_order)
+        # A start keeps one core busy.
+        if self._may_pause and num_starting < max(1, round(place.num_cores) - num_running + num_starting):
+            most = place.most_jobs + AHEAD - len(tenants)
+            chosen = [*chosen, *(job for job in sorted(waiting, key=_in_order) if job not in chosen)][: max(0, min(1, most))]
+        elif self._may_pause:
+            chosen = []
+        actions: list[Action] = []
+        for job in chosen:
+            charge = min(job.expected_bytes or START_BYTES, place.memory_bytes)
+            if not self._may_pause and num_running + len(actions) >= place.most_jobs:
+                break
+            if charge > free:
+                # Nothing overtakes a job that waits for memory, else it might wait forever.
+                break
+            free -= charge
+            actions.append(Start(job.name, place.name, charge))
+        return actions
+
+    # --- as policies see it --------------------------------------------------------------------------------------------------
+
+    def _state(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
+        """Return jobs and devices in the policy's terms.
+
+        A paused job waits, and its memory is the device's no more: it needs none to go on, but only there.
+        """
+        paused = [t for t in tenants if t.phase == "paused" and not t.paused_for_memory]
+        held = {place.name: 0 for place in places}
+        for tenant in tenants:
+            if tenant.phase == "ending" or tenant.phase == "paused":
+                held[tenant.device] += tenant.held_bytes
+        devices = tuple(
+            Device(
+                place.name,
+                place.kind,
+                place.name,
+                max(1, place.memory_bytes - held[place.name]),
+                {"cores": place.num_cores},
+                place.most_jobs,
+            )
+            for place in places
+        )
+        kinds = sorted({place.kind for place in places})
+        jobs = [
+            self._job(job.name, job.kind, kinds, job.expected_bytes or START_BYTES, job.priority, job.submitted_s, job.owner)
+            for job in waiting
+        ]
+        for tenant in paused:
+            jobs.append(self._job(tenant.name, tenant.kind, kinds, 0, tenant.priority, tenant.submitted_s, tenant.owner))
+        running = tuple(
+            Running(
+                self._job(t.name, t.kind, kinds, t.held_bytes, t.priority, t.submitted_s, t.owner), (t.device,), t.started_s
+            )
+            for t in tenants
+            if t.phase in ("starting", "asks", "running")
+        )
+        return State(now, devices, tuple(jobs), running)
+
+    def _job(
+        self, name: str, kind: str, device_kinds: Sequence[str], size: int, priority: int, submitted_s: float, owner: str
+    ) -> Job:
+        profiles = {}
+        for device_kind in device_kinds:
+            known = self._knowledge.profile(kind, device_kind)
+            profiles[device_kind] = replace(known, memory_bytes=size) if known is not None else Profile(size, 1.0, GUESS)
+        return Job(name, profiles, submitted_s=submitted_s, priority=priority, owner=owner, family=kind)
+
+
+def _in_order(job: Waiting) -> tuple[int, float, str]:
+    return -job.priority, job.submitted_s, job.name
+
+
+def _once(actions: Sequence[Action]) -> list[Action]:
+    """Return the first action about each job."""
+    seen: set[str] = set()
+    return [action for action in actions if not (action.job in seen or seen.add(action.job))]  # type: ignore[func-returns-value]

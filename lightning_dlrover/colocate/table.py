@@ -1,0 +1,108 @@
+"""The live table of a queue on a terminal, and plain lines where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning_dlrover.colocate.dispatcher import Dispatcher
+from lightning_dlrover.colocate.journal import Ended
+from lightning_dlrover.colocate.watched import WatchedJob
+from lightning_dlrover.output import show
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["LiveTable"]
+
+DRAW_S = 0.5
+MAX_ROWS = 30
+
+
+class LiveTable:
+    """Shows a dispatcher's jobs: as a table that changes on a terminal, else one line for each start and end.
+
+    Use as a context manager.
+    """
+
+    def __init__(self, is_terminal: bool | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
+        self._clock = clock
+        self._drawn_s = -DRAW_S
+        self._live: Any = nullcontext()
+        self._told: set[tuple[str, int, str]] = set()
+        if self._is_terminal:
+            from rich.live import Live
+
+            self._live = Live(auto_refresh=False, transient=True)
+
+    def __enter__(self) -> LiveTable:
+        self._context: AbstractContextManager[Any] = self._live
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def shown(self, dispatcher: Dispatcher) -> None:
+        """Draw the present state, or print what has changed."""
+        for line in self._changes(dispatcher):
+            if self._is_terminal:
+                self._live.console.print(line, markup=False, highlight=False)
+            else:
+                show(line)
+        if self._is_terminal and self._clock() - self._drawn_s >= DRAW_S:
+            self._drawn_s = self._clock()
+            self._live.update(_table(dispatcher, self._clock()), refresh=True)
+
+    def _changes(self, dispatcher: Dispatcher) -> list[str]:
+        lines = []
+        for job in [*dispatcher.past, *dispatcher.running.values()]:
+            key = job.spec.name, job.attempt, "started"
+            if key not in self._told:
+                self._told.add(key)
+                again = f" again, attempt {job.attempt}" if job.attempt > 1 else ""
+                lines.append(f"{job.spec.name}: started on {job.device}{again}")
+        for job in dispatcher.past:
+            key = job.spec.name, job.attempt, "ended"
+            ended = dispatcher.ends.get((job.spec.name, job.attempt))
+            if ended is not None and key not in self._told:
+                self._told.add(key)
+                lines.append(_end_line(ended))
+        return lines
+
+
+def _end_line(ended: Ended) -> str:
+    paused = f", paused {ended.paused_s:.1f} s" if ended.paused_s >= 0.05 else ""
+    line = f"{ended.job}: {ended.result} after {ended.run_s:.1f} s{paused}, peak {ended.peak_bytes >> 20} MiB"
+    return f"{line}: {ended.reason}" if ended.reason else line
+
+
+def _table(dispatcher: Dispatcher, now: float) -> Table:
+    from rich.table import Table
+
+    waiting = dispatcher.waiting()
+    done = len(dispatcher.ended)
+    table = Table(title=f"{len(dispatcher.running)} with processes, {len(waiting)} waiting, {done} ended", title_justify="left")
+    for name, justify in (("job", "left"), ("state", "left"), ("device", "left"), ("time", "right"), ("steps", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("memory / charge (MiB)", justify="right")
+    table.add_column("cores", justify="right")
+    for job in sorted(dispatcher.running.values(), key=lambda job: job.at_s)[:MAX_ROWS]:
+        table.add_row(*_cells(job, now))
+    for each in waiting[: max(0, MAX_ROWS - len(dispatcher.running))]:
+        expected = f"{each.expected_bytes >> 20}" if each.expected_bytes else "unknown"
+        table.add_row(each.name, "waiting", "", f"{max(0.0, now - each.submitted_s):.0f} s", "", expected, "")
+    return table
+
+
+def _cells(job: WatchedJob, now: float) -> tuple[str, ...]:
+    state = "paused for memory" if job.paused_for_memory else job.phase
+    left = f" of {job.num_steps + job.steps_left:,}" if job.steps_left is not None else ""
+    steps = f"{job.num_steps:,}{left}" if job.reports else ""
+    cores = f"{job.cores:.1f}" if job.phase in ("starting", "running") else ""
+    memory = f"{job.use.resident_bytes >> 20} / {job.charge_bytes >> 20}"
+    return job.spec.name, state, job.device, f"{now - job.at_s:.0f} s", steps, memory, cores

@@ -1,0 +1,129 @@
+"""What a dispatcher knows of the jobs that have processes, and what it may do about them: data only.
+
+    waiting -> starting -> asks -> running <-> paused -> ending -> done | failed | waiting (evicted)
+
+| phase | the job | its memory |
+| --- | --- | --- |
+| starting | imports, builds its model; or a command that reports nothing, in its probe | a starting allowance |
+| asks | stands before its first step, with an estimate of its peak | what it has |
+| running, paused | trains; its processes are stopped (SIGSTOP) | its charge: estimate and margin, or more if it has more |
+| ending | got SIGTERM | what it has |
+
+Only `dispatcher.py` changes a phase, each by one action below. The job itself changes what it reports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = ["Action", "Admit", "Charge", "End", "Pause", "Phase", "Resume", "Start", "Tenant", "Waiting"]
+
+Phase: TypeAlias = Literal["starting", "asks", "running", "paused", "ending"]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job that has no processes.
+
+    Args:
+        expected_bytes: peak with its margin, from earlier runs of its kind or from its owner; 0: unknown.
+        not_before_s: moment before which it is not started again, on the dispatcher's clock.
+    """
+
+    name: str
+    kind: str
+    priority: int
+    submitted_s: float
+    expected_bytes: int = 0
+    device: str = "any"
+    owner: str = ""
+    not_before_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A job with processes.
+
+    Args:
+        charge_bytes: memory that is set aside for it.
+        resident_bytes: memory that it has now.
+        need_bytes: estimated peak with its margin; 0: unknown.
+        paused_for_memory: it outgrew its charge, and waits for room.
+        is_admitted: it may train, though it may be paused.
+        num_steps: steps since its start; 0 for a command that reports none.
+        started_s: moment of its start on the dispatcher's clock.
+    """
+
+    name: str
+    kind: str
+    phase: Phase
+    device: str
+    priority: int
+    submitted_s: float
+    started_s: float
+    charge_bytes: int
+    resident_bytes: int = 0
+    need_bytes: int = 0
+    paused_for_memory: bool = False
+    is_admitted: bool = False
+    num_steps: int = 0
+    owner: str = ""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the device that no other job can have."""
+        return max(self.charge_bytes, self.resident_bytes)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a job's command on a device."""
+
+    job: str
+    device: str
+    charge_bytes: int
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Let a job that asks make its first step."""
+
+    job: str
+    charge_bytes: int
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Set aside another amount of memory for a job."""
+
+    job: str
+    charge_bytes: int
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stop a job's processes for a while."""
+
+    job: str
+    reason: str
+    for_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Continue a job's processes."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class End:
+    """End a job's processes: it has failed, or goes back to the queue with a larger expectation."""
+
+    job: str
+    result: Literal["failed", "evicted"]
+    reason: str
+
+
+Action: TypeAlias = Start | Admit | Charge | Pause | Resume | End

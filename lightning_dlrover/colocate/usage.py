@@ -1,0 +1,94 @@
+"""What a job's processes use of the machine, from `/proc`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["TreeUse", "families", "marked", "tree_use"]
+
+PROC = Path("/proc")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class TreeUse:
+    """Use of all living processes of a job; the sums of those that have ended are gone."""
+
+    cpu_s: float
+    resident_bytes: int  # pages that several processes share count once
+    peak_bytes: int  # largest peak of one process, which the kernel keeps, or the sum now if that is more
+    read_bytes: int
+    num_processes: int
+
+
+def families(roots: Iterable[int]) -> dict[int, list[int]]:
+    """Return the ids of all processes below each root, by one pass over all processes of the machine."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir(PROC):
+        if name.isdigit():
+            with suppress(OSError, IndexError, ValueError):
+                fields = (PROC / name / "stat").read_bytes().rpartition(b")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(name))
+    found = {}
+    for root in roots:
+        below: list[int] = []
+        to_visit = [root]
+        while to_visit:
+            new = children.get(to_visit.pop(), [])
+            below += new
+            to_visit += new
+        found[root] = below
+    return found
+
+
+def tree_use(pids: Iterable[int]) -> TreeUse:
+    """Return the use of processes. Those that end meanwhile are left out."""
+    cpu_s, resident, largest, read, number = 0.0, 0, 0, 0, 0
+    pids = list(pids)
+    for pid in pids:
+        with suppress(OSError, IndexError, ValueError):
+            fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+            # User and system time, of this process and of the children that it has waited for.
+            cpu_s += sum(map(int, fields[11:15])) / TICKS_PER_S
+            number += 1
+            resident += _resident_bytes(pid, int(fields[21]) * PAGE_BYTES, len(pids) > 1)
+            largest = max(largest, _peak_bytes(pid))
+            with suppress(OSError):
+                for line in (PROC / str(pid) / "io").read_text().splitlines():
+                    if line.startswith("rchar:"):
+                        read += int(line.split()[1])
+    return TreeUse(cpu_s, resident, max(largest, resident), read, number)
+
+
+def _resident_bytes(pid: int, resident: int, shares: bool) -> int:
+    """Return a process's resident bytes; of pages that processes share, its part."""
+    if shares:
+        with suppress(OSError):
+            for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    return 1024 * int(line.split()[1])
+    return resident
+
+
+def _peak_bytes(pid: int) -> int:
+    for line in (PROC / str(pid) / "status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """Return the ids of this user's processes with a variable of this value in their environment."""
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for name in os.listdir(PROC):
+        if name.isdigit() and int(name) != os.getpid():
+            with suppress(OSError):
+                if wanted in (PROC / name / "environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+    return found

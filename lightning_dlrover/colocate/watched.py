@@ -1,0 +1,141 @@
+"""A job that runs: its processes, what they report, and what is measured of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.colocate.journal import Span
+from lightning_dlrover.colocate.kept_job import KeptJob
+from lightning_dlrover.colocate.tenants import Phase, Tenant
+from lightning_dlrover.colocate.usage import TreeUse, tree_use
+from lightning_dlrover.observe.seat import SeatReport, read_reports
+
+__all__ = ["Moment", "WatchedJob"]
+
+MEASURE_S = 0.25
+"""Least seconds between two measurements of a job's memory and CPU time."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a job had done and used at a moment. All sums, so that two moments give the rates between them."""
+
+    at_s: float  # of the newest report, else of the newest measurement
+    measured_s: float
+    cpu_s: float
+    read_bytes: int
+    num_steps: int
+    step_s: float
+    data_wait_s: float
+
+
+@dataclass
+class WatchedJob:
+    """One attempt of a job.
+
+    Args:
+        at_s: moment of its start on the dispatcher's clock.
+    """
+
+    spec: JobSpec
+    attempt: int
+    device: str
+    kept: KeptJob
+    seat: Path
+    submitted_s: float
+    at_s: float
+    charge_bytes: int
+    phase: Phase = "starting"
+    paused_from: Phase = "running"
+    paused_for_memory: bool = False
+    peak_bytes: int = 0
+    use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0, 0))
+    reports: list[SeatReport] = field(default_factory=list)
+    threads: int = 0
+    cores: float = 0.0  # that it kept busy between the last two measurements
+    probed_bytes: int = 0  # peak of a command that reports nothing, once its probe is over
+    end_reason: str = ""
+    end_result: str = ""
+    grace_over_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)  # on the dispatcher's clock
+    phase_since_s: float = 0.0
+    moved_s: float = 0.0  # when it last made a step, or used its share of a core
+    _moved: tuple[int, float] = (0, 0.0)
+    _measured_s: float = -1.0
+
+    def __post_init__(self) -> None:
+        self.phase_since_s = self.moved_s = self.at_s
+
+    def look(self, now: float, pids: list[int]) -> None:
+        """Read the reports, and measure the processes if that was not done a moment ago."""
+        self.reports = read_reports(self.seat)
+        if now - self._measured_s >= MEASURE_S:
+            former, former_s = self.use, self._measured_s
+            self._measured_s = now
+            self.use = tree_use(pids)
+            self.cores = max(0.0, self.use.cpu_s - former.cpu_s) / (now - former_s) if former_s >= 0 else 0.0
+            self.peak_bytes = max(self.peak_bytes, self.use.peak_bytes)
+        steps, cpu_s = self._moved
+        if self.num_steps > steps or self.use.cpu_s > cpu_s + 0.5 or self.phase in ("paused", "asks"):
+            self._moved, self.moved_s = (self.num_steps, self.use.cpu_s), now
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """Begin another phase."""
+        self.spans.append(Span(self.phase, self.phase_since_s, now))
+        self.phase, self.phase_since_s = phase, now
+
+    @property
+    def asks(self) -> bool:
+        """Whether all of its processes that report wait for the answer."""
+        return bool(self.reports) and all(report.waits for report in self.reports)
+
+    @property
+    def estimate(self) -> tuple[int, int]:
+        """Estimated peak of all its processes, and its margin; zeros if one of them does not know its own."""
+        if self.probed_bytes:
+            return self.probed_bytes, 0
+        if not self.reports or not all(report.estimate_bytes for report in self.reports):
+            return 0, 0
+        return sum(r.estimate_bytes for r in self.reports), sum(r.estimate_margin_bytes for r in self.reports)
+
+    @property
+    def num_steps(self) -> int:
+        return self.reports[0].num_steps if self.reports else 0
+
+    @property
+    def steps_left(self) -> int | None:
+        return self.reports[0].steps_left if self.reports else None
+
+    def moment(self) -> Moment:
+        """Return the sums of the newest measurement and report."""
+        if self.reports:
+            first = self.reports[0]
+            steps = first.num_steps, first.step_s, first.data_wait_s
+            return Moment(first.at_s, self._measured_s, self.use.cpu_s, self.use.read_bytes, *steps)
+        return Moment(self._measured_s, self._measured_s, self.use.cpu_s, self.use.read_bytes, 0, 0.0, 0.0)
+
+    def tenant(self, need_bytes: int) -> Tenant:
+        """Return what decisions need to know."""
+        return Tenant(
+            name=self.spec.name,
+            kind=self.spec.kind,
+            phase=self.phase,
+            device=self.device,
+            priority=self.spec.priority,
+            submitted_s=self.submitted_s,
+            started_s=self.at_s,
+            charge_bytes=self.charge_bytes,
+            resident_bytes=self.use.resident_bytes,
+            need_bytes=need_bytes,
+            paused_for_memory=self.paused_for_memory,
+            is_admitted="running" in (self.phase, self.paused_from if self.phase == "paused" else ""),
+            num_steps=self.num_steps,
+            owner=self.spec.owner,
+        )
+
+    def paused_s(self, now: float) -> float:
+        """Seconds in which it was paused so far."""
+        spans = [*self.spans, Span(self.phase, self.phase_since_s, now)]
+        return sum(span.ended - span.began for span in spans if span.phase == "paused")

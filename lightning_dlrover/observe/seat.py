@@ -1,0 +1,193 @@
+"""A job's side of co-location: it reports its progress to a dispatcher, and waits until its memory fits.
+
+The dispatcher (`colocate/`) names a folder in the job's environment. Each process of the job writes a file there,
+`progress-RANK`, and reads the dispatcher's `answer`. Both are replaced as a whole. Without that variable there is no seat, and nothing happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_dlrover import variables
+from lightning_dlrover.codec import RecordError, from_fields, to_json
+
+__all__ = ["ANSWER", "Answer", "NotAdmittedError", "Seat", "SeatReport", "read_answer", "read_reports", "write_answer"]
+
+ANSWER = "answer"
+REPORT_S = 0.2
+"""Least seconds between two reports."""
+LOOK_S = 0.02
+ADMISSION_S = 7 * 86_400.0
+"""A job may wait for others for days. The dispatcher's end ends its jobs, so none waits for nothing."""
+
+
+class NotAdmittedError(TimeoutError):
+    """The dispatcher did not give this job the memory that it needs."""
+
+
+@dataclass(frozen=True)
+class SeatReport:
+    """What one process of a job has done since its first step. All sums, so that two reports give the rates between them."""
+
+    process_id: int
+    at_s: float  # time.monotonic(), which all processes of a machine share
+    waits: bool = False  # for the answer to the estimate
+    estimate_bytes: int = 0  # peak of this process; 0: not estimated
+    estimate_margin_bytes: int = 0
+    estimate_note: str = ""
+    step_bytes: int = 0  # memory that a step reads and writes, by arithmetic; 0: unknown
+    num_steps: int = 0
+    steps_left: int | None = None  # None: unknown
+    step_s: float = 0.0  # time in steps, waiting for data included
+    data_wait_s: float = 0.0
+    threads: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the dispatcher grants."""
+
+    admitted: bool = False
+    threads: int = 0  # intra-op threads per process; 0: as the script has them
+
+
+class Seat:
+    """One process's place in a dispatcher's folder.
+
+    Args:
+        folder: the job's folder for reports and the answer.
+        rank: global rank of this process.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._path = folder / f"progress-{rank}"
+        self._estimate = SeatReport(os.getpid(), time.monotonic())
+        self._num_steps = self._threads = 0
+        self._steps_left: int | None = None
+        self._step_s = self._data_wait_s = 0.0
+        self._last_s = self._reported_s = time.monotonic()
+        self._answer = Answer()
+        self._answer_of: tuple[int, int] | None = None  # inode and time of the answer that was read
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], rank: int) -> Seat | None:
+        """Return this process's seat, or None if no dispatcher has started it."""
+        folder = environ.get(variables.SEAT)
+        return cls(Path(folder), rank) if folder else None
+
+    def ask(self, estimate: SeatReport, timeout_s: float = ADMISSION_S) -> Answer:
+        """Report the estimated peak of this process, and wait until the dispatcher admits the job.
+
+        Args:
+            estimate: its fields `estimate_...` and `step_bytes` count.
+
+        Raises:
+            NotAdmittedError: no answer within `timeout_s`.
+        """
+        self._estimate = estimate
+        self._report(waits=True)
+        deadline = time.monotonic() + timeout_s
+        while not (answer := self.answer()).admitted:
+            if time.monotonic() > deadline:
+                raise NotAdmittedError(
+                    f"the dispatcher of {self._folder} has not admitted this job within {timeout_s:.0f} s; it needs "
+                    f"{(estimate.estimate_bytes + estimate.estimate_margin_bytes) >> 20} MiB; run it alone, or make it smaller"
+                )
+            time.sleep(LOOK_S)
+        self._last_s = time.monotonic()
+        self._report()
+        return answer
+
+    def step_ended(self, data_wait_s: float) -> None:
+        """Count a step.
+
+        Args:
+            data_wait_s: seconds of it in which it waited for its batch.
+        """
+        now = time.monotonic()
+        self._step_s += now - self._last_s
+        self._last_s = now
+        self._num_steps += 1
+        self._data_wait_s += max(0.0, data_wait_s)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the newest report is old enough for another one."""
+        return self._last_s - self._reported_s >= REPORT_S
+
+    def report(self, steps_left: int | None, threads: int) -> None:
+        """Report the steps so far.
+
+        Args:
+            steps_left: None where the end is unknown.
+            threads: intra-op threads of this process.
+        """
+        self._steps_left, self._threads = steps_left, threads
+        self._report()
+
+    def answer(self) -> Answer:
+        """Return the dispatcher's newest answer."""
+        with suppress(OSError):
+            status = (self._folder / ANSWER).stat()
+            if (of := (status.st_ino, status.st_mtime_ns)) != self._answer_of:
+                self._answer, self._answer_of = read_answer(self._folder), of
+        return self._answer
+
+    def _report(self, waits: bool = False) -> None:
+        self._reported_s = time.monotonic()
+        report = replace(
+            self._estimate,
+            at_s=self._reported_s,
+            waits=waits,
+            num_steps=self._num_steps,
+            steps_left=self._steps_left,
+            step_s=self._step_s,
+            data_wait_s=self._data_wait_s,
+            threads=self._threads,
+        )
+        with suppress(OSError):  # a full disk must not stop training; the dispatcher then knows less
+            _write_whole(self._path, to_json(report))
+
+
+def read_reports(folder: Path) -> list[SeatReport]:
+    """Return the reports of all processes of a job, in the order of their ranks. Unreadable ones are left out."""
+    found = []
+    for path in sorted(folder.glob("progress-*"), key=lambda path: path.name):
+        with suppress(OSError, ValueError):
+            found.append(from_fields(SeatReport, _document(path), str(path)))
+    return found
+
+
+def read_answer(folder: Path) -> Answer:
+    """Return the dispatcher's answer; the empty one if there is none."""
+    with suppress(OSError, ValueError):
+        return from_fields(Answer, _document(folder / ANSWER), str(folder / ANSWER))
+    return Answer()
+
+
+def write_answer(folder: Path, answer: Answer) -> None:
+    """
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    _write_whole(folder / ANSWER, to_json(answer))
+
+
+def _document(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RecordError(f"{path} is not JSON: {error}") from error
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_bytes(data)
+    unfinished.replace(path)

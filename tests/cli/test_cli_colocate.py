@@ -1,0 +1,89 @@
+"""`dlrover colocate`: what its users see, with small jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from colocated_jobs import SEATED
+from waiting import eventually
+
+from lightning_dlrover import variables
+from lightning_dlrover.cli.main import main
+from lightning_dlrover.colocate.usage import marked
+
+
+def queue_of(tmp_path: Path, jobs: Sequence[dict[str, object]]) -> Path:
+    path = tmp_path / "jobs.yaml"
+    path.write_text(json.dumps({"jobs": jobs}))
+    return path
+
+
+def seated(name: str, steps: int = 30) -> dict[str, object]:
+    return {"name": name, "command": [sys.executable, "-c", SEATED, 30, 10, steps, 0.01]}
+
+
+def test_report_and_summary_show_every_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = queue_of(
+        tmp_path, [seated("a"), seated("b"), {"name": "bad", "command": "sh -c 'echo \"<b>boom\"; exit 3'"}]
+    )
+    code = main(["colocate", str(path), "--out", str(tmp_path / "out"), "--policy", "fifo"])
+    shown = capsys.readouterr().out
+    assert code == 1
+    assert "2 of 3 jobs done" in shown
+    assert "bad: failed after" in shown
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "exit code 3: &lt;b&gt;boom" in page
+    assert "<svg" in page
+
+
+def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    path = queue_of(tmp_path, [seated("quick", steps=2), seated("long", steps=300)])
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_dlrover.cli",
+        "colocate",
+        str(path),
+        "--policy",
+        "sequential",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    first = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
+    journal = tmp_path / "out" / "queue.jsonl"
+    eventually(lambda: journal.exists() and '"job":"long"' in journal.read_text(), "the start of the second job")
+    first.send_signal(signal.SIGINT)
+    out, errors = first.communicate(timeout=60)
+    assert first.returncode == 130, out + errors
+    assert "goes on with the 1 jobs that have not ended" in errors
+    queue = json.loads(journal.read_text().splitlines()[0])["queue"]
+    assert not marked(variables.QUEUE, queue)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "quick: started" not in again.stdout
+    assert "long: started on cpu again, attempt 2" in again.stdout
+    assert "2 of 2 jobs done" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--devices", "gpu"], "GPUs cannot be shared yet"),
+        (["--memory", "9T"], "are available; give less"),
+        (["--learn-from", "nowhere"], "nowhere holds no queue"),
+    ],
+)
+def test_wrong_use_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str) -> None:
+    path = queue_of(tmp_path, [seated("a")])
+    assert main(["colocate", str(path), "--out", str(tmp_path / "out"), *options]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out" / "jobs").exists()

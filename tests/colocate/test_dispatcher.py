@@ -1,0 +1,177 @@
+"""Real jobs of a queue: those that crash, hang, lie about their memory or are killed harm no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from colocated_jobs import dispatcher, place, python, seated
+from waiting import eventually, run_until
+
+from lightning_dlrover import variables
+from lightning_dlrover.colocate.dispatcher import Rules
+from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, read_records
+from lightning_dlrover.colocate.usage import marked
+
+TIMEOUT_S = 60.0
+
+HOARDER = "x = bytearray({mib} << 20)\nx[::4096] = b'x' * len(x[::4096])\nimport time\ntime.sleep({seconds})"
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def results(folder: Path) -> dict[str, list[str]]:
+    """Return the results of each job's attempts, from the journal."""
+    found: dict[str, list[str]] = {}
+    for record in read_records(folder):
+        if isinstance(record, Ended):
+            found.setdefault(record.job, []).append(record.result)
+    return found
+
+
+def reason(folder: Path, job: str) -> str:
+    return next(record.reason for record in reversed(read_records(folder)) if isinstance(record, Ended) and record.job == job)
+
+
+def test_jobs_that_crash_or_do_not_start_harm_no_other(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        jobs = [
+            seated("good", 50, 20),
+            python("crash", "raise RuntimeError('boom')"),
+            python("killed", "import os; os.kill(os.getpid(), 9)"),
+            seated("other", 50, 20),
+        ]
+        dispatcher(tmp_path, journal, jobs).run()
+    assert results(tmp_path) == {"good": ["done"], "other": ["done"], "crash": ["failed"], "killed": ["failed"]}
+    assert reason(tmp_path, "crash").endswith("RuntimeError: boom")
+    assert reason(tmp_path, "killed") == "killed by SIGKILL"
+
+
+def test_job_without_progress_fails_as_hanging(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        jobs = [python("hangs", "import time; time.sleep(1000)"), seated("good", 50, 20)]
+        dispatcher(tmp_path, journal, jobs, rules=Rules(probe_s=0.2, grace_s=1.0, hang_s=1.5)).run()
+    assert results(tmp_path) == {"good": ["done"], "hangs": ["failed"]}
+    assert "no step and no use of a core for 2 s" in reason(tmp_path, "hangs")
+
+
+def test_job_waits_at_its_first_step_until_its_memory_is_free(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        jobs = [seated("first", 2000, 20, steps=30), seated("second", 1500, 20, steps=30)]
+        made = dispatcher(tmp_path, journal, jobs, places=[place(3200)])
+
+        def charges() -> int:
+            return sum(job.charge_bytes for job in made.running.values())
+
+        made.look()
+        run_until(made.look, lambda: any(job.phase == "asks" for job in made.running.values()), "a job that asks", TIMEOUT_S)
+        while made.running:
+            assert charges() <= 3200 << 20
+            made.look()
+    assert results(tmp_path) == {"first": ["done"], "second": ["done"]}
+    spans = {record.job: record.spans for record in read_records(tmp_path) if isinstance(record, Ended)}
+    trained = {job: [span for span in of_job if span.phase == "running"][-1] for job, of_job in spans.items()}
+    early, late = sorted(trained.values(), key=lambda span: span.began)
+    assert late.began >= early.ended
+
+
+def test_job_that_needs_more_than_the_device_fails_before_its_first_step(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        dispatcher(tmp_path, journal, [seated("large", 5000, 10)], places=[place(2048)]).run()
+    assert results(tmp_path) == {"large": ["failed"]}
+    assert "and the device has 2,048 MiB" in reason(tmp_path, "large")
+
+
+def test_job_that_lies_about_its_memory_goes_back_and_the_others_finish(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        jobs = [seated("honest", 1200, 100, steps=60, step_s=0.05), seated("liar", 60, 1100, steps=20)]
+        dispatcher(tmp_path, journal, jobs, places=[place(2600)]).run()
+    found = results(tmp_path)
+    assert found["honest"] == ["done"]
+    assert found["liar"][-1] == "done"
+    ended = [record for record in read_records(tmp_path) if isinstance(record, Ended)]
+    paused = sum(span.phase == "paused" for record in ended if record.job == "liar" for span in record.spans)
+    assert paused or found["liar"][0] == "evicted"
+
+
+def test_command_that_reports_nothing_is_charged_with_what_its_probe_found(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        made = dispatcher(tmp_path, journal, [python("hoarder", HOARDER.format(mib=1500, seconds=30))])
+        run_until(made.look, lambda: "hoarder" in made.running, "a start", TIMEOUT_S)
+        job = made.running["hoarder"]
+        run_until(
+            made.look, lambda: job.phase == "running" and job.charge_bytes > 1500 << 20, "the end of the probe", TIMEOUT_S
+        )
+        assert job.charge_bytes < 2500 << 20
+        job.kept.end(0.0)
+        run_until(made.look, lambda: not made.running, "the job's end", TIMEOUT_S)
+
+
+def test_second_run_of_a_kind_is_expected_to_need_what_the_first_has_needed(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        dispatcher(tmp_path, journal, [python("first", HOARDER.format(mib=300, seconds=0.6))]).run()
+        again = dispatcher(tmp_path, journal, [python("second", HOARDER.format(mib=300, seconds=0.6))])
+        (waiting,) = again.waiting()
+    assert 300 << 20 < waiting.expected_bytes < 400 << 20
+
+
+def test_queue_goes_on_after_its_dispatcher_was_killed(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from pathlib import Path
+from colocated_jobs import dispatcher, python, seated
+from lightning_dlrover.colocate.journal import Journal
+folder = Path({str(tmp_path)!r})
+jobs = [seated("quick", 50, 10, steps=5), seated("long", 50, 10, steps=100_000)]
+jobs.append(python("orphan", "import time; time.sleep(1000)"))
+with Journal(folder) as journal:
+    dispatcher(folder, journal, jobs).run()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        eventually(lambda: (tmp_path / FILE_NAME).exists() and "quick" in results(tmp_path), "the end of the first job")
+    finally:
+        parent.kill()
+        parent.wait(10)
+    with Journal(tmp_path) as journal:
+        made = dispatcher(tmp_path, journal, [])
+        assert {job.name for job in made.waiting()} == {"long", "orphan"}
+        made.look()
+        assert {job.attempt for job in made.running.values()} <= {2}
+        made._stop()
+        assert not marked(variables.QUEUE, journal.queue)
+    assert results(tmp_path)["quick"] == ["done"]
+
+
+def test_process_that_survived_dispatcher_and_keeper_is_ended_by_the_next_one(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        environment = {**os.environ, variables.QUEUE: journal.queue}
+        subprocess.run(["sh", "-c", "setsid sleep 100 &"], env=environment, check=True)
+        assert len(marked(variables.QUEUE, journal.queue)) == 1
+        dispatcher(tmp_path, journal, []).run()
+        assert not marked(variables.QUEUE, journal.queue)
+
+
+def test_killed_keeper_fails_its_job_only(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        program = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '100']); time.sleep(100)"
+        made = dispatcher(tmp_path, journal, [python("kept", program), seated("good", 50, 20)])
+        run_until(
+            made.look, lambda: "kept" in made.running and made.running["kept"].use.num_processes >= 2, "processes", TIMEOUT_S
+        )
+        os.kill(made.running["kept"].kept.keeper_pid, signal.SIGKILL)
+        made.run()
+        assert not marked(variables.QUEUE, journal.queue)
+    assert results(tmp_path) == {"kept": ["failed"], "good": ["done"]}
+    assert reason(tmp_path, "kept").startswith("its keeper was killed")
+
+
+def test_changed_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        dispatcher(tmp_path, journal, [python("a", "pass")])
+        with pytest.raises(ValueError, match="job 'a' is in the queue"):
+            dispatcher(tmp_path, journal, [python("a", "print()")])

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover.colocate.jobs_file import JobsFileError, read_jobs
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "jobs.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_text_and_list_are_the_same_command(tmp_path: Path) -> None:
+    path = written(tmp_path, 'jobs:\n- command: python "my train.py" --lr 0.1\n- command: [python, my train.py, --lr, 0.1]\n')
+    first, second = read_jobs(path)
+    assert first.command == second.command == ("python", "my train.py", "--lr", "0.1")
+    assert first.kind == second.kind
+    assert (first.name, second.name) == ("job-1", "job-2")
+    assert first.folder == str(tmp_path)
+
+
+def test_copies_have_names_of_their_own_and_one_kind(tmp_path: Path) -> None:
+    specs = read_jobs(written(tmp_path, "jobs:\n- {name: a, command: x, copies: 3, memory: 1.5G, priority: 2, env: {A: 1}}\n"))
+    assert [spec.name for spec in specs] == ["a-1", "a-2", "a-3"]
+    assert {spec.kind for spec in specs} == {specs[0].kind}
+    assert {(spec.memory_bytes, spec.priority, spec.env["A"]) for spec in specs} == {(3 << 29, 2, "1")}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no jobs"),
+        ("jobs: {a: 1}", "has no jobs"),
+        ("jobs: [1]", "job 1 is 1, not a list of fields"),
+        ("jobs:\n- {command: x, comand: y}", "unknown fields comand"),
+        ("jobs:\n- {name: a}", "command None is neither a text nor a list"),
+        ("jobs:\n- {command: ''}", "command is empty"),
+        ("jobs:\n- {command: 'a \"b'}", "No closing quotation"),
+        ("jobs:\n- {command: x, folder: nowhere}", "nowhere does not exist"),
+        ("jobs:\n- {command: x, memory: much}", "memory 'much' is no size"),
+        ("jobs:\n- {command: x, memory: 0M}", "memory '0M' is no size"),
+        ("jobs:\n- {command: x, priority: high}", "priority 'high' is not a whole number"),
+        ("jobs:\n- {command: x, copies: 0}", "copies 0 is not between"),
+        ("jobs:\n- {command: x, device: tpu}", "device 'tpu' is none of"),
+        ("jobs:\n- {command: x, name: ../up}", "name '../up'"),
+        ("jobs:\n- {command: x, name: 7}", "name 7 is not a text"),
+        ("jobs:\n- {command: x, env: [a]}", "env ['a'] is not"),
+        ("jobs:\n- {command: x, name: a}\n- {command: y, name: a}", "two jobs have the name 'a'"),
+        ("jobs: [", "is not YAML"),
+        ("jobs:\n- {command: x}\nother: 1", "unknown fields other"),
+    ],
+)
+def test_wrong_file_is_refused_with_the_cause(tmp_path: Path, text: str, told: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(JobsFileError) as refused:
+        read_jobs(path)
+    assert told in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobsFileError, match=r"none\.yaml cannot be read"):
+        read_jobs(tmp_path / "none.yaml")

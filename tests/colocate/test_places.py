@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from lightning_dlrover.colocate.places import Place, places_of
+
+GIB = 1 << 30
+
+
+def made(devices: Sequence[str], memory_bytes: int = 0, num_cores: float = 4.0) -> list[Place]:
+    return places_of(devices, memory_bytes, usable={0, 1, 2, 3}, num_cores=num_cores, available=10 * GIB)
+
+
+def test_one_device_has_all_cores_and_most_of_the_memory() -> None:
+    (place,) = made(["cpu"])
+    assert (place.cores, place.num_cores, place.memory_bytes, place.most_jobs) == ((0, 1, 2, 3), 4.0, 9 * GIB, 8)
+
+
+def test_devices_share_the_memory_by_their_cores() -> None:
+    first, second = made(["cpu:0-2", "cpu:3"], memory_bytes=8 * GIB)
+    assert (first.cores, first.memory_bytes) == ((0, 1, 2), 6 * GIB)
+    assert (second.cores, second.memory_bytes) == ((3,), 2 * GIB)
+
+
+def test_quota_of_cpu_time_leaves_fewer_cores() -> None:
+    (place,) = made(["cpu"], num_cores=1.5)
+    assert (place.num_cores, place.most_jobs) == (1.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        (["gpu"], "GPUs cannot be shared yet"),
+        (["cuda:0"], "'cuda:0' is not `cpu`"),
+        (["cpu:"], "names no cores"),
+        (["cpu:x"], "'x' is no core"),
+        (["cpu:3-1"], "'3-1' is no core or range"),
+        (["cpu:2-5"], r"may use the cores \[0, 1, 2, 3\], not \[4, 5\]"),
+        (["cpu:0-1", "cpu:1"], "share core 1"),
+        (["cpu", "cpu"], "share core 0"),
+    ],
+)
+def test_wrong_device_is_refused(devices: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        made(devices)
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ValueError, match="--memory is 20480 MiB, and 10240 MiB are available"):
+        made(["cpu"], memory_bytes=20 * GIB)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover import variables
+from lightning_dlrover.observe.seat import Answer, NotAdmittedError, Seat, SeatReport, read_answer, read_reports, write_answer
+
+
+def test_job_without_a_dispatcher_has_no_seat() -> None:
+    assert Seat.from_environment({}, 0) is None
+
+
+def test_job_waits_for_its_answer(tmp_path: Path) -> None:
+    seat = Seat.from_environment({variables.SEAT: str(tmp_path)}, 0)
+    assert seat is not None
+    got: list[Answer] = []
+    waiter = threading.Thread(target=lambda: got.append(seat.ask(SeatReport(1, 0.0, estimate_bytes=7))))
+    waiter.start()
+    deadline = time.monotonic() + 10
+    while not (reports := read_reports(tmp_path)) and time.monotonic() < deadline:
+        pass
+    assert (reports[0].waits, reports[0].estimate_bytes) == (True, 7)
+    write_answer(tmp_path, Answer(admitted=False, threads=3))
+    assert not got
+    write_answer(tmp_path, Answer(admitted=True, threads=2))
+    waiter.join(10)
+    assert got == [Answer(True, 2)]
+    assert not read_reports(tmp_path)[0].waits
+
+
+def test_wait_for_an_answer_ends_in_words(tmp_path: Path) -> None:
+    with pytest.raises(NotAdmittedError, match=r"has not admitted this job within 0 s; it needs 3 MiB"):
+        Seat(tmp_path, 0).ask(
+            SeatReport(os.getpid(), 0.0, estimate_bytes=2 << 20, estimate_margin_bytes=1 << 20), timeout_s=0.05
+        )
+
+
+def test_steps_of_each_process_are_counted(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        seat = Seat(tmp_path, rank)
+        for _ in range(5 + rank):
+            seat.step_ended(0.25)
+        seat.report(steps_left=3, threads=2)
+    first, second = read_reports(tmp_path)
+    assert (first.num_steps, first.data_wait_s, first.steps_left, first.threads) == (5, 1.25, 3, 2)
+    assert second.num_steps == 6
+
+
+def test_unreadable_files_are_as_if_there_were_none(tmp_path: Path) -> None:
+    (tmp_path / "progress-0").write_text("{")
+    (tmp_path / "answer").write_text('{"admitted": 7}')
+    assert read_reports(tmp_path) == []
+    assert read_answer(tmp_path) == Answer()
+
+
+def test_report_that_cannot_be_written_does_not_stop_training(tmp_path: Path) -> None:
+    seat = Seat(tmp_path / "gone", 0)
+    seat.step_ended(0.0)
+    seat.report(None, 1)

@@ -1,0 +1,68 @@
+"""Small jobs for a dispatcher: Python without torch, with a seat of their own or without one."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
+from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.colocate.journal import Journal
+from lightning_dlrover.colocate.knowledge import Knowledge
+from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.schedule import Scheduler
+
+MIB = 1 << 20
+
+SEATED = textwrap.dedent(
+    """
+    import dataclasses, os, sys, time
+    from lightning_dlrover.observe.seat import Seat, SeatReport
+    estimate_mib, used_mib, steps, step_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    seat = Seat.from_environment(os.environ, 0)
+    seat.ask(SeatReport(os.getpid(), time.monotonic(), estimate_bytes=estimate_mib << 20))
+    used = bytearray(used_mib << 20)
+    used[::4096] = b"x" * len(used[::4096])
+    for step in range(steps):
+        time.sleep(step_s)
+        seat.step_ended(0.0)
+        if seat.is_due:
+            seat.report(steps - step - 1, 1)
+    """
+)
+"""A job that asks for some memory, takes some, and makes steps."""
+
+
+def seated(name: str, estimate_mib: int, used_mib: int, steps: int = 20, step_s: float = 0.01, priority: int = 0) -> JobSpec:
+    """Return a job that asks for some memory and uses as much or more."""
+    numbers = map(str, (estimate_mib, used_mib, steps, step_s))
+    return JobSpec(name, (sys.executable, "-c", SEATED, *numbers), "/", priority=priority)
+
+
+def python(name: str, program: str, priority: int = 0, memory_bytes: int = 0) -> JobSpec:
+    """Return a job that runs a program of Python and reports nothing."""
+    return JobSpec(name, (sys.executable, "-c", program), "/", priority=priority, memory_bytes=memory_bytes)
+
+
+def place(memory_mib: int = 4096, most_jobs: int = 4, num_cores: float = 2.0, name: str = "cpu") -> Place:
+    """Return a place on any core."""
+    return Place(name, "cpu", (), num_cores, memory_mib * MIB, most_jobs)
+
+
+def dispatcher(
+    folder: Path,
+    journal: Journal,
+    specs: Sequence[JobSpec],
+    policy: str = "fifo",
+    places: Sequence[Place] = (),
+    rules: Rules | None = None,
+) -> Dispatcher:
+    """Return a dispatcher with these jobs in its queue."""
+    knowledge = Knowledge()
+    knowledge.recall(journal.records)
+    rules = rules or Rules(probe_s=0.2, grace_s=1.0)
+    made = Dispatcher(folder, journal, places or [place()], Scheduler(policy, knowledge), knowledge, rules)
+    made.add(specs)
+    return made
