@@ -31,7 +31,8 @@ class Device:
     """A GPU, or the CPU of a node: where workers run, several at once.
 
     Args:
-        kind: devices of one kind are as fast as each other; profiles are measured for each kind.
+        kind: devices of one kind are as fast as each other; profiles are measured for each kind. Names that begin with
+            "cpu" are for the CPUs of a node.
         memory_bytes: memory of a GPU, or of the whole node for its CPU.
         limits: largest total use, by name of the resource; a resource that is absent is not limited.
         places: most workers at once.
@@ -48,6 +49,11 @@ class Device:
         if self.memory_bytes <= 0 or self.places < 1:
             raise ValueError(f"device {self.name!r} has {self.memory_bytes} bytes and {self.places} places; it needs both")
         _check_resources(f"the limits of device {self.name!r}", self.limits)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this is the CPU of its node, with the node's memory."""
+        return self.kind.startswith("cpu")
 
 
 @dataclass(frozen=True)
@@ -112,9 +118,7 @@ class Job:
         if not self.profiles:
             raise ValueError(f"job {self.name!r} has no profile for any kind of device, so it could never start")
         if self.num_devices < 1 or not self.weight > 0:
-            raise ValueError(
-                f"job {self.name!r} asks for {self.num_devices} devices with weight {self.weight}; neither may be 0"
-            )
+            raise ValueError(f"job {self.name!r} asks for {self.num_devices} devices with weight {self.weight}; give it both")
         if not self.fewest_devices <= self.num_devices <= self.most_devices:
             raise ValueError(
                 f"job {self.name!r} asks for {self.num_devices} devices, "

@@ -1,0 +1,176 @@
+"""Put waiting jobs into sets that share a device, merging pairs of sets in rounds.
+
+Rounds of maximum-weight matching are Muri's way (Zhao et al., SIGCOMM 2022): the first round makes pairs, the next merges pairs
+of those, so a device's four places are filled after two. A policy supplies the weight of a merger. A device with running jobs
+is a set, too, which waiting jobs can join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_dlrover.planner.cluster.jobs import Device, Job
+from lightning_dlrover.planner.cluster.matching import match
+from lightning_dlrover.planner.cluster.packing import Packing
+from lightning_dlrover.planner.cluster.policy import Floats
+from lightning_dlrover.planner.cluster.waiting import in_order, spread
+
+__all__ = ["FEW", "Group", "Merge", "Weigh", "can_merge", "group_and_start", "merge_in_rounds", "merged"]
+
+FEW = 8
+"""Jobs to choose from even where only one place is free."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs that share a device.
+
+    Args:
+        waiting: those that do not run yet.
+        device: the device of the running ones; None: all wait, and any empty device of the kind will do.
+    """
+
+    waiting: tuple[Job, ...]
+    running: tuple[Job, ...] = ()
+    device: Device | None = None
+
+    @property
+    def members(self) -> tuple[Job, ...]:
+        return (*self.running, *self.waiting)
+
+
+Merge = Callable[[list[Group], Device], list[Group]]
+"""Merges groups for devices like the given one; the result holds the same jobs."""
+
+Weigh = Callable[[Sequence[tuple[Group, Group]], Device], Floats]
+"""The gain of merging each pair of groups on such a device, shape ``(num_pairs,)``; 0 or below: not to be merged."""
+
+
+def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_together: int) -> None:
+    """Start jobs of one device each in sets that `merge` makes, kind by kind, the kind with the fastest jobs first.
+
+    Jobs of several devices start first, on the devices with the fewest workers.
+    """
+    for job in [job for job in jobs if job.num_devices > 1]:
+        devices = spread(packing, job)
+        if devices is not None:
+            packing.start(job, devices)
+    waiting = [job for job in jobs if job.num_devices == 1]
+    kinds = sorted({device.kind for device in packing.open_devices()}, key=lambda kind: (-_speed(waiting, kind), kind))
+    for kind in kinds:
+        suited = [job for job in waiting if kind in job.profiles and _is_worth(job, kind, waiting, packing)]
+        if suited:
+            started = _on_kind(packing, kind, suited, merge, most_together)
+            waiting = [job for job in waiting if job.name not in started]
+
+
+def merged(groups: Sequence[Group]) -> Group:
+    """Return the union; at most one of the groups has a device."""
+    return Group(
+        tuple(job for group in groups for job in group.waiting),
+        tuple(job for group in groups for job in group.running),
+        next((group.device for group in groups if group.device is not None), None),
+    )
+
+
+def can_merge(packing: Packing, groups: Sequence[Group], sample: Device, most_together: int) -> bool:
+    """Whether the groups fit together on the device that one of them has, or on an empty one like `sample`."""
+    union = merged(groups)
+    if sum(group.device is not None for group in groups) > 1 or len(union.members) > most_together:
+        return False
+    if not union.waiting:
+        return True
+    *beside, last = union.waiting
+    if union.device is not None:
+        return packing.fits(last, union.device, beside)
+    profiles = [job.profiles[sample.kind] for job in union.waiting]
+    alone = len(profiles) == 1 or not any(job.exclusive for job in union.waiting)
+    return alone and len(profiles) <= sample.places and sum(p.memory_bytes for p in profiles) <= sample.memory_bytes
+
+
+def merge_in_rounds(
+    packing: Packing, groups: list[Group], sample: Device, weigh: Weigh, most_together: int, num_enough: int = 0
+) -> list[Group]:
+    """Merge matched pairs, round after round, until no merger gains or at most `num_enough` groups are left."""
+    while len(groups) > num_enough:
+        pairs = _round(packing, groups, sample, weigh, most_together)[: len(groups) - num_enough]
+        if not pairs:
+            break
+        joined = {index for pair in pairs for index in pair}
+        groups = [g for i, g in enumerate(groups) if i not in joined] + [merged([groups[i], groups[j]]) for i, j in pairs]
+    return groups
+
+
+def _on_kind(packing: Packing, kind: str, jobs: Sequence[Job], merge: Merge, most_together: int) -> set[str]:
+    devices = [device for device in packing.open_devices() if device.kind == kind]
+    empty = [device for device in devices if not packing.members(device)]
+    occupied = [Group((), packing.members(d), d) for d in devices if 0 < len(packing.members(d)) < most_together]
+    # Enough jobs for every free place, and as many again to choose from.
+    places = sum(max(min(d.places, most_together) - len(packing.members(d)), 0) for d in devices)
+    groups = [*occupied, *(Group((job,)) for job in jobs[: max(2 * places, FEW)])]
+    return _start(packing, merge(groups, devices[0]), empty)
+
+
+def _round(
+    packing: Packing, groups: Sequence[Group], sample: Device, weigh: Weigh, most_together: int
+) -> list[tuple[int, int]]:
+    """The pairs of groups to merge, the heaviest first."""
+    possible = [
+        (i, j)
+        for i in range(len(groups))
+        for j in range(i + 1, len(groups))
+        if can_merge(packing, [groups[i], groups[j]], sample, most_together)
+    ]
+    if not possible:
+        return []
+    weights = np.zeros((len(groups), len(groups)))
+    rows, columns = np.array(possible).T
+    weights[rows, columns] = weights[columns, rows] = weigh([(groups[i], groups[j]) for i, j in possible], sample)
+    return sorted(match(weights), key=lambda pair: (-weights[pair], pair))
+
+
+def _start(packing: Packing, groups: Sequence[Group], empty: list[Device]) -> set[str]:
+    """Start what joins running jobs, then the sets with the first jobs in order on empty devices."""
+    started: set[str] = set()
+    free = list(empty)
+    for group in sorted(groups, key=lambda group: (group.device is None, _first(group))):
+        device = group.device
+        if device is None:
+            device = next((d for d in free if packing.fits(group.waiting[-1], d, group.waiting[:-1])), None)
+            if device is None:
+                continue
+            free.remove(device)
+        for job in group.waiting:
+            packing.start(job, [device])
+            started.add(job.name)
+    return started
+
+
+def _first(group: Group) -> tuple[int, float, str]:
+    if not group.waiting:
+        return (0, 0.0, "")
+    first = in_order(group.waiting)[0]
+    return (-first.priority, first.submitted_s, first.name)
+
+
+def _speed(jobs: Sequence[Job], kind: str) -> float:
+    """Mean speed of jobs on a kind of device over their best."""
+    shares = [_share(job, kind) for job in jobs if kind in job.profiles]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def _share(job: Job, kind: str) -> float:
+    return job.profiles[kind].steps_per_s / max(profile.steps_per_s for profile in job.profiles.values())
+
+
+def _is_worth(job: Job, kind: str, waiting: Sequence[Job], packing: Packing) -> bool:
+    """Whether a job ends earlier here than if it waited for its fastest kind of device, judged by the length of that queue."""
+    best = max(job.profiles, key=lambda k: (job.profiles[k].steps_per_s, k))
+    if best == kind:
+        return True
+    places = sum(device.places for device in packing.devices.values() if device.kind == best)
+    rivals = sum(max(o.profiles, key=lambda k: (o.profiles[k].steps_per_s, k)) == best for o in waiting)
+    return places == 0 or _share(job, kind) * (1 + rivals / places) >= 1
