@@ -70,6 +70,11 @@ class Knowledge:
         self._profiles[key] = record
         return True
 
+    @property
+    def num_profiles(self) -> int:
+        """Kinds that were measured alone, on each kind of device."""
+        return len(self._profiles)
+
     def is_profiled(self, kind: str, device_kind: str) -> bool:
         return (kind, device_kind) in self._profiles
 

@@ -13,8 +13,8 @@ from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.tenants import Action, Pause, Resume, Start, Tenant, Waiting
-from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile, Running, State
-from lightning_dlrover.planner.cluster.policies import PREEMPTIVE, make_policy
+from lightning_dlrover.planner.cluster import Allocation, Device, Job, PolicySettings, Profile, Running, State
+from lightning_dlrover.planner.cluster.policies import make_policy
 
 __all__ = ["AHEAD", "Scheduler"]
 
@@ -22,6 +22,13 @@ AHEAD = 2
 """Jobs that are started beyond those that run."""
 ALONE_LIMIT_S = 10.0
 """A job that has not been measured alone within this time is not measured."""
+QUANTUM_S = 30.0
+"""Jobs that run stay together for this long, unless one comes or goes."""
+SOFT_LIMIT = 1.2
+"""Jobs side by side may want this times the cores. Their use is a mean, and a core that waits for nobody is lost."""
+MOST_TOGETHER = 6
+PAUSING = ("complementary",)
+"""Policies that may pause jobs."""
 GUESS = {"cores": 1.0}
 """Use of a job that was never measured."""
 
@@ -31,6 +38,15 @@ class _Alone:
     """The job that a device belongs to while it is measured."""
 
     job: str
+    since_s: float
+
+
+@dataclass
+class _Chosen:
+    """The jobs that run on all devices, and what they were chosen from."""
+
+    jobs: Allocation
+    among: tuple[object, ...]
     since_s: float
 
 
@@ -49,9 +65,10 @@ class Scheduler:
     def __init__(self, policy: str, knowledge: Knowledge, seed: int = 0, wait_s: float = 3600.0) -> None:
         self.policy_name = policy
         self._knowledge = knowledge
-        self._settings = PolicySettings(speeds=knowledge, max_wait_s=wait_s, seed=seed)
-        self._policy = make_policy(policy, self._settings)
-        self._may_pause = policy in PREEMPTIVE
+        self._policy = make_policy(policy, PolicySettings(knowledge, wait_s, seed, MOST_TOGETHER))
+        self._may_pause = policy in PAUSING
+        self._wait_s = wait_s
+        self._chosen: _Chosen | None = None
         self._alone: dict[str, _Alone] = {}
         self._given_up: set[str] = set()  # kinds that could not be measured alone
 
@@ -66,13 +83,24 @@ class Scheduler:
     ) -> list[Action]:
         """Return who starts, pauses and goes on."""
         able = [job for job in waiting if job.not_before_s <= now and job.device in ("any", "cpu")]
-        wanted = self._policy(self._state(now, places, able, tenants))
+        wanted = self._wanted(now, places, able, tenants)
         actions: list[Action] = []
         for place in places:
             here = [tenant for tenant in tenants if tenant.device == place.name]
             actions += self._of_tenants(now, place, here, {name for name, where in wanted.items() if place.name in where})
             actions += self._starts(place, here, able, [job for job in able if place.name in wanted.get(job.name, ())])
         return _once(actions)
+
+    def _wanted(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> Allocation:
+        """Return the policy's answer. One that may pause jobs is asked only when its choice has changed, or is old."""
+        if not self._may_pause:
+            return self._policy(self._state(now, places, waiting, tenants))
+        able = [tenant for tenant in tenants if tenant.is_admitted and not tenant.paused_for_memory]
+        overdue = sorted(t.name for t in able if t.phase == "paused" and now - t.since_s > self._wait_s)
+        among = (*sorted(tenant.name for tenant in able), self._knowledge.num_profiles, *overdue)
+        if self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > QUANTUM_S:
+            self._chosen = _Chosen(self._policy(self._state_of_able(now, places, able)), among, now)
+        return self._chosen.jobs
 
     def _of_tenants(self, now: float, place: Place, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
         """Return who of a device's jobs pauses and who goes on."""
@@ -81,7 +109,8 @@ class Scheduler:
         alone = self._measured_alone(now, place, tenants)
         actions: list[Action] = []
         for tenant in tenants:
-            runs = tenant.name in wanted if alone is None else tenant.name == alone
+            is_chosen = tenant.name in wanted or not tenant.is_admitted
+            runs = is_chosen if alone is None else tenant.name == alone
             if tenant.phase in ("running", "starting") and not runs:
                 if tenant.phase == "running" or alone is not None:
                     actions.append(Pause(tenant.name, "others run" if alone is None else f"{alone} is measured alone"))
@@ -139,50 +168,39 @@ class Scheduler:
     # --- as policies see it --------------------------------------------------------------------------------------------------
 
     def _state(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
-        """Return jobs and devices in the policy's terms.
-
-        A paused job waits, and its memory is the device's no more: it needs none to go on, but only there.
-        """
-        paused = [t for t in tenants if t.phase == "paused" and not t.paused_for_memory]
-        held = {place.name: 0 for place in places}
-        for tenant in tenants:
-            if tenant.phase == "ending" or tenant.phase == "paused":
-                held[tenant.device] += tenant.held_bytes
-        devices = tuple(
-            Device(
-                place.name,
-                place.kind,
-                place.name,
-                max(1, place.memory_bytes - held[place.name]),
-                {"cores": place.num_cores},
-                place.most_jobs,
-            )
-            for place in places
-        )
+        """Return the state for a policy that starts jobs and lets them run to their ends."""
         kinds = sorted({place.kind for place in places})
-        jobs = [
-            self._job(job.name, job.kind, kinds, job.expected_bytes or START_BYTES, job.priority, job.submitted_s, job.owner)
-            for job in waiting
-        ]
-        for tenant in paused:
-            jobs.append(self._job(tenant.name, tenant.kind, kinds, 0, tenant.priority, tenant.submitted_s, tenant.owner))
-        running = tuple(
-            Running(
-                self._job(t.name, t.kind, kinds, t.held_bytes, t.priority, t.submitted_s, t.owner), (t.device,), t.started_s
-            )
-            for t in tenants
-            if t.phase in ("starting", "asks", "running")
-        )
-        return State(now, devices, tuple(jobs), running)
+        jobs = [self._job(job, kinds, job.expected_bytes or START_BYTES, None) for job in waiting]
+        running = tuple(Running(self._job(t, kinds, t.held_bytes, None), (t.device,), t.started_s) for t in tenants)
+        return State(now, tuple(_device(place) for place in places), tuple(jobs), running)
 
-    def _job(
-        self, name: str, kind: str, device_kinds: Sequence[str], size: int, priority: int, submitted_s: float, owner: str
-    ) -> Job:
+    def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant]) -> State:
+        """Return the state for a policy that chooses among jobs that could all run at once: each has its memory, on its device."""
+        kinds = [place.name for place in places]
+        jobs = tuple(
+            self._job(tenant, [tenant.device], 0, tenant.since_s if tenant.phase == "paused" else now) for tenant in able
+        )
+        return State(now, tuple(replace(_device(place), kind=kind) for place, kind in zip(places, kinds, strict=True)), jobs)
+
+    def _job(self, of: Waiting | Tenant, kinds: Sequence[str], size: int, waiting_since_s: float | None) -> Job:
         profiles = {}
-        for device_kind in device_kinds:
-            known = self._knowledge.profile(kind, device_kind)
-            profiles[device_kind] = replace(known, memory_bytes=size) if known is not None else Profile(size, 1.0, GUESS)
-        return Job(name, profiles, submitted_s=submitted_s, priority=priority, owner=owner, family=kind)
+        for kind in kinds:
+            known = self._knowledge.profile(of.kind, "cpu")
+            profiles[kind] = replace(known, memory_bytes=size) if known is not None else Profile(size, 1.0, GUESS)
+        return Job(
+            of.name,
+            profiles,
+            submitted_s=of.submitted_s,
+            waiting_since_s=waiting_since_s,
+            priority=of.priority,
+            owner=of.owner,
+            family=of.kind,
+        )
+
+
+def _device(place: Place) -> Device:
+    limits = {"cores": SOFT_LIMIT * place.num_cores}
+    return Device(place.name, place.kind, place.name, place.memory_bytes, limits, place.most_jobs)
 
 
 def _in_order(job: Waiting) -> tuple[int, float, str]:

@@ -131,6 +131,7 @@ class WatchedJob:
             need_bytes=need_bytes,
             paused_for_memory=self.paused_for_memory,
             is_admitted="running" in (self.phase, self.paused_from if self.phase == "paused" else ""),
+            since_s=self.phase_since_s,
             num_steps=self.num_steps,
             owner=self.spec.owner,
         )

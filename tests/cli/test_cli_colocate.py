@@ -30,9 +30,7 @@ def seated(name: str, steps: int = 30) -> dict[str, object]:
 
 
 def test_report_and_summary_show_every_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = queue_of(
-        tmp_path, [seated("a"), seated("b"), {"name": "bad", "command": "sh -c 'echo \"<b>boom\"; exit 3'"}]
-    )
+    path = queue_of(tmp_path, [seated("a"), seated("b"), {"name": "bad", "command": "sh -c 'echo \"<b>boom\"; exit 3'"}])
     code = main(["colocate", str(path), "--out", str(tmp_path / "out"), "--policy", "fifo"])
     shown = capsys.readouterr().out
     assert code == 1
