@@ -14,12 +14,12 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from lightning_dlrover.observe.seat import Seat, SeatReport
+from lightning_dlrover.observe.peak_memory import estimate_peak, report_of
+from lightning_dlrover.observe.seat import Seat
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,21 @@ def main() -> None:
         time.sleep(kind.wait_s)
         return torch.randn(kind.batch, 13), torch.randint(kind.rows, (kind.batch, kind.num_tables, kind.lookups))
 
-    def step(dense: torch.Tensor, ids: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        loss: torch.Tensor = nn.functional.binary_cross_entropy_with_logits(model(dense, ids), torch.zeros(len(dense), 1))
-        torch.autograd.backward(loss)
-        optimizer.step()
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        dense, ids = batch
+        return nn.functional.binary_cross_entropy_with_logits(model(dense, ids), torch.zeros(len(dense), 1))
 
     seat = Seat.from_environment(os.environ, 0)
     if seat is not None:
-        answer = seat.ask(SeatReport(os.getpid(), time.monotonic(), estimate_bytes=estimate(model, kind)))
+        answer = seat.ask(report_of(estimate_peak(model, [optimizer], batch(), step)))
         torch.set_num_threads(answer.threads or torch.get_num_threads())
     for done in range(1, steps + 1):
         began = time.monotonic()
-        dense, ids = batch()
+        next_batch = batch()
         waited_s = time.monotonic() - began
-        step(dense, ids)
+        optimizer.zero_grad()
+        torch.autograd.backward(step(next_batch))
+        optimizer.step()
         if seat is not None:
             seat.step_ended(waited_s)
             if seat.is_due:
@@ -94,12 +94,6 @@ def main() -> None:
                 if (threads := seat.answer().threads) and threads != torch.get_num_threads():
                     torch.set_num_threads(threads)
     print("done", flush=True)
-
-
-def estimate(model: nn.Module, kind: Kind) -> int:
-    """Return a rough peak: what is resident, and the activations of a step."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resident + 24 * kind.batch * (3 * kind.width + kind.num_tables * kind.dim * kind.lookups) + (32 << 20)
 
 
 if __name__ == "__main__":

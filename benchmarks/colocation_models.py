@@ -64,9 +64,7 @@ class Dlrm(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         bottom = self.bottom(dense)
-        columns = [
-            table(sparse[:, i : i + 1] if self.bags else sparse[:, i]) for i, table in enumerate(self.tables)
-        ]
+        columns = [table(sparse[:, i : i + 1] if self.bags else sparse[:, i]) for i, table in enumerate(self.tables)]
         vectors = torch.stack([bottom, *columns], dim=1)
         products = vectors @ vectors.transpose(1, 2)
         first, second = torch.tril_indices(vectors.shape[1], vectors.shape[1], offset=-1)

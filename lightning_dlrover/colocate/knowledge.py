@@ -16,8 +16,8 @@ from lightning_dlrover.colocate.journal import Added, Ended, Profiled, Rates, Re
 from lightning_dlrover.colocate.memory import GROWTH
 from lightning_dlrover.perf.memory_margin import MemoryMargin
 from lightning_dlrover.planner.cluster import Device, Job, Profile, Undisturbed
-from lightning_dlrover.planner.cluster.policy import Floats
-from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
+from lightning_dlrover.planner.cluster.policy import Floats, SpeedPredictor
+from lightning_dlrover.planner.cluster.slowdown import Observation
 
 __all__ = ["Knowledge"]
 
@@ -34,9 +34,9 @@ class Knowledge:
         self._profiles: dict[tuple[str, str], Profiled] = {}
         self._peaks: dict[str, int] = {}  # by kind, of jobs that are done
         self._wanted: dict[str, int] = {}  # by kind, of jobs that were evicted
-        self._margin = MemoryMargin()
+        self._estimates: list[tuple[int, int]] = []  # with the measured peak, oldest first
         self._rates: list[Rates] = []
-        self._model: SlowdownModel | None = None
+        self._model: SpeedPredictor | None = None
         self._num_learned = 0
 
     def read(self, folder: Path) -> None:
@@ -91,7 +91,7 @@ class Knowledge:
         """Return predicted speeds over those alone; see `SpeedPredictor`."""
         if self._model is None or len(self._rates) > self._num_learned:
             self._num_learned = len(self._rates)
-            self._model = Undisturbed()
+            self._model = _fitted(self._observations(device))
         return self._model.relative_speeds(groups, device)
 
     def _observations(self, device: Device) -> list[Observation]:
@@ -115,7 +115,7 @@ class Knowledge:
         if ended.result == "done":
             self._peaks[spec.kind] = max(self._peaks.get(spec.kind, 0), ended.peak_bytes)
             if ended.estimate_bytes:
-                self._margin.learn(ended.estimate_bytes, ended.peak_bytes)
+                self._estimates.append((ended.estimate_bytes, max(1, ended.peak_bytes)))
         elif ended.result == "evicted":
             self._wanted[spec.kind] = max(self._wanted.get(spec.kind, 0), int(GROWTH * ended.peak_bytes))
 
@@ -135,8 +135,15 @@ class Knowledge:
             return int(SPREAD * peak)
         if not estimate_bytes:
             return max(self.expected_bytes(spec), int(GROWTH * resident_bytes))
-        return max(self._wanted.get(spec.kind, 0), estimate_bytes + self._margin.margin_bytes(estimate_bytes, margin_bytes))
+        learned = MemoryMargin.of(self._estimates)
+        # The job knows only the default margin, this process what earlier estimates were worth.
+        margin_bytes = learned.bytes_for(estimate_bytes) if learned.num_records else margin_bytes
+        return max(self._wanted.get(spec.kind, 0), estimate_bytes + margin_bytes)
 
     def probed_bytes(self, spec: JobSpec, peak_bytes: int) -> int:
         """Return the expected peak of a command after its probe."""
         return max(self.expected_bytes(spec), int(GROWTH * peak_bytes))
+
+
+def _fitted(observations: Sequence[Observation]) -> SpeedPredictor:
+    return Undisturbed()

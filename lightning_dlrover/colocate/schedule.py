@@ -175,7 +175,7 @@ class Scheduler:
         return State(now, tuple(_device(place) for place in places), tuple(jobs), running)
 
     def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant]) -> State:
-        """Return the state for a policy that chooses among jobs that could all run at once: each has its memory, on its device."""
+        """Return the state for a policy that chooses among jobs that could all run at once: each has its memory."""
         kinds = [place.name for place in places]
         jobs = tuple(
             self._job(tenant, [tenant.device], 0, tenant.since_s if tenant.phase == "paused" else now) for tenant in able

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.progress import remaining_batches
+from lightning_dlrover.observe.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of
 from lightning_dlrover.observe.seat import Seat, SeatReport
 
 if TYPE_CHECKING:
@@ -41,4 +41,11 @@ def keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, may_set_thread
 
 
 def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> SeatReport:
-    return SeatReport(os.getpid(), time.monotonic(), estimate_note="not estimated")
+    """Return the estimated peak of this process; zero bytes and the reason if there is none."""
+    if module.device.type != "cpu":
+        return report_of(Unknown(f"the peak of a model on {module.device.type} is not estimated"))
+    combined = combined_loader(trainer.fit_loop)
+    workers = [getattr(loader, "num_workers", 0) for loader in combined.flattened] if combined is not None else []
+    ahead = [getattr(loader, "prefetch_factor", None) or 2 for loader in combined.flattened] if combined is not None else []
+    loader = LoaderShape(sum(workers), max(ahead, default=2))
+    return report_of(estimate_peak(module, trainer.optimizers, batch, step_of(module, trainer.optimizers), loader=loader))

@@ -188,7 +188,9 @@ def _with_process(parts: MemoryParts, job: _Job) -> MemoryParts:
     batch_bytes, loader = parts.batch, job.loader
     ready = parts.batch * (1 + loader.num_ready)
     if job.is_cuda:
-        return replace(parts, batch=ready, framework_context=CUDA_CONTEXT_BYTES, workspace=parts.workspace + CUBLAS_WORKSPACE_BYTES)
+        return replace(
+            parts, batch=ready, framework_context=CUDA_CONTEXT_BYTES, workspace=parts.workspace + CUBLAS_WORKSPACE_BYTES
+        )
     held = _sum_bytes(each for each in _tensors(job) if each.device.type == "cpu")
     context = max(0, resident().now_bytes - held) + CPU_FIRST_STEP_BYTES
     workers = loader.num_workers * (

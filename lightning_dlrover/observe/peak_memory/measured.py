@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dlrover.observe.peak_memory.child import run_in_child
 from lightning_dlrover.observe.peak_memory.resident import forget_peak, resident

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dlrover.observe.peak_memory.torch_names import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map_only
 from lightning_dlrover.observe.peak_memory.step import Step, loss_of
+from lightning_dlrover.observe.peak_memory.torch_names import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    tree_leaves,
+    tree_map_only,
+)
 from lightning_dlrover.perf.allocators import Event, Footprint
 
 __all__ = ["KINDS", "NUM_STEPS", "Trace", "embedding_weights", "trace_steps"]

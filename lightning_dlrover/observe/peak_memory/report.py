@@ -1,0 +1,28 @@
+"""An estimate, as a job reports it to a dispatcher."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from lightning_dlrover.observe.peak_memory.estimate import MemoryEstimate, Unknown
+from lightning_dlrover.observe.seat import SeatReport
+
+__all__ = ["report_of"]
+
+
+def report_of(estimate: MemoryEstimate | Unknown) -> SeatReport:
+    """Return the report; one without an estimate has zero bytes and the reason."""
+    if isinstance(estimate, Unknown):
+        return SeatReport(os.getpid(), time.monotonic(), estimate_note=estimate.reason[:400])
+    parts = estimate.parts
+    # Forward and backward read each parameter and activation twice or write it, and the optimizer reads and writes its part.
+    step_bytes = 3 * parts.parameters + 2 * (parts.activations + parts.optimizer_state + parts.gradients)
+    return SeatReport(
+        os.getpid(),
+        time.monotonic(),
+        estimate_bytes=estimate.total_bytes,
+        estimate_margin_bytes=estimate.margin_bytes,
+        estimate_note=estimate.source,
+        step_bytes=step_bytes,
+    )
