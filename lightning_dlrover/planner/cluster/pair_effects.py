@@ -1,9 +1,9 @@
 """Gaussian process over pairs of jobs: every job has a pressure and a sensitivity, and pairs have affinities.
 
 One coordinate of a pair (see `pair_features`) is ``f(a) +- f(b) + h(a, b)`` beside its expectation, with the sign of the
-coordinate's symmetry. Jobs of one family have similar effects `f`, more so with similar columns, and every job has a part of its
-own. So observations of one batch size carry over to others, and a job with many observations is hardly pulled. The affinity `h`
-is a product of two such effects. This is Bayesian completion of a symmetric (or antisymmetric) matrix with side information.
+coordinate's symmetry. Jobs of one family have similar effects `f`, more so with similar columns, and every job has a part of
+its own. So observations of one batch size carry over to others, and a job with many observations is hardly pulled. The affinity
+`h` is a product of two such effects. This is Bayesian completion of a symmetric (or antisymmetric) matrix with side information.
 
     cov(f) = w1 [same family] + w2 [same job] + w3 [same family] exp(-d^2 / 2) + w4 <x, x'>
     cov(pair, pair') = k(a, a') + k(b, b') +- (k(a, b') + k(b, a')) + g(a, a') g(b, b') +- g(a, b') g(b, a')

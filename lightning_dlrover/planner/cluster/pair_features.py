@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from lightning_dlrover.planner.cluster.jobs import RESOURCES, Device, Job
 from lightning_dlrover.planner.cluster.policy import Floats
 
 __all__ = ["Features", "Pair", "Traits", "coordinates", "expected_speeds", "speeds", "traits_of"]
+
+_Key = TypeVar("_Key")
 
 UNKNOWN_TOTAL = 1.1
 """Expected sum of the relative speeds of two jobs whose use of resources is unknown."""
@@ -132,6 +135,6 @@ def _log_size(batch_size: float) -> float:
     return float(np.log2(batch_size)) if batch_size > 0 else 0.0
 
 
-def _numbers(keys: Sequence[object], known: Mapping[str, int] | Mapping[tuple[str, float], int]) -> NDArray[np.intp]:
-    numbers: dict[object, int] = {**known}
+def _numbers(keys: Sequence[_Key], known: Mapping[_Key, int]) -> NDArray[np.intp]:
+    numbers = dict(known)
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.intp)

@@ -1,8 +1,8 @@
 """Predict how fast jobs are beside each other on one device, relative to their speed alone.
 
-Everything is reduced to pairs. A job's excess beside a group, its slowdown less 1, is the sum of its excesses beside each member,
-times a factor for the size of the group, learned where such groups were observed. Speeds of pairs come from a Gaussian process
-(`pair_effects`) for jobs that were observed, and the less was seen of a pair's jobs, from trees (`pair_trees`).
+Everything is reduced to pairs. A job's excess beside a group, its slowdown less 1, is the sum of its excesses beside each
+member, times a factor for the size of the group, learned where such groups were observed. Speeds of pairs come from a Gaussian
+process (`pair_effects`) for jobs that were observed, and the less was seen of a pair's jobs, from trees (`pair_trees`).
 """
 
 from __future__ import annotations
