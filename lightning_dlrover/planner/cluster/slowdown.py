@@ -1,14 +1,43 @@
-"""Predict how fast jobs are beside each other on one device, relative to their speed alone."""
+"""Predict how fast jobs are beside each other on one device, relative to their speed alone.
+
+Everything is reduced to pairs. A job's excess beside a group, its slowdown less 1, is the sum of its excesses beside each
+member, times a factor for the size of the group, learned where such groups were observed. Speeds of pairs come from a Gaussian
+process (`pair_effects`) for jobs that were observed, and the less was seen of a pair's jobs, from trees (`pair_trees`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightning_dlrover.planner.cluster.jobs import Device, Job
+from lightning_dlrover.planner.cluster.pair_effects import PairEffects
+from lightning_dlrover.planner.cluster.pair_features import (
+    Features,
+    Pair,
+    Traits,
+    coordinates,
+    expected_speeds,
+    speeds,
+    traits_of,
+)
+from lightning_dlrover.planner.cluster.pair_trees import PairTrees
 from lightning_dlrover.planner.cluster.policy import Floats
 
 __all__ = ["Observation", "RelativeSpeed", "SlowdownModel"]
+
+MIN_FOR_TREES = 20
+"""Fewest observed pairs with which trees are asked."""
+
+MOST_PAIRS = 400
+"""Newest pairs of a kind of device that are learned from. Bounds the time of a fit."""
+
+UNSEEN_DEVIATION = 0.25
+"""Standard deviation of the log of a speed where no pair was observed on that kind of device."""
+
+_LEAST_SPEED = 0.01
 
 
 @dataclass(frozen=True)
@@ -24,6 +53,15 @@ class Observation:
     group: tuple[Job, ...]
     relative_speeds: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        if len(self.group) != len(self.relative_speeds):
+            raise ValueError(f"{len(self.group)} jobs on {self.device.name!r} have {len(self.relative_speeds)} speeds")
+        if any(not speed > 0 for speed in self.relative_speeds):
+            raise ValueError(
+                f"the speeds {self.relative_speeds} on {self.device.name!r} are not all above 0; "
+                "leave out groups with a job that made no step"
+            )
+
 
 @dataclass(frozen=True)
 class RelativeSpeed:
@@ -34,18 +72,140 @@ class RelativeSpeed:
     high: float
 
 
+@dataclass(frozen=True)
+class _OfKind:
+    """What was learned of one kind of device."""
+
+    share: PairEffects
+    total: PairEffects
+    trees: PairTrees | None
+
+
 class SlowdownModel:
-    """Learned from observed groups; a `SpeedPredictor`. Without observations it predicts from limits and uses alone."""
+    """Learned from observed groups; a `SpeedPredictor`. Without observations it predicts from uses and limits alone.
+
+    Equal observations give equal predictions. Predictions of pairs are kept, so asking again is cheap.
+
+        model = SlowdownModel.fit([Observation(gpu, (dlrm, bert), (0.71, 0.62))])
+        model.predict([dlrm, resnet], gpu)
+    """
+
+    def __init__(self, kinds: Mapping[str, _OfKind] | None = None, factors: Mapping[int, float] | None = None) -> None:
+        self._kinds, self._factors = dict(kinds or {}), dict(factors or {})
+        self._kept: dict[tuple[str, Traits, Traits], tuple[float, float]] = {}
 
     @classmethod
     def fit(cls, observations: Sequence[Observation]) -> SlowdownModel:
-        """Fit to everything observed so far."""
-        raise NotImplementedError
+        """Fit to everything observed so far, in order of time."""
+        kinds: dict[str, _OfKind] = {}
+        for kind in sorted({o.device.kind for o in observations}):
+            pairs = [pair for o in observations if o.device.kind == kind for pair in _pairs_of(o)][-MOST_PAIRS:]
+            if pairs:
+                kinds[kind] = _learn(pairs)
+        model = cls(kinds)
+        ratios: dict[int, list[float]] = {}
+        for o in observations:
+            if len(o.group) > 2:
+                excesses = model._excesses([o.group], o.device)[0][0]
+                ratios.setdefault(len(o.group), []).extend(
+                    (1 / speed - 1) / max(excess, 0.05) for speed, excess in zip(o.relative_speeds, excesses, strict=True)
+                )
+        # Three observations of the factor 1 stand for what is believed before.
+        factors = {size: (float(np.median(seen)) * len(seen) + 3) / (len(seen) + 3) for size, seen in ratios.items()}
+        return cls(kinds, {size: float(np.clip(factor, 0.2, 3.0)) for size, factor in factors.items()})
 
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return the mean predictions; see `SpeedPredictor`."""
-        raise NotImplementedError
+        return [
+            1 / (1 + self._factors.get(len(group), 1.0) * excess) if len(group) > 2 else 1 / (1 + excess)
+            for group, (excess, _) in zip(groups, self._excesses(groups, device), strict=True)
+        ]
 
     def predict(self, group: Sequence[Job], device: Device) -> list[RelativeSpeed]:
         """Return the prediction for each job of one group, with its interval."""
-        raise NotImplementedError
+        (means,) = self.relative_speeds([group], device)
+        ((_, deviations),) = self._excesses([group], device)
+        spans = np.exp(1.645 * deviations)
+        return [RelativeSpeed(float(m), float(m / span), float(m * span)) for m, span in zip(means, spans, strict=True)]
+
+    def _excesses(self, groups: Sequence[Sequence[Job]], device: Device) -> list[tuple[Floats, Floats]]:
+        """For each group, the summed excess of each job beside the others, and the deviation of the log of its speed."""
+        traits = {id(job): traits_of(job, device) for group in groups for job in group}
+        known = [[traits[id(job)] for job in group] for group in groups]
+        self._keep(device.kind, {(a, b) for group in known for a in group for b in group} if known else set())
+        result = []
+        for group in known:
+            pairs = [[self._kept[device.kind, a, b] for j, b in enumerate(group) if j != i] for i, a in enumerate(group)]
+            excess = np.array([sum(1 / speed - 1 for speed, _ in beside) for beside in pairs])
+            deviation = np.array([np.sqrt(np.mean([d**2 for _, d in beside])) if beside else 0.0 for beside in pairs])
+            result.append((np.maximum(excess, -0.5), deviation))
+        return result
+
+    def _keep(self, kind: str, wanted: set[tuple[Traits, Traits]]) -> None:
+        """Predict pairs that are asked for the first time, both directions of each at once."""
+        new = sorted(
+            {(a, b) if _key(a) <= _key(b) else (b, a) for a, b in wanted if (kind, a, b) not in self._kept},
+            key=lambda pair: (_key(pair[0]), _key(pair[1])),
+        )
+        if not new:
+            return
+        ones, others = [a for a, _ in new], [b for _, b in new]
+        expected = np.array([expected_speeds(a, b) for a, b in new])
+        share, total = coordinates(expected[:, 0], expected[:, 1])
+        deviations = np.full((len(new), 2), UNSEEN_DEVIATION)
+        if kind in self._kinds:
+            deviations, share, total = _corrected(self._kinds[kind], ones, others, share, total)
+        speed_one, speed_other = speeds(share, total)
+        for (a, b), one, other, (d_one, d_other) in zip(new, speed_one, speed_other, deviations, strict=True):
+            self._kept[kind, a, b] = float(max(one, _LEAST_SPEED)), float(d_one)
+            self._kept[kind, b, a] = float(max(other, _LEAST_SPEED)), float(d_other)
+
+
+def _learn(pairs: Sequence[Pair]) -> _OfKind:
+    ones, others = [p.one for p in pairs], [p.other for p in pairs]
+    features = Features(list(dict.fromkeys([*ones, *others])))
+    expected = np.array([expected_speeds(p.one, p.other) for p in pairs])
+    share, total = coordinates(np.array([p.speed_one for p in pairs]), np.array([p.speed_other for p in pairs]))
+    expected_share, expected_total = coordinates(expected[:, 0], expected[:, 1])
+    share, total = share - expected_share, total - expected_total
+    enough = len(pairs) >= MIN_FOR_TREES
+    return _OfKind(
+        PairEffects(features, -1, 0.4).fit(ones, others, share),
+        PairEffects(features, 1, 0.1).fit(ones, others, total),
+        PairTrees(features).fit(ones, others, share, total) if enough else None,
+    )
+
+
+def _corrected(
+    of_kind: _OfKind, ones: Sequence[Traits], others: Sequence[Traits], share: Floats, total: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Deviations of the log of both speeds, shape ``(num_pairs, 2)``, and the expectations with what was learned added."""
+    share_change, share_deviation, share_learned = of_kind.share.predict(ones, others)
+    total_change, total_deviation, _ = of_kind.total.predict(ones, others)
+    if of_kind.trees is not None:
+        by_trees = of_kind.trees.predict(ones, others)
+        # The less was learned of a pair's jobs, the more weight the trees have.
+        share_change = share_learned * share_change + (1 - share_learned) * by_trees[0]
+        total_change = share_learned * total_change + (1 - share_learned) * by_trees[1]
+    share, total = share + share_change, total + total_change
+    part = 1 / (1 + np.exp(-share))  # of the first job in the total
+    wide, deep = of_kind.share.calibration * share_deviation, of_kind.total.calibration * total_deviation
+    deviations = np.column_stack([np.hypot(deep, (1 - part) * wide), np.hypot(deep, part * wide)])
+    return deviations, share, total
+
+
+def _pairs_of(observation: Observation) -> list[Pair]:
+    """The pairs of a group, each job's excess divided among the others in proportion to what is expected beside each."""
+    traits = [traits_of(job, observation.device) for job in observation.group]
+    size = len(traits)
+    excess = np.zeros((size, size))
+    for i in range(size):
+        expected = np.array([1 / expected_speeds(traits[i], traits[j])[0] - 1 + 0.05 if j != i else 0.0 for j in range(size)])
+        if size > 1:
+            excess[i] = (1 / observation.relative_speeds[i] - 1) * expected / expected.sum()
+    speed = 1 / np.maximum(1 + excess, 0.2)
+    return [Pair(traits[i], traits[j], speed[i, j], speed[j, i]) for i in range(size) for j in range(i + 1, size)]
+
+
+def _key(traits: Traits) -> tuple[str, float, float, tuple[float, ...], float]:
+    return traits.family, traits.batch_size, traits.log_speed, traits.shares, traits.other_kinds

@@ -1,0 +1,310 @@
+"""One clock, jobs, devices, and a policy: what happens when jobs come, share devices and end.
+
+Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be; it is the
+function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there, and
+may know more than the policy does. A job that starts, or whose devices change, makes no step for as long as that costs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
+from lightning_dlrover.planner.cluster.outcome import Finished, SimulationOutcome
+from lightning_dlrover.planner.cluster.packing import Packing, why_never
+from lightning_dlrover.planner.cluster.policy import Policy
+from lightning_dlrover.planner.cluster.slowdown import Observation
+
+__all__ = ["Arrival", "Costs", "Learner", "SimulationError", "Truth", "simulate"]
+
+
+class SimulationError(ValueError):
+    """Jobs cannot run on the devices, or a policy exceeded a hard limit."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A job that comes at `job.submitted_s`, and the work that it really has.
+
+    Args:
+        job: as the policy sees it; while it runs, `steps_left` is kept where it is known.
+        steps: until the job ends.
+    """
+
+    job: Job
+    steps: float
+
+
+class Truth(Protocol):
+    """The real speed of jobs."""
+
+    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
+        """Return a job's steps/s.
+
+        Args:
+            devices: of the job, one for each worker.
+            beside: the other workers on each of those devices, by the device's name.
+        """
+        ...
+
+
+class Learner(Protocol):
+    """Is shown what each device's group did once it changes, and may replace the policy."""
+
+    def observed(self, observation: Observation, lasted_s: float) -> Policy | None:
+        """Return the policy to use from now on, or None to keep it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds without a step."""
+
+    start_s: float = 0.0
+    change_s: float = 0.0  # other devices, or more or fewer of them
+
+
+@dataclass
+class _Run:
+    """A running job: its progress up to `at_s`, and its speed from `ready_s` on."""
+
+    job: Job
+    devices: tuple[Device, ...]
+    left: float
+    at_s: float
+    since_s: float
+    ready_s: float
+    steps_per_s: float = 0.0
+    version: int = 0  # invalidates ends in the heap that were computed with another speed
+
+    def advance(self, now_s: float) -> None:
+        self.left = max(self.left - self.steps_per_s * max(now_s - max(self.at_s, self.ready_s), 0.0), 0.0)
+        self.at_s = now_s
+
+    def end_s(self) -> float:
+        return max(self.at_s, self.ready_s) + (self.left / self.steps_per_s if self.steps_per_s > 0 else math.inf)
+
+
+@dataclass
+class _Progress:
+    """What is kept of a job whether it runs or waits."""
+
+    arrival: Arrival
+    left: float
+    started_s: float = math.nan
+    served_device_s: float = 0.0
+    starts: int = 0
+    changes: int = 0
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    devices: Sequence[Device],
+    policy: Policy,
+    truth: Truth,
+    *,
+    costs: Costs | None = None,
+    every_s: float | None = None,
+    learner: Learner | None = None,
+) -> SimulationOutcome:
+    """Run all jobs to their ends.
+
+    Args:
+        every_s: seconds between decisions without a cause; None: only when jobs come and end.
+    Raises:
+        SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.
+    """
+    return _Simulation(arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner).run()
+
+
+@dataclass
+class _Simulation:
+    arrivals: Sequence[Arrival]
+    devices: tuple[Device, ...]
+    policy: Policy
+    truth: Truth
+    costs: Costs
+    every_s: float | None
+    learner: Learner | None
+    now_s: float = 0.0
+    waiting: dict[str, Job] = field(default_factory=dict)
+    running: dict[str, _Run] = field(default_factory=dict)
+    ends: list[tuple[float, str, int]] = field(default_factory=list)  # a heap
+    finished: list[Finished] = field(default_factory=list)
+    busy_s: float = 0.0  # devices with a job, times seconds
+
+    def run(self) -> SimulationOutcome:
+        self._check()
+        self.progress = {a.job.name: _Progress(a, a.steps) for a in self.arrivals}
+        self.by_name = {device.name: device for device in self.devices}
+        self.group_since_s = dict.fromkeys(self.by_name, 0.0)
+        coming = sorted(self.arrivals, key=lambda a: (a.job.submitted_s, a.job.name))
+        next_tick_s = math.inf if self.every_s is None or not coming else coming[0].job.submitted_s
+        start_s = coming[0].job.submitted_s if coming else 0.0
+        position = decisions = 0
+        while position < len(coming) or self.running or self.waiting:
+            comes_s = coming[position].job.submitted_s if position < len(coming) else math.inf
+            next_s = min(comes_s, self._next_end_s(), next_tick_s if self.running or self.waiting else math.inf)
+            if next_s == math.inf:
+                raise SimulationError(f"the policy lets {sorted(self.waiting)[:5]} wait for ever on free devices")
+            self._advance(next_s)
+            while position < len(coming) and coming[position].job.submitted_s <= next_s:
+                self.waiting[coming[position].job.name] = coming[position].job
+                position += 1
+            while self.every_s is not None and next_tick_s <= next_s:
+                next_tick_s += self.every_s
+            self._apply(self.policy(self._state()))
+            decisions += 1
+            if self.waiting and not self.running and position == len(coming) and self.every_s is None:
+                raise SimulationError(f"the policy lets {sorted(self.waiting)[:5]} wait for ever on free devices")
+        return SimulationOutcome(tuple(self.finished), start_s, self.now_s, len(self.devices), self.busy_s, decisions)
+
+    def _check(self) -> None:
+        names = [arrival.job.name for arrival in self.arrivals]
+        if len(set(names)) != len(names):
+            raise SimulationError(f"two jobs have the name {next(n for n in names if names.count(n) > 1)!r}")
+        for arrival in self.arrivals:
+            why = why_never(arrival.job, self.devices)
+            if why is not None:
+                raise SimulationError(why)
+            if not (math.isfinite(arrival.steps) and arrival.steps > 0 and math.isfinite(arrival.job.submitted_s)):
+                raise SimulationError(
+                    f"job {arrival.job.name!r} has {arrival.steps} steps and comes at {arrival.job.submitted_s} s; "
+                    "steps must be above 0, and both finite"
+                )
+
+    def _next_end_s(self) -> float:
+        while self.ends:
+            end_s, name, version = self.ends[0]
+            run = self.running.get(name)
+            if run is not None and run.version == version:
+                return end_s
+            heapq.heappop(self.ends)
+        return math.inf
+
+    def _advance(self, to_s: float) -> None:
+        """Go to a time, and end the jobs that end by then."""
+        busy = {device.name for run in self.running.values() for device in run.devices}
+        self.busy_s += len(busy) * (to_s - self.now_s)
+        self.now_s = to_s
+        ended: list[_Run] = []
+        while self._next_end_s() <= to_s:
+            run = self.running[heapq.heappop(self.ends)[1]]
+            run.version += 1
+            ended.append(run)
+        changed = {device.name for run in ended for device in run.devices}
+        self._show(changed)
+        for run in ended:
+            self._stop(run)
+            progress = self.progress[run.job.name]
+            self.finished.append(
+                Finished(
+                    run.job,
+                    progress.started_s,
+                    to_s,
+                    progress.served_device_s,
+                    progress.starts,
+                    progress.changes,
+                    progress.arrival.steps,
+                )
+            )
+        self._set_speeds(changed)
+
+    def _state(self) -> State:
+        running = []
+        for run in self.running.values():
+            progress = self.progress[run.job.name]
+            run.advance(self.now_s)
+            served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
+            left = None if run.job.steps_left is None else run.left
+            job = replace(run.job, steps_left=left, served_device_s=served)
+            running.append(Running(job, tuple(device.name for device in run.devices), run.since_s))
+        return State(self.now_s, self.devices, tuple(self.waiting.values()), tuple(running))
+
+    def _apply(self, allocation: Allocation) -> None:
+        wanted = {name: tuple(self.by_name[device] for device in names) for name, names in allocation.items() if names}
+        changing = [name for name, run in self.running.items() if wanted.get(name) != run.devices]
+        starting = [name for name in wanted if name in self.waiting]
+        if unknown := [name for name in wanted if name not in self.waiting and name not in self.running]:
+            raise SimulationError(f"the policy gives devices to {unknown}, which neither wait nor run")
+        if not changing and not starting:
+            return
+        changed = {d.name for name in changing for d in self.running[name].devices}
+        changed |= {device.name for name in (*changing, *starting) for device in wanted.get(name, ())}
+        self._show(changed)
+        for name in changing:
+            run = self.running[name]
+            self._stop(run)
+            if name in wanted:
+                self.progress[name].changes += 1
+                self._begin(run.job, wanted[name], self.costs.change_s)
+            else:
+                progress = self.progress[name]
+                left = None if run.job.steps_left is None else progress.left
+                self.waiting[name] = replace(
+                    run.job, waiting_since_s=self.now_s, served_device_s=progress.served_device_s, steps_left=left
+                )
+        for name in starting:
+            self.progress[name].starts += 1
+            self._begin(self.waiting.pop(name), wanted[name], self.costs.start_s)
+        self._check_limits()
+        self._set_speeds(changed)
+
+    def _begin(self, job: Job, devices: tuple[Device, ...], cost_s: float) -> None:
+        progress = self.progress[job.name]
+        if math.isnan(progress.started_s):
+            progress.started_s = self.now_s
+        self.running[job.name] = _Run(job, devices, progress.left, self.now_s, self.now_s, self.now_s + cost_s)
+
+    def _stop(self, run: _Run) -> None:
+        run.advance(self.now_s)
+        progress = self.progress[run.job.name]
+        progress.left = run.left
+        progress.served_device_s += len(run.devices) * (self.now_s - run.since_s)
+        del self.running[run.job.name]
+
+    def _check_limits(self) -> None:
+        running = tuple(Running(run.job, tuple(d.name for d in run.devices)) for run in self.running.values())
+        packing = Packing(State(self.now_s, self.devices, (), running))
+        for device in self.devices:
+            if packing.free_bytes(device) < 0 or len(packing.members(device)) > device.places:
+                names = [job.name for job in packing.members(device)]
+                raise SimulationError(
+                    f"the policy puts {names} on device {device.name!r}, which has {device.places} places "
+                    f"and {-packing.free_bytes(device)} bytes too few"
+                )
+
+    def _groups(self, names: set[str]) -> dict[str, list[Job]]:
+        groups: dict[str, list[Job]] = {name: [] for name in names}
+        for run in self.running.values():
+            for device in run.devices:
+                if device.name in groups:
+                    groups[device.name].append(run.job)
+        return groups
+
+    def _set_speeds(self, changed: set[str]) -> None:
+        """Ask the truth anew for all jobs on devices whose workers have changed."""
+        affected = [run for run in self.running.values() if any(device.name in changed for device in run.devices)]
+        everywhere = self._groups({device.name for run in affected for device in run.devices})
+        for run in affected:
+            run.advance(self.now_s)
+            beside = {d.name: [job for job in everywhere[d.name] if job.name != run.job.name] for d in run.devices}
+            run.steps_per_s = self.truth(run.job, run.devices, beside)
+            run.version += 1
+            heapq.heappush(self.ends, (run.end_s(), run.job.name, run.version))
+
+    def _show(self, changing: set[str]) -> None:
+        """Show the learner what the groups did that are about to change, where all of them have one device."""
+        for name, group in self._groups(changing).items():
+            lasted_s, self.group_since_s[name] = self.now_s - self.group_since_s[name], self.now_s
+            if self.learner is None or len(group) < 2 or lasted_s <= 0:
+                continue
+            runs, kind = [self.running[job.name] for job in group], self.by_name[name].kind
+            if any(len(run.devices) > 1 or run.steps_per_s <= 0 for run in runs):
+                continue
+            speeds = tuple(run.steps_per_s / run.job.profiles[kind].steps_per_s for run in runs)
+            self.policy = self.learner.observed(Observation(self.by_name[name], tuple(group), speeds), lasted_s) or self.policy
