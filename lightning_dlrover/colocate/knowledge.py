@@ -15,9 +15,9 @@ from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Profiled, Rates, Record, read_records
 from lightning_dlrover.colocate.memory import GROWTH
 from lightning_dlrover.perf.memory_margin import MemoryMargin
-from lightning_dlrover.planner.cluster import Device, Job, Profile, Undisturbed
+from lightning_dlrover.planner.cluster import Device, Job, Profile
 from lightning_dlrover.planner.cluster.policy import Floats, SpeedPredictor
-from lightning_dlrover.planner.cluster.slowdown import Observation
+from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
 
 __all__ = ["Knowledge"]
 
@@ -91,7 +91,7 @@ class Knowledge:
         """Return predicted speeds over those alone; see `SpeedPredictor`."""
         if self._model is None or len(self._rates) > self._num_learned:
             self._num_learned = len(self._rates)
-            self._model = _fitted(self._observations(device))
+            self._model = SlowdownModel.fit(self._observations(device))
         return self._model.relative_speeds(groups, device)
 
     def _observations(self, device: Device) -> list[Observation]:
@@ -144,6 +144,3 @@ class Knowledge:
         """Return the expected peak of a command after its probe."""
         return max(self.expected_bytes(spec), int(GROWTH * peak_bytes))
 
-
-def _fitted(observations: Sequence[Observation]) -> SpeedPredictor:
-    return Undisturbed()
