@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from lightning_dlrover.colocate.journal import Profiled, Rates
 from lightning_dlrover.colocate.watched import Moment
 
-__all__ = ["ALONE_S", "WARMUP_STEPS", "Companion", "Company"]
+__all__ = ["ALONE_S", "WARMUP_STEPS", "Alone", "Companion", "Company"]
 
 SETTLE_S = 0.3
 """Caches and threads of the former set have gone by then."""
@@ -40,6 +41,10 @@ class Companion:
         return not self.reports or self.moment.num_steps >= WARMUP_STEPS
 
 
+Alone: TypeAlias = Mapping[tuple[str, bool], float]
+"""Speed alone by kind, and whether it is in steps: in steps per second, or in cores of a command that reports no steps."""
+
+
 class Company:
     """The jobs that run on one device at the moment.
 
@@ -55,12 +60,12 @@ class Company:
         self._first: dict[str, Moment] | None = None
         self._newest: Mapping[str, Companion] = {}
 
-    def look(self, now: float, running: Sequence[Companion], alone: Mapping[str, float]) -> list[Profiled | Rates]:
+    def look(self, now: float, running: Sequence[Companion], alone: Alone) -> list[Profiled | Rates]:
         """Return what the windows that have ended with this look tell.
 
         Args:
             running: all jobs that run on the device, those that start included.
-            alone: known speeds alone, by kind: steps per second, or cores of a command that reports no steps.
+            alone: known speeds alone.
         """
         told: list[Profiled | Rates] = []
         members = tuple(sorted(companion.name for companion in running))
@@ -77,7 +82,7 @@ class Company:
             told += self._close(alone)
         return told
 
-    def _close(self, alone: Mapping[str, float]) -> list[Profiled | Rates]:
+    def _close(self, alone: Alone) -> list[Profiled | Rates]:
         first, self._first = self._first, None
         if not first:
             return []
@@ -88,11 +93,11 @@ class Company:
             return []
         if len(pairs) == 1:
             return [self._profile(*pairs[0])]
-        if any(not alone.get(now.kind) for now, _ in pairs):
+        if any(not alone.get((now.kind, now.reports)) for now, _ in pairs):
             return []
         speeds = defaultdict(list)
         for now, then in pairs:
-            speeds[now.kind].append(_speed(now, then) / alone[now.kind])
+            speeds[now.kind].append(_speed(now, then) / alone[now.kind, now.reports])
         seconds = min(now.moment.at_s - then.at_s for now, then in pairs)
         means = {kind: sum(each) / len(each) for kind, each in speeds.items()}
         return [Rates(self._device, means, tuple(sorted(now.kind for now, _ in pairs)), seconds)]
@@ -107,7 +112,9 @@ class Company:
             "input": (moment.data_wait_s - then.data_wait_s) / step_s if step_s > 0 else 0.0,
             "memory_bandwidth": now.step_bytes * speed if now.reports else 0.0,
         }
-        return Profiled(now.kind, self._device_kind, {name: max(0.0, amount) for name, amount in use.items()}, speed)
+        return Profiled(
+            now.kind, self._device_kind, {name: max(0.0, amount) for name, amount in use.items()}, speed, now.reports
+        )
 
 
 def _speed(now: Companion, then: Moment) -> float:

@@ -40,6 +40,8 @@ LOOK_S = 0.1
 END_S = 10.0
 """Seconds that processes may take to vanish after SIGKILL."""
 GRACE_WITHOUT_STEPS_S = 1.0
+PATIENCE = 3.0
+"""A command that keeps no core busy is probed for this times as long."""
 AGAIN_S = 5.0
 """Least seconds before an evicted job starts again."""
 
@@ -203,7 +205,7 @@ class Dispatcher:
         if job.phase in ("starting", "running") and job.asks:
             job.probed_bytes = 0
             job.enter("asks", now)
-        elif job.phase == "starting" and not job.reports and now - job.at_s - job.paused_s(now) >= self._rules.probe_s:
+        elif job.phase == "starting" and self._is_probed(job, now):
             job.probed_bytes = self.knowledge.probed_bytes(job.spec, job.peak_bytes)
             job.charge_bytes = max(job.charge_bytes, job.probed_bytes)
             job.enter("running", now)
@@ -212,6 +214,13 @@ class Dispatcher:
         if job.phase in ("starting", "running") and now - job.moved_s > self._rules.hang_s:
             reason = f"no step and no use of a core for {self._rules.hang_s:.0f} s: it hangs"
             self._act(End(job.spec.name, "failed", reason), now)
+
+    def _is_probed(self, job: WatchedJob, now: float) -> bool:
+        """Whether a command counts as one that reports nothing. Beside others, a script with the callback may start slowly."""
+        if job.reports or self.knowledge.reports(job.spec.kind):
+            return False
+        seconds = now - job.at_s - job.paused_s(now)
+        return seconds >= PATIENCE * self._rules.probe_s or seconds >= self._rules.probe_s <= 2 * job.use.cpu_s
 
     def _learn(self, now: float) -> None:
         by_device = defaultdict(list)

@@ -93,7 +93,8 @@ class Profiled:
     job_kind: str
     device_kind: str
     use: dict[str, float]  # amount of each resource, mean over a step
-    steps_per_s: float
+    steps_per_s: float  # cores in use of a command that reports no steps
+    reports: bool = True
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ one kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from lightning_dlrover.colocate.company import Alone
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Profiled, Rates, Record, read_records
 from lightning_dlrover.colocate.memory import GROWTH
@@ -83,9 +84,15 @@ class Knowledge:
         known = self._profiles.get((kind, device_kind))
         return Profile(0, known.steps_per_s, known.use) if known is not None else None
 
-    def alone(self, device_kind: str) -> Mapping[str, float]:
-        """Return the speed of each kind alone, in steps per second or cores."""
-        return {kind: known.steps_per_s for (kind, where), known in self._profiles.items() if where == device_kind}
+    def alone(self, device_kind: str) -> Alone:
+        """Return the speed of each kind alone."""
+        return {
+            (kind, known.reports): known.steps_per_s for (kind, where), known in self._profiles.items() if where == device_kind
+        }
+
+    def reports(self, kind: str) -> bool:
+        """Whether jobs of this kind are known to report their steps."""
+        return any(known.reports for (of, _), known in self._profiles.items() if of == kind)
 
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return predicted speeds over those alone; see `SpeedPredictor`."""
@@ -143,4 +150,3 @@ class Knowledge:
     def probed_bytes(self, spec: JobSpec, peak_bytes: int) -> int:
         """Return the expected peak of a command after its probe."""
         return max(self.expected_bytes(spec), int(GROWTH * peak_bytes))
-

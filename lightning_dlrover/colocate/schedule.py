@@ -88,7 +88,8 @@ class Scheduler:
         for place in places:
             here = [tenant for tenant in tenants if tenant.device == place.name]
             actions += self._of_tenants(now, place, here, {name for name, where in wanted.items() if place.name in where})
-            actions += self._starts(place, here, able, [job for job in able if place.name in wanted.get(job.name, ())])
+            if place.name not in self._alone:
+                actions += self._starts(place, here, able, [job for job in able if place.name in wanted.get(job.name, ())])
         return _once(actions)
 
     def _wanted(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> Allocation:

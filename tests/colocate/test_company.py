@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_dlrover.colocate.company import Companion, Company
+from lightning_dlrover.colocate.company import Alone, Companion, Company
 from lightning_dlrover.colocate.journal import Profiled, Rates
 from lightning_dlrover.colocate.watched import Moment
 
@@ -33,7 +33,7 @@ def watch(
     jobs: Sequence[Pretended],
     until_s: float,
     start_s: float = 0.0,
-    alone: dict[str, float] | None = None,
+    alone: Alone | None = None,
     speed: float = 1.0,
 ) -> list[Profiled | Rates]:
     told = []
@@ -55,22 +55,22 @@ def test_job_alone_gives_its_profile() -> None:
 
 def test_jobs_side_by_side_give_their_speeds_over_those_alone() -> None:
     jobs = [Pretended("a", 50.0, 1.0), Pretended("b", 20.0, 1.0), Pretended("c", 0.0, 0.8, reports=False)]
-    told = watch(Company("cpu", "fast"), jobs, 6.0, alone={"a": 50.0, "b": 20.0, "c": 0.8}, speed=0.6)
+    told = watch(Company("cpu", "fast"), jobs, 6.0, alone={("a", True): 50.0, ("b", True): 20.0, ("c", False): 0.8}, speed=0.6)
     assert [type(record) for record in told] == [Rates]
     assert isinstance(told[0], Rates)
     assert told[0].speeds == pytest.approx({"a": 0.6, "b": 0.6, "c": 0.6}, rel=0.1)
     assert told[0].kinds == ("a", "b", "c")
 
 
-def test_job_that_was_never_alone_gives_no_speed() -> None:
+def test_job_that_was_never_alone_or_reported_otherwise_gives_no_speed() -> None:
     jobs = [Pretended("a", 50.0, 1.0), Pretended("b", 20.0, 1.0)]
-    assert watch(Company("cpu", "fast"), jobs, 6.0, alone={"a": 50.0}) == []
+    assert watch(Company("cpu", "fast"), jobs, 6.0, alone={("a", True): 50.0, ("b", False): 0.5}) == []
 
 
 def test_window_of_a_set_that_changed_too_early_tells_nothing() -> None:
     company = Company("cpu", "fast")
     a, b = Pretended("a", 50.0, 1.0), Pretended("b", 20.0, 1.0)
-    known = {"a": 50.0, "b": 20.0}
+    known: Alone = {("a", True): 50.0, ("b", True): 20.0}
     told = watch(company, [a, b], 0.8, alone=known)
     told += watch(company, [a], 1.4, 0.8, alone=known)
     told += watch(company, [a, b], 2.0, 1.4, alone=known)

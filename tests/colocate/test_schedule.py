@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from colocated_jobs import MIB, place
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlrover.colocate.journal import Profiled
+from lightning_dlrover.colocate.knowledge import Knowledge
+from lightning_dlrover.colocate.memory import memory_actions
+from lightning_dlrover.colocate.schedule import AHEAD, Scheduler
+from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Start, Tenant, Waiting
+
+PLACE = place(memory_mib=8000, most_jobs=4)
+
+
+class Pretended:
+    """A queue whose jobs start, ask, run and end by arithmetic, under a real scheduler and real rules of memory."""
+
+    def __init__(
+        self, policy: str, jobs: Sequence[tuple[str, int, int, float]], wait_s: float = 1000.0, knows: bool = False
+    ) -> None:
+        self.knowledge = Knowledge()
+        self.scheduler = Scheduler(policy, self.knowledge, wait_s=wait_s)
+        self.now = 0.0
+        self.waiting = {
+            f"j{number}": Waiting(f"j{number}", kind, priority, 0.001 * number)
+            for number, (kind, priority, _, _) in enumerate(jobs)
+        }
+        self.needs = {f"j{number}": (mib * MIB, run_s) for number, (_, _, mib, run_s) in enumerate(jobs)}
+        self.tenants: dict[str, Tenant] = {}
+        self.ran_s: dict[str, float] = dict.fromkeys(self.waiting, 0.0)
+        self.most_running = 0
+        if knows:
+            for kind in {kind for kind, _, _, _ in jobs}:
+                self.learn(kind)
+
+    def learn(self, kind: str) -> None:
+        self.knowledge.learn(Profiled(kind, "cpu", {"cores": 0.2 if kind == "input" else 0.9}, 10.0))
+
+    def step(self) -> None:
+        self.now += 1.0
+        for tenant in list(self.tenants.values()):
+            need, run_s = self.needs[tenant.name]
+            if tenant.phase == "starting" and self.now - tenant.since_s >= 3:
+                self.put(tenant, "asks", resident_bytes=300 * MIB, need_bytes=need)
+            elif tenant.phase == "running":
+                self.ran_s[tenant.name] += 1.0
+                self.put(tenant, "running", num_steps=tenant.num_steps + 5, since_s=tenant.since_s, resident_bytes=need)
+                if self.ran_s[tenant.name] >= run_s:
+                    del self.tenants[tenant.name]
+        running = [tenant for tenant in self.tenants.values() if tenant.phase == "running"]
+        self.most_running = max(self.most_running, len(running))
+        if len(running) == len([t for t in self.tenants.values() if t.phase != "paused"]) == 1 and running[0].num_steps >= 10:
+            self.learn(running[0].kind)
+        for action in memory_actions(PLACE.memory_bytes, list(self.tenants.values())):
+            self.act(action)
+        for action in self.scheduler.actions(self.now, [PLACE], list(self.waiting.values()), list(self.tenants.values())):
+            self.act(action)
+
+    def act(self, action: Action) -> None:
+        if isinstance(action, Start):
+            job = self.waiting.pop(action.job)
+            self.tenants[job.name] = Tenant(
+                job.name,
+                job.kind,
+                "starting",
+                "cpu",
+                job.priority,
+                job.submitted_s,
+                self.now,
+                action.charge_bytes,
+                since_s=self.now,
+            )
+            return
+        tenant = self.tenants[action.job]
+        if isinstance(action, Admit):
+            self.put(tenant, "running", charge_bytes=action.charge_bytes, is_admitted=True)
+        elif isinstance(action, Charge):
+            self.tenants[tenant.name] = replace(tenant, charge_bytes=action.charge_bytes)
+        elif isinstance(action, Pause):
+            assert tenant.phase in ("running", "starting")
+            self.put(tenant, "paused", paused_for_memory=action.for_memory)
+        elif isinstance(action, Resume):
+            assert tenant.phase == "paused"
+            self.put(tenant, "running" if tenant.is_admitted else "starting", paused_for_memory=False)
+        elif isinstance(action, End):
+            raise AssertionError(f"no job of these lies or is too large: {action}")
+
+    def put(self, tenant: Tenant, phase: str, **fields: object) -> None:
+        self.tenants[tenant.name] = replace(tenant, **{"since_s": self.now, **fields}, phase=phase)  # type: ignore[arg-type]
+
+    def finish(self, most_s: float) -> None:
+        while self.waiting or self.tenants:
+            assert self.now < most_s, (self.waiting, self.tenants)
+            self.step()
+            assert len(self.tenants) <= PLACE.most_jobs + AHEAD
+
+
+job = st.tuples(
+    st.sampled_from(["compute", "input", "memory"]), st.integers(0, 2), st.integers(320, 3000), st.floats(1.0, 20.0)
+)
+
+
+@given(
+    st.sampled_from(["complementary", "fifo", "sequential", "random_sets", "rmixer", "muri"]),
+    st.lists(job, min_size=1, max_size=12),
+    st.booleans(),
+)
+@settings(max_examples=60)
+def test_every_queue_comes_to_its_end(policy: str, jobs: list[tuple[str, int, int, float]], knows: bool) -> None:
+    queue = Pretended(policy, jobs, knows=knows)
+    queue.finish(most_s=60.0 + sum(run_s + 20 for _, _, _, run_s in jobs))
+    assert queue.most_running <= PLACE.most_jobs
+
+
+def test_sequential_runs_one_job_at_a_time() -> None:
+    queue = Pretended("sequential", [("compute", 0, 400, 5.0)] * 4)
+    queue.finish(60.0)
+    assert queue.most_running == 1
+
+
+def test_jobs_whose_needs_fit_into_two_sets_take_the_time_of_two() -> None:
+    queue = Pretended("complementary", [("compute", 0, 400, 200.0)] * 3 + [("input", 0, 400, 200.0)] * 3, knows=True)
+    queue.finish(460.0)
+
+
+def test_each_kind_is_measured_alone_once() -> None:
+    queue = Pretended("complementary", [("compute", 0, 400, 60.0), ("input", 0, 400, 60.0), ("compute", 0, 400, 60.0)])
+    queue.finish(300.0)
+    assert queue.knowledge.is_profiled("compute", "cpu")
+    assert queue.knowledge.is_profiled("input", "cpu")
+
+
+def test_paused_job_runs_again_before_the_longest_wait_is_over() -> None:
+    jobs = [("compute", 0, 400, 400.0)] * 5
+    queue = Pretended("complementary", jobs, wait_s=60.0, knows=True)
+    paused_s: dict[str, float] = {}
+    for _ in range(500):
+        queue.step()
+        for name, tenant in queue.tenants.items():
+            paused_s[name] = queue.now - tenant.since_s if tenant.phase == "paused" else 0.0
+        assert max(paused_s.values(), default=0.0) <= 60.0 + 60.0
+
+
+def test_higher_priority_starts_first() -> None:
+    queue = Pretended("complementary", [("compute", 0, 400, 50.0)] * 6 + [("compute", 1, 400, 50.0)])
+    queue.step()
+    assert "j6" in queue.tenants
