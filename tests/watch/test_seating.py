@@ -1,0 +1,81 @@
+"""A Trainer beside other jobs of a dispatcher: it waits before its first step, and takes the threads that it is granted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from waiting import eventually
+
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy, variables
+from lightning_dlrover.observe.seat import Answer, read_reports, write_answer
+
+NUM_STEPS = 30
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.02)
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+def fit() -> L.Trainer:
+    trainer = L.Trainer(
+        strategy=DLRoverStrategy(),
+        callbacks=[DLRoverCallback(plan_every_s=0)],
+        accelerator="cpu",
+        max_steps=NUM_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(2000, 8)), batch_size=16))
+    return trainer
+
+
+def test_trainer_asks_before_its_first_step_and_reports_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variables.SEAT, str(tmp_path))
+    seen = []
+
+    def dispatcher() -> None:
+        seen.extend(eventually(lambda: [report for report in read_reports(tmp_path) if report.waits], "a job that asks"))
+        write_answer(tmp_path, Answer(admitted=True, threads=1))
+
+    answering = threading.Thread(target=dispatcher)
+    answering.start()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        trainer = fit()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+        answering.join(30)
+    assert trainer.global_step == NUM_STEPS
+    (asked,) = seen
+    assert asked.num_steps == 0
+    assert asked.estimate_bytes > 50 << 20, asked.estimate_note
+    assert asked.step_bytes > 0
+    (last,) = read_reports(tmp_path)
+    assert 10 < last.num_steps <= NUM_STEPS
+    assert last.steps_left == NUM_STEPS - last.num_steps
+    assert last.step_s > 0.02 * (last.num_steps - 1)
+
+
+def test_trainer_that_runs_by_itself_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(variables.SEAT, raising=False)
+    assert fit().global_step == NUM_STEPS
