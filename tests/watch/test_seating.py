@@ -26,7 +26,8 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         time.sleep(0.02)
-        return self.net(batch[0]).square().mean()
+        output: Tensor = self.net(batch[0])
+        return output.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())
