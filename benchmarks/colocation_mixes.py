@@ -114,7 +114,7 @@ def _run(queue: Path, mix: str, policy: str, steps: Mapping[str, int], learned: 
 
 
 def _slowdown_errors(queue: Path, learned: Path) -> list[float]:
-    """Return errors of predicted speeds of sets of jobs that the predictor has not seen, from what it had seen before each."""
+    """Return errors of predicted speeds of sets of jobs, each predicted before the set was first seen."""
     from lightning_dlrover.colocate.knowledge import Knowledge
     from lightning_dlrover.planner.cluster import Device, Job
 

@@ -23,7 +23,7 @@ TOGETHER_S = 4.0
 LEAST_S = 0.8
 LEAST_STEPS = 3
 WARMUP_STEPS = 2
-"""First steps allocate memory and compile; they tell nothing of the later ones."""
+"""First steps allocate memory and compile; their times differ from those of later ones."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Company:
 
     Args:
         device: the device's name.
-        device_kind: what profiles of different devices have in common.
+        device_kind: key of the profiles. Devices of one kind are equally fast.
     """
 
     def __init__(self, device: str, device_kind: str) -> None:
@@ -61,16 +61,16 @@ class Company:
         self._newest: Mapping[str, Companion] = {}
 
     def look(self, now: float, running: Sequence[Companion], alone: Alone) -> list[Profiled | Rates]:
-        """Return what the windows that have ended with this look tell.
+        """Return the results of the windows that end with this look.
 
         Args:
             running: all jobs that run on the device, those that start included.
             alone: known speeds alone.
         """
-        told: list[Profiled | Rates] = []
+        found: list[Profiled | Rates] = []
         members = tuple(sorted(companion.name for companion in running))
         if members != self._members:
-            told = self._close(alone)
+            found = self._close(alone)
             self._members, self._since_s, self._first = members, now, None
         self._newest = {companion.name: companion for companion in running}
         if self._first is None:
@@ -79,8 +79,8 @@ class Company:
         elif min(self._newest[name].moment.at_s - first.at_s for name, first in self._first.items()) >= (
             ALONE_S if len(members) == 1 else TOGETHER_S
         ):
-            told += self._close(alone)
-        return told
+            found += self._close(alone)
+        return found
 
     def _close(self, alone: Alone) -> list[Profiled | Rates]:
         first, self._first = self._first, None

@@ -1,7 +1,8 @@
 """Run the jobs of a queue to their ends: look, decide, act, a few times a second.
 
-All decisions are made elsewhere: `memory.py` (who gets memory), `schedule.py` (who runs). This file starts, admits, pauses and
-ends processes, and writes each start and end to the journal. It is the only one that changes a job's phase (`tenants.py`).
+All decisions are made elsewhere: `memory.py` grants memory, `schedule.py` chooses the jobs that run. This file starts, admits,
+pauses and ends processes, and writes each start and end to the journal. It is the only one that changes a job's phase
+(`tenants.py`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Dispatcher:
         self.running: dict[str, WatchedJob] = {}
         self.ended: dict[str, Ended] = {}
         self.past: list[WatchedJob] = []
-        self.ends: dict[tuple[str, int], Ended] = {}  # by job and attempt
+        self.ends: dict[tuple[str, int], Ended] = {}  # key: job and attempt
         self._specs: dict[str, JobSpec] = {}
         self._added_s: dict[str, float] = {}
         self._attempts: dict[str, int] = defaultdict(int)

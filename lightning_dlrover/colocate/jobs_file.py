@@ -58,7 +58,7 @@ class JobSpec:
 
     @property
     def kind(self) -> str:
-        """What jobs have in common that need the same: a hash of command, folder and variables."""
+        """A hash of command, folder and variables. Jobs with the same one need the same resources."""
         same = json.dumps([self.command, self.folder, sorted(self.env.items()), self.device])
         return hashlib.sha256(same.encode()).hexdigest()[:16]
 
@@ -96,7 +96,7 @@ def read_jobs(path: Path) -> list[JobSpec]:
 
 
 def _specs(job: Any, where: str, base: Path, number: int) -> list[JobSpec]:
-    """Return a job of the file as often as its field `copies` says."""
+    """Return a job of the file as often as its field `copies` asks for."""
     if not isinstance(job, dict):
         raise JobsFileError(f"{where} is {job!r:.80}, not a list of fields such as `command: python train.py`")
     if unknown := sorted(map(str, {*job} - {*FIELDS})):

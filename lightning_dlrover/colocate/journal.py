@@ -1,4 +1,4 @@
-"""What has become of a queue's jobs: one line of JSON each, on disk before anybody acts on it.
+"""The history of a queue's jobs: records as lines of JSON, each on disk before the dispatcher acts on it.
 
 A dispatcher that was killed leaves the file as it is. The next one reads it and goes on.
 """
@@ -54,7 +54,7 @@ class Opened:
     """A dispatcher began to run the queue."""
 
     policy: str
-    cores: float  # of all devices together
+    cores: float  # the sum over all devices
     memory_bytes: int
     at: float
 
@@ -81,14 +81,14 @@ class Started:
     """A job's command was started."""
 
     job: str
-    attempt: int  # from 1 on
+    attempt: int  # 1 is the first
     device: str
     at: float
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a kind of job needs when it runs alone."""
+    """Needs and speed of a kind of job that runs alone."""
 
     job_kind: str
     device_kind: str
@@ -102,8 +102,8 @@ class Rates:
     """How fast jobs ran side by side, each relative to alone."""
 
     device: str
-    speeds: dict[str, float]  # by kind of job; kinds that occur twice have the mean
-    kinds: tuple[str, ...]  # of all jobs that ran, one for each job
+    speeds: dict[str, float]  # key: kind of job; a kind that occurs twice has its mean
+    kinds: tuple[str, ...]  # one for each job that ran
     seconds: float
 
 

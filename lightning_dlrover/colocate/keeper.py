@@ -106,7 +106,7 @@ class Job:
         self.kill_at = deadline if self.kill_at is None else min(self.kill_at, deadline)
 
     def reap(self) -> bool:
-        """Collect what has ended. Return whether no process is left."""
+        """Reap ended processes. Return whether no process is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

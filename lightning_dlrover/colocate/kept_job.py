@@ -144,6 +144,6 @@ class KeptJob:
 
     def _order(self, order: bytes) -> None:
         assert self._keeper.stdin is not None
-        with suppress(OSError):  # the keeper has ended; `outcome` tells how
+        with suppress(OSError):  # the keeper has ended; `outcome` has the reason
             self._keeper.stdin.write(order)
             self._keeper.stdin.flush()

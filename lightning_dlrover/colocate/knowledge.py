@@ -1,4 +1,4 @@
-"""What is known of kinds of jobs: their use and speed alone, their speeds side by side, their peak memory.
+"""Measurements of kinds of jobs: their use and speed alone, their speeds side by side, their peak memory.
 
 It comes from the queue's own journal and from those of earlier queues. Jobs with the same command, folder and variables are of
 one kind.
@@ -33,9 +33,9 @@ class Knowledge:
     def __init__(self) -> None:
         self._specs: dict[str, JobSpec] = {}
         self._profiles: dict[tuple[str, str], Profiled] = {}
-        self._peaks: dict[str, int] = {}  # by kind, of jobs that are done
-        self._wanted: dict[str, int] = {}  # by kind, of jobs that were evicted
-        self._estimates: list[tuple[int, int]] = []  # with the measured peak, oldest first
+        self._peaks: dict[str, int] = {}  # key: kind; jobs that are done
+        self._wanted: dict[str, int] = {}  # key: kind; jobs that were evicted
+        self._estimates: list[tuple[int, int]] = []  # each with the measured peak, oldest first
         self._rates: list[Rates] = []
         self._model: SpeedPredictor | None = None
         self._num_learned = 0
@@ -61,7 +61,7 @@ class Knowledge:
     # --- speeds --------------------------------------------------------------------------------------------------------------
 
     def learn(self, record: Profiled | Rates) -> bool:
-        """Take a measurement; return whether it tells something new."""
+        """Take a measurement; return whether it is new."""
         if isinstance(record, Rates):
             self._rates = [*self._rates, record][-MAX_OBSERVATIONS:]
             return True
@@ -80,7 +80,7 @@ class Knowledge:
         return (kind, device_kind) in self._profiles
 
     def profile(self, kind: str, device_kind: str) -> Profile | None:
-        """Return what a kind of job uses alone, without its memory; None if it was never measured alone."""
+        """Return the needs of a kind of job alone, without its memory; None if it was never measured alone."""
         known = self._profiles.get((kind, device_kind))
         return Profile(0, known.steps_per_s, known.use) if known is not None else None
 
@@ -133,7 +133,7 @@ class Knowledge:
         return max(spec.memory_bytes, self._wanted.get(spec.kind, 0))
 
     def need_bytes(self, spec: JobSpec, estimate_bytes: int, margin_bytes: int, resident_bytes: int) -> int:
-        """Return what a job that asks is admitted with: its own estimate with a margin, or what its kind has needed before.
+        """Return the charge of a job that asks: its own estimate with a margin, or the peak of earlier jobs of its kind.
 
         Args:
             margin_bytes: the estimate's own.
@@ -143,7 +143,7 @@ class Knowledge:
         if not estimate_bytes:
             return max(self.expected_bytes(spec), int(GROWTH * resident_bytes))
         learned = MemoryMargin.of(self._estimates)
-        # The job knows only the default margin, this process what earlier estimates were worth.
+        # The job knows only the default margin; this process knows the errors of earlier estimates.
         margin_bytes = learned.bytes_for(estimate_bytes) if learned.num_records else margin_bytes
         return max(self._wanted.get(spec.kind, 0), estimate_bytes + margin_bytes)
 

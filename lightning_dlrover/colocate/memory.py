@@ -1,7 +1,7 @@
 """Keep the jobs of a device within its memory. Pure.
 
 A job gets its memory before it needs it: the sum of all charges never exceeds the device. A job that outgrows its charge gets
-more if there is room, else it is paused, and if even what it has is too much, it goes back to the queue. The others never pay.
+more if there is room. Else it is paused, or goes back to the queue if its present memory is too much. The others never pay.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ __all__ = ["GROWTH", "START_BYTES", "free_bytes", "memory_actions"]
 START_BYTES = 1 << 30
 """Allowance of a job whose need is unknown: a Python process that has imported torch and Lightning has 0.5 GiB."""
 GROWTH = 1.25
-"""A job that has outgrown its charge gets this times what it has."""
+"""A job that has outgrown its charge gets this times its present memory."""
 HEADROOM = 0.02
 """Part of a device beyond which a paused job's memory endangers others: processes grow between two looks."""
 
 
 def free_bytes(memory_bytes: int, tenants: Sequence[Tenant]) -> int:
-    """Return what is left of a device beside what its tenants hold."""
+    """Return the memory of a device that none of its tenants holds."""
     return memory_bytes - sum(tenant.held_bytes for tenant in tenants)
 
 
 def memory_actions(memory_bytes: int, tenants: Sequence[Tenant]) -> list[Action]:
-    """Return what the memory of a device asks for.
+    """Return the actions that keep a device within its memory.
 
     Args:
         memory_bytes: memory of the device that jobs may use.
@@ -59,7 +59,7 @@ def memory_actions(memory_bytes: int, tenants: Sequence[Tenant]) -> list[Action]
 
 
 def _outgrown(memory_bytes: int, tenant: Tenant, tenants: Sequence[Tenant]) -> tuple[list[Action], Tenant]:
-    """Return what is done about a job that has more than its charge, and the job afterwards."""
+    """Return the actions about a job that has more than its charge, and the job afterwards."""
     free = free_bytes(memory_bytes, tenants)
     wanted = int(GROWTH * tenant.resident_bytes)
     if wanted - tenant.held_bytes <= free:

@@ -13,7 +13,7 @@ from lightning_dlrover.observe.resources import available_bytes, available_cores
 __all__ = ["Place", "places_of"]
 
 RESERVE = 0.1
-"""Part of the available memory that no job gets: the page cache, and what jobs need between two looks."""
+"""Part of the available memory that no job gets: room for the page cache, and for growth between two looks."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def places_of(
     """Return the places that a command line names: `cpu` for all cores of this process, or `cpu:0-3` for some.
 
     Args:
-        memory_bytes: memory for the jobs of all places; 0: what is available now, less a reserve.
+        memory_bytes: memory for the jobs of all places; 0: the memory that is available now, less a reserve.
         most_jobs: most jobs of one place that run at once; 0: twice its cores.
         usable: cores of this process. None: ask the system; also for `num_cores` and `available`.
 

@@ -1,4 +1,4 @@
-"""Who runs on each device now: asks a policy of `planner/cluster`, and turns its answer into starts, pauses and resumptions.
+"""Choose the jobs that run now: ask a policy of `planner/cluster`, and turn its answer into starts, pauses and resumptions.
 
 A policy that may pause jobs (`complementary`) gets more of them to choose from: a few beyond those that run are started ahead,
 so that their needs are known, and then wait with their processes stopped. Each kind of job runs alone for a second, once.
@@ -25,7 +25,7 @@ ALONE_LIMIT_S = 10.0
 QUANTUM_S = 30.0
 """Jobs that run stay together for this long, unless one comes or goes."""
 SOFT_LIMIT = 1.2
-"""Jobs side by side may want this times the cores. Their use is a mean, and a core that waits for nobody is lost."""
+"""Jobs side by side may want this times the cores. Their use is a mean, and an idle core is lost."""
 MOST_TOGETHER = 6
 PAUSING = ("complementary",)
 """Policies that may pause jobs."""
@@ -43,7 +43,7 @@ class _Alone:
 
 @dataclass
 class _Chosen:
-    """The jobs that run on all devices, and what they were chosen from."""
+    """The jobs chosen to run on all devices, and the candidates."""
 
     jobs: Allocation
     among: tuple[object, ...]
@@ -54,7 +54,7 @@ class Scheduler:
     """
     Args:
         policy: name of the policy.
-        knowledge: what is known of jobs.
+        knowledge: measurements of earlier jobs.
         seed: for a policy that chooses at random.
         wait_s: a job that has waited longer goes before all others.
 
@@ -81,7 +81,7 @@ class Scheduler:
     def actions(
         self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
     ) -> list[Action]:
-        """Return who starts, pauses and goes on."""
+        """Return the starts, pauses and resumptions that are due."""
         able = [job for job in waiting if job.not_before_s <= now and job.device in ("any", "cpu")]
         wanted = self._wanted(now, places, able, tenants)
         actions: list[Action] = []
@@ -104,7 +104,7 @@ class Scheduler:
         return self._chosen.jobs
 
     def _of_tenants(self, now: float, place: Place, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
-        """Return who of a device's jobs pauses and who goes on."""
+        """Return the pauses and resumptions of a device's jobs."""
         if not self._may_pause:
             return []
         alone = self._measured_alone(now, place, tenants)

@@ -48,7 +48,7 @@ class LiveTable:
         self._context.__exit__(*error)
 
     def shown(self, dispatcher: Dispatcher) -> None:
-        """Draw the present state, or print what has changed."""
+        """Draw the present state, or print the changes."""
         for line in self._changes(dispatcher):
             if self._is_terminal:
                 self._live.console.print(line, markup=False, highlight=False)

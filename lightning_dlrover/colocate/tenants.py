@@ -1,15 +1,15 @@
-"""What a dispatcher knows of the jobs that have processes, and what it may do about them: data only.
+"""The jobs that have processes, and the actions of a dispatcher on them: data only.
 
     waiting -> starting -> asks -> running <-> paused -> ending -> done | failed | waiting (evicted)
 
 | phase | the job | its memory |
 | --- | --- | --- |
 | starting | imports, builds its model; or a command that reports nothing, in its probe | a starting allowance |
-| asks | stands before its first step, with an estimate of its peak | what it has |
+| asks | stands before its first step, with an estimate of its peak | its present memory |
 | running, paused | trains; its processes are stopped (SIGSTOP) | its charge: estimate and margin, or more if it has more |
-| ending | got SIGTERM | what it has |
+| ending | got SIGTERM | its present memory |
 
-Only `dispatcher.py` changes a phase, each by one action below. The job itself changes what it reports.
+Only `dispatcher.py` changes a phase, each by one action below. The job itself changes its reports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a job's processes use of the machine, from `/proc`."""
+"""Resources in use by a job's processes, from `/proc`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that runs: its processes, what they report, and what is measured of them."""
+"""A job that runs: its processes, their reports, and measurements of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MEASURE_S = 0.25
 
 @dataclass(frozen=True)
 class Moment:
-    """What a job had done and used at a moment. All sums, so that two moments give the rates between them."""
+    """Work and use of a job up to a moment. All are sums, so two moments give the rates between them."""
 
-    at_s: float  # of the newest report, else of the newest measurement
+    at_s: float  # moment of the newest report, else of the newest measurement
     measured_s: float
     cpu_s: float
     read_bytes: int
@@ -54,7 +54,7 @@ class WatchedJob:
     use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0, 0))
     reports: list[SeatReport] = field(default_factory=list)
     threads: int = 0
-    cores: float = 0.0  # that it kept busy between the last two measurements
+    cores: float = 0.0  # cores that it kept busy between the last two measurements
     probed_bytes: int = 0  # peak of a command that reports nothing, once its probe is over
     end_reason: str = ""
     end_result: str = ""
@@ -117,7 +117,7 @@ class WatchedJob:
         return Moment(self._measured_s, self._measured_s, self.use.cpu_s, self.use.read_bytes, 0, 0.0, 0.0)
 
     def tenant(self, need_bytes: int) -> Tenant:
-        """Return what decisions need to know."""
+        """Return the job as decisions see it."""
         return Tenant(
             name=self.spec.name,
             kind=self.spec.kind,

@@ -34,11 +34,11 @@ class NotAdmittedError(TimeoutError):
 
 @dataclass(frozen=True)
 class SeatReport:
-    """What one process of a job has done since its first step. All sums, so that two reports give the rates between them."""
+    """Work of one process of a job since its first step. All are sums, so two reports give the rates between them."""
 
     process_id: int
     at_s: float  # time.monotonic(), which all processes of a machine share
-    waits: bool = False  # for the answer to the estimate
+    waits: bool = False  # the answer to the estimate is awaited
     estimate_bytes: int = 0  # peak of this process; 0: not estimated
     estimate_margin_bytes: int = 0
     estimate_note: str = ""
@@ -52,7 +52,7 @@ class SeatReport:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the dispatcher grants."""
+    """The dispatcher's grant."""
 
     admitted: bool = False
     threads: int = 0  # intra-op threads per process; 0: as the script has them

@@ -1,4 +1,4 @@
-"""What a Trainer does beside other jobs of a dispatcher: it asks for memory before the first step, and reports steps."""
+"""A Trainer beside other jobs of a dispatcher: it asks for memory before the first step, and reports steps."""
 
 from __future__ import annotations
 

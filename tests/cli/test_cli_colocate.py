@@ -73,15 +73,15 @@ def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--devices", "gpu"], "GPUs cannot be shared yet"),
         (["--memory", "9T"], "are available; give less"),
         (["--learn-from", "nowhere"], "nowhere holds no queue"),
     ],
 )
-def test_wrong_use_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str) -> None:
+def test_wrong_use_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
     path = queue_of(tmp_path, [seated("a")])
     assert main(["colocate", str(path), "--out", str(tmp_path / "out"), *options]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "jobs").exists()

@@ -36,30 +36,30 @@ def watch(
     alone: Alone | None = None,
     speed: float = 1.0,
 ) -> list[Profiled | Rates]:
-    told = []
+    found = []
     for tick in range(int((until_s - start_s) * 10)):
         now = start_s + tick / 10
-        told += company.look(now, [job.seen(now) for job in jobs], alone or {})
+        found += company.look(now, [job.seen(now) for job in jobs], alone or {})
         for job in jobs:
             job.run(0.1, speed)
-    return told
+    return found
 
 
 def test_job_alone_gives_its_profile() -> None:
-    told = watch(Company("cpu", "fast"), [Pretended("a", 50.0, 0.75, waits=0.25)], 3.0)
-    assert isinstance(told[0], Profiled)
-    assert (told[0].job_kind, told[0].device_kind) == ("a", "fast")
-    assert told[0].steps_per_s == pytest.approx(50.0, rel=0.05)
-    assert told[0].use == pytest.approx({"cores": 0.75, "input": 0.25, "memory_bandwidth": 50_000.0}, rel=0.05)
+    found = watch(Company("cpu", "fast"), [Pretended("a", 50.0, 0.75, waits=0.25)], 3.0)
+    assert isinstance(found[0], Profiled)
+    assert (found[0].job_kind, found[0].device_kind) == ("a", "fast")
+    assert found[0].steps_per_s == pytest.approx(50.0, rel=0.05)
+    assert found[0].use == pytest.approx({"cores": 0.75, "input": 0.25, "memory_bandwidth": 50_000.0}, rel=0.05)
 
 
 def test_jobs_side_by_side_give_their_speeds_over_those_alone() -> None:
     jobs = [Pretended("a", 50.0, 1.0), Pretended("b", 20.0, 1.0), Pretended("c", 0.0, 0.8, reports=False)]
-    told = watch(Company("cpu", "fast"), jobs, 6.0, alone={("a", True): 50.0, ("b", True): 20.0, ("c", False): 0.8}, speed=0.6)
-    assert [type(record) for record in told] == [Rates]
-    assert isinstance(told[0], Rates)
-    assert told[0].speeds == pytest.approx({"a": 0.6, "b": 0.6, "c": 0.6}, rel=0.1)
-    assert told[0].kinds == ("a", "b", "c")
+    found = watch(Company("cpu", "fast"), jobs, 6.0, alone={("a", True): 50.0, ("b", True): 20.0, ("c", False): 0.8}, speed=0.6)
+    assert [type(record) for record in found] == [Rates]
+    assert isinstance(found[0], Rates)
+    assert found[0].speeds == pytest.approx({"a": 0.6, "b": 0.6, "c": 0.6}, rel=0.1)
+    assert found[0].kinds == ("a", "b", "c")
 
 
 def test_job_that_was_never_alone_or_reported_otherwise_gives_no_speed() -> None:
@@ -71,10 +71,10 @@ def test_window_of_a_set_that_changed_too_early_tells_nothing() -> None:
     company = Company("cpu", "fast")
     a, b = Pretended("a", 50.0, 1.0), Pretended("b", 20.0, 1.0)
     known: Alone = {("a", True): 50.0, ("b", True): 20.0}
-    told = watch(company, [a, b], 0.8, alone=known)
-    told += watch(company, [a], 1.4, 0.8, alone=known)
-    told += watch(company, [a, b], 2.0, 1.4, alone=known)
-    assert told == []
+    found = watch(company, [a, b], 0.8, alone=known)
+    found += watch(company, [a], 1.4, 0.8, alone=known)
+    found += watch(company, [a, b], 2.0, 1.4, alone=known)
+    assert found == []
 
 
 def test_first_steps_do_not_count() -> None:

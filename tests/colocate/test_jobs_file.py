@@ -30,7 +30,7 @@ def test_copies_have_names_of_their_own_and_one_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "has no jobs"),
         ("jobs: {a: 1}", "has no jobs"),
@@ -53,11 +53,11 @@ def test_copies_have_names_of_their_own_and_one_kind(tmp_path: Path) -> None:
         ("jobs:\n- {command: x}\nother: 1", "unknown fields other"),
     ],
 )
-def test_wrong_file_is_refused_with_the_cause(tmp_path: Path, text: str, told: str) -> None:
+def test_wrong_file_is_refused_with_the_cause(tmp_path: Path, text: str, message: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(JobsFileError) as refused:
         read_jobs(path)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert str(path) in str(refused.value)
 
 

@@ -30,7 +30,7 @@ def test_quota_of_cpu_time_leaves_fewer_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "told"),
+    ("devices", "message"),
     [
         (["gpu"], "GPUs cannot be shared yet"),
         (["cuda:0"], "'cuda:0' is not `cpu`"),
@@ -42,8 +42,8 @@ def test_quota_of_cpu_time_leaves_fewer_cores() -> None:
         (["cpu", "cpu"], "share core 0"),
     ],
 )
-def test_wrong_device_is_refused(devices: list[str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_wrong_device_is_refused(devices: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         made(devices)
 
 

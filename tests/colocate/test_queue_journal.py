@@ -56,7 +56,7 @@ def test_second_dispatcher_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("nonsense", "line 2 is not JSON"),
         ('{"kind":"nothing"}', "line 2 is b'"),
@@ -67,14 +67,14 @@ def test_second_dispatcher_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unreadable_line_is_named(tmp_path: Path, line: str, told: str) -> None:
+def test_unreadable_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     with Journal(tmp_path):
         pass
     with (tmp_path / "queue.jsonl").open("a") as stream:
         stream.write(line + "\n")
     with pytest.raises(JournalError) as refused:
         Journal(tmp_path)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert "remove the line" in str(refused.value)
 
 

@@ -17,7 +17,7 @@ PLACE = place(memory_mib=8000, most_jobs=4)
 
 
 class Pretended:
-    """A queue whose jobs start, ask, run and end by arithmetic, under a real scheduler and real rules of memory."""
+    """A queue of jobs that start, ask, run and end by arithmetic, under a real scheduler and real rules of memory."""
 
     def __init__(
         self, policy: str, jobs: Sequence[tuple[str, int, int, float]], wait_s: float = 1000.0, knows: bool = False
