@@ -2,8 +2,8 @@
 
 One coordinate of a pair (see `pair_features`) is ``f(a) +- f(b) + h(a, b)`` beside its expectation, with the sign of the
 coordinate's symmetry. Jobs of one family have similar effects `f`, more so with similar columns, and every job has a part of
-its own. So observations of one batch size carry over to others, and a job with many observations is hardly pulled. The affinity
-`h` is a product of two such effects. This is Bayesian completion of a symmetric (or antisymmetric) matrix with side information.
+its own. So observations of one batch size carry over to others, and a job with many observations is hardly pulled. The
+affinity `h` is a product of two such effects. This is Bayesian completion of a symmetric (or antisymmetric) matrix.
 
     cov(f) = w1 [same family] + w2 [same job] + w3 [same family] exp(-d^2 / 2) + w4 <x, x'>
     cov(pair, pair') = k(a, a') + k(b, b') +- (k(a, b') + k(b, a')) + g(a, a') g(b, b') +- g(a, b') g(b, a')
@@ -18,8 +18,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve
-from scipy.optimize import minimize
 
 from lightning_dlrover.planner.cluster.pair_features import Features, Traits
 from lightning_dlrover.planner.cluster.policy import Floats
@@ -60,6 +58,9 @@ class PairEffects:
 
     def fit(self, ones: Sequence[Traits], others: Sequence[Traits], values: Floats, most_steps: int = 30) -> PairEffects:
         """Fit to the coordinate of pairs, less its expectation; `values` has shape ``(num_pairs,)``."""
+        from scipy.linalg import cho_factor, cho_solve
+        from scipy.optimize import minimize
+
         both = list(dict.fromkeys([*ones, *others]))
         at = {traits: index for index, traits in enumerate(both)}
         a, b = np.array([at[t] for t in ones]), np.array([at[t] for t in others])

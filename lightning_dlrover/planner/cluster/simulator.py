@@ -1,8 +1,8 @@
 """One clock, jobs, devices, and a policy: what happens when jobs come, share devices and end.
 
-Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be; it is the
-function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there, and
-may know more than the policy does. A job that starts, or whose devices change, makes no step for as long as that costs.
+Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be. It is
+the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there,
+and may know more than the policy does. A job that starts, or whose devices change, makes no step for as long as that costs.
 """
 
 from __future__ import annotations
