@@ -162,6 +162,7 @@ def decision_times_ms(pairs: MeasuredPairs, model: SlowdownModel, num_decisions:
 def _errors(of: str, pairs: MeasuredPairs, model: SlowdownModel, rest: Sequence[Pair]) -> Errors:
     errors: list[float] = []
     inside: list[bool] = []
+    model.relative_speeds([_jobs(pairs, a, b) for a, b in rest], pairs.device)  # all at once, which is faster
     for a, b in rest:
         for (one, other), predicted in zip(((a, b), (b, a)), model.predict(_jobs(pairs, a, b), pairs.device), strict=True):
             speed = pairs.speeds[one, other]

@@ -8,8 +8,7 @@ import networkx
 import numpy as np
 import pytest
 
-from lightning_dlrover.planner.cluster.matching import match
-from lightning_dlrover.planner.cluster.policies.complementary import best_partition
+from lightning_dlrover.planner.cluster.matching import EXACT_NODES, best_partition, match
 from lightning_dlrover.planner.cluster.policy import Floats
 
 
@@ -37,7 +36,7 @@ def test_matching_has_nearly_the_weight_of_the_heaviest(num_nodes: int) -> None:
         assert all(weights[pair] > 0 for pair in pairs)
         best = heaviest(weights)
         ratios.append(sum(weights[pair] for pair in pairs) / best if best else 1.0)
-    assert min(ratios) >= 0.9
+    assert min(ratios) >= (1 - 1e-9 if num_nodes <= EXACT_NODES else 0.88)
     assert np.mean(ratios) >= 0.97
 
 

@@ -4,7 +4,7 @@ The cost of a set is the time that its device needs for its work if each job had
 relative speeds. A job alone costs 1, so two jobs should share a device if that costs less than 2. The sets are those whose
 costs have the smallest sum. A job that goes well with a difficult one is thus kept for it; a greedy choice would give it away.
 
-At most `EXACT_GROUPS` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming over
+At most `EXACT_NODES` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming over
 subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves.
 """
 
@@ -17,14 +17,12 @@ import numpy as np
 
 from lightning_dlrover.planner.cluster.grouping import Group, Room, group_and_start, merge_in_rounds, merged
 from lightning_dlrover.planner.cluster.jobs import Device, Job
+from lightning_dlrover.planner.cluster.matching import EXACT_NODES, best_partition
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
 from lightning_dlrover.planner.cluster.waiting import Place
 
-__all__ = ["EXACT_GROUPS", "best_partition", "complementary", "costs"]
-
-EXACT_GROUPS = 8
-"""Most jobs and occupied devices whose partitions are all searched; 162 sets of up to four."""
+__all__ = ["complementary", "costs"]
 
 
 def complementary(settings: PolicySettings) -> Place:
@@ -32,7 +30,7 @@ def complementary(settings: PolicySettings) -> Place:
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
         def merge(groups: list[Group], sample: Device) -> list[Group]:
-            if len(groups) <= EXACT_GROUPS:
+            if len(groups) <= EXACT_NODES:
                 return _exact(packing, groups, sample, settings)
 
             def weigh(pairs: Sequence[tuple[Group, Group]], device: Device) -> Floats:
@@ -53,27 +51,6 @@ def costs(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySetting
         weights = [job.weight for job in jobs]
         found[index] = sum(weights) / sum(w * s for w, s in zip(weights, relative.tolist(), strict=True))
     return found
-
-
-def best_partition(set_costs: dict[int, float], num_items: int) -> list[int]:
-    """Return the sets, as bit masks, that hold each item once and cost least together.
-
-    Args:
-        set_costs: by mask; holds each item alone. Sets that are absent are not allowed.
-    """
-    least, choice = np.full(1 << num_items, np.inf), [0] * (1 << num_items)
-    least[0] = 0.0
-    by_lowest: list[list[int]] = [[mask for mask in set_costs if mask & -mask == 1 << item] for item in range(num_items)]
-    for whole in range(1, 1 << num_items):
-        lowest = (whole & -whole).bit_length() - 1
-        for mask in by_lowest[lowest]:
-            if mask & whole == mask and least[whole ^ mask] + set_costs[mask] < least[whole]:
-                least[whole], choice[whole] = least[whole ^ mask] + set_costs[mask], mask
-    sets, left = [], (1 << num_items) - 1
-    while left:
-        sets.append(choice[left])
-        left ^= choice[left]
-    return sets
 
 
 def _exact(packing: Packing, groups: list[Group], sample: Device, settings: PolicySettings) -> list[Group]:
