@@ -79,7 +79,7 @@ class _Run:
     since_s: float
     ready_s: float
     steps_per_s: float = 0.0
-    version: int = 0  # invalidates ends in the heap that were computed with another speed
+    version: int = -1  # of the only entry in the heap that holds; others were computed with another speed
 
     def advance(self, now_s: float) -> None:
         self.left = max(self.left - self.steps_per_s * max(now_s - max(self.at_s, self.ready_s), 0.0), 0.0)
@@ -135,6 +135,7 @@ class _Simulation:
     running: dict[str, _Run] = field(default_factory=dict)
     ends: list[tuple[float, str, int]] = field(default_factory=list)  # a heap
     finished: list[Finished] = field(default_factory=list)
+    version: int = 0
     busy_s: float = 0.0  # devices with a job, times seconds
 
     def run(self) -> SimulationOutcome:
@@ -194,7 +195,7 @@ class _Simulation:
         ended: list[_Run] = []
         while self._next_end_s() <= to_s:
             run = self.running[heapq.heappop(self.ends)[1]]
-            run.version += 1
+            run.version = -1
             ended.append(run)
         changed = {device.name for run in ended for device in run.devices}
         self._show(changed)
@@ -294,7 +295,9 @@ class _Simulation:
             run.advance(self.now_s)
             beside = {d.name: [job for job in everywhere[d.name] if job.name != run.job.name] for d in run.devices}
             run.steps_per_s = self.truth(run.job, run.devices, beside)
-            run.version += 1
+            # Counted over all jobs, so that an entry of a job's earlier devices cannot be taken for one of the present.
+            self.version += 1
+            run.version = self.version
             heapq.heappush(self.ends, (run.end_s(), run.job.name, run.version))
 
     def _show(self, changing: set[str]) -> None:
