@@ -1,4 +1,4 @@
-"""Slowdowns predicted, and pairs chosen, on pairs that were measured on one device; and what a decision costs."""
+"""Slowdowns predicted, and pairs chosen, on pairs that were measured on one device; and the time of a decision."""
 
 from __future__ import annotations
 

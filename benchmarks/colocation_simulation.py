@@ -1,7 +1,7 @@
 """Jobs of a trace on simulated devices: the same policies, with the speeds of measured pairs as the truth.
 
-What `complementary` knows it learns on the way: it starts without an observation, and is fitted anew each time the number of
-observed pairs has doubled. Measurements err by a few per cent, which depends on the seed.
+`complementary` learns on the way: it starts without an observation, and is fitted anew each time the number of observations has
+doubled. Measurements err by a few per cent, which depends on the seed.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Room:
     """Which of some groups fit together, on the device that one of them has, or on an empty one like `sample`.
 
     Args:
-        under_limits: the sum of what they use shall also stay under every limit.
+        under_limits: their combined use shall also stay under every limit.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ def _on_kind(packing: Packing, kind: str, jobs: Sequence[Job], merge: Merge, mos
 
 
 def _start(packing: Packing, groups: Sequence[Group], empty: list[Device]) -> set[str]:
-    """Start what joins running jobs, then the sets with the first jobs in order on empty devices."""
+    """Start jobs that join running ones, then the sets with the first jobs in order on empty devices."""
     started: set[str] = set()
     free = list(empty)
     for group in sorted(groups, key=lambda group: (group.device is None, _first(group))):

@@ -1,4 +1,4 @@
-"""An allocation while a policy builds it: who is on which device, and what still fits."""
+"""An allocation while a policy builds it: workers on each device, and the room left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Packing", "why_never"]
 class Packing:
     """Starts with the running jobs, which stay where they are, and grows by `start`.
 
-    Memory and places are hard: `start` refuses what exceeds them. The limits of other resources are only asked for.
+    Memory and places are hard: `start` refuses to exceed them. The limits of other resources are only asked for.
     """
 
     def __init__(self, state: State) -> None:
@@ -25,8 +25,8 @@ class Packing:
             raise ValueError(f"two of the devices {sorted(d.name for d in state.devices)} have one name")
         self._workers: dict[str, list[Job]] = {name: [] for name in self.devices}
         self._used = dict.fromkeys(self.devices, 0)
-        self._host_used: Counter[str] = Counter()  # by node: memory of the host that workers on GPUs use
-        self._use: defaultdict[tuple[str, str], float] = defaultdict(float)  # by node or device, and resource
+        self._host_used: Counter[str] = Counter()  # host memory of workers on GPUs, by node
+        self._use: defaultdict[tuple[str, str], float] = defaultdict(float)  # amounts by node or device, and resource
         self._hosts = {device.node: device for device in state.devices if device.is_host}
         self._host_limits: dict[tuple[str, str], float] = {}
         for device in state.devices:
@@ -79,7 +79,7 @@ class Packing:
         """Return the fraction of each limit that jobs would use, in the order of `RESOURCES`; 0 where nothing is limited.
 
         Args:
-            with_present: count what the workers on the device and its node use already.
+            with_present: count the use of the workers on the device and its node.
         """
         used = np.zeros(len(RESOURCES))
         for index, resource in enumerate(RESOURCES):

@@ -31,7 +31,7 @@ _NUM_MAIN, _NUM_AFFINITY = 4, 4
 
 
 class _Jobs:
-    """What kernels compare: identities, families and columns of some jobs."""
+    """Inputs of kernels: identities, families and columns of some jobs."""
 
     def __init__(self, features: Features, jobs: Sequence[Traits]) -> None:
         self.families, self.identities, self.table = features.families(jobs), features.identities(jobs), features.table(jobs)

@@ -79,7 +79,7 @@ class RelativeSpeed:
 
 @dataclass(frozen=True)
 class _OfKind:
-    """What was learned of one kind of device."""
+    """The two models of one kind of device."""
 
     share: PairEffects
     total: PairEffects
@@ -115,7 +115,7 @@ class SlowdownModel:
                 ratios.setdefault(len(o.group), []).extend(
                     (1 / speed - 1) / max(excess, 0.05) for speed, excess in zip(o.relative_speeds, excesses, strict=True)
                 )
-        # Three observations of the factor 1 stand for what is believed before.
+        # Three observations of the factor 1 are the prior.
         factors = {size: (float(np.median(seen)) * len(seen) + 3) / (len(seen) + 3) for size, seen in ratios.items()}
         return cls(kinds, {size: float(np.clip(factor, 0.2, 3.0)) for size, factor in factors.items()})
 
@@ -153,7 +153,7 @@ class _Table:
     def __init__(self, of_kind: _OfKind | None) -> None:
         self._of_kind = of_kind
         self._traits: dict[Traits, int] = {}
-        # By what a job's traits are made of. The objects are kept, so that their ids are not used again.
+        # Numbers of traits by their sources. The objects are kept, so that their ids are not used again.
         self._numbers: dict[tuple[str, str, float, int, int], tuple[int, object, object]] = {}
         self._excess, self._deviation = np.full((0, 0), np.nan), np.full((0, 0), np.nan)
 
@@ -223,7 +223,7 @@ def _learn(pairs: Sequence[Pair]) -> _OfKind:
 def _corrected(
     of_kind: _OfKind, ones: Sequence[Traits], others: Sequence[Traits], share: Floats, total: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Deviations of the log of both speeds, shape ``(num_pairs, 2)``, and the expectations with what was learned added."""
+    """Deviations of the log of both speeds, shape ``(num_pairs, 2)``, and the corrected expectations."""
     share_change, share_deviation, share_learned = of_kind.share.predict(ones, others)
     total_change, total_deviation, _ = of_kind.total.predict(ones, others)
     if of_kind.trees is not None:
@@ -232,14 +232,14 @@ def _corrected(
         share_change = share_learned * share_change + (1 - share_learned) * by_trees[0]
         total_change = share_learned * total_change + (1 - share_learned) * by_trees[1]
     share, total = share + share_change, total + total_change
-    part = 1 / (1 + np.exp(-share))  # of the first job in the total
+    part = 1 / (1 + np.exp(-share))  # share of the first job in the total
     wide, deep = of_kind.share.calibration * share_deviation, of_kind.total.calibration * total_deviation
     deviations = np.column_stack([np.hypot(deep, (1 - part) * wide), np.hypot(deep, part * wide)])
     return deviations, share, total
 
 
 def _pairs_of(observation: Observation) -> list[Pair]:
-    """The pairs of a group, each job's excess divided among the others in proportion to what is expected beside each."""
+    """The pairs of a group, each job's excess divided among the others in proportion to the expectations."""
     traits = [traits_of(job, observation.device) for job in observation.group]
     size = len(traits)
     excess = np.zeros((size, size))
