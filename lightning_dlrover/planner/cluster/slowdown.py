@@ -109,9 +109,12 @@ class SlowdownModel:
                 kinds[kind] = _learn(pairs)
         model = cls(kinds)
         ratios: dict[int, list[float]] = {}
-        for o in observations:
-            if len(o.group) > 2:
-                excesses = model._excesses([o.group], o.device)[0][0]
+        large = [o for o in observations if len(o.group) > 2]
+        for name in sorted({o.device.name for o in large}):
+            of_device = [o for o in large if o.device.name == name]
+            for o, (excesses, _) in zip(
+                of_device, model._excesses([o.group for o in of_device], of_device[-1].device), strict=True
+            ):
                 ratios.setdefault(len(o.group), []).extend(
                     (1 / speed - 1) / max(excess, 0.05) for speed, excess in zip(o.relative_speeds, excesses, strict=True)
                 )
@@ -186,7 +189,7 @@ class _Table:
     def _predict(self, ones: NDArray[np.intp], others: NDArray[np.intp]) -> None:
         """Predict pairs that are asked for the first time, both directions at once."""
         short = len(self._traits) - len(self._excess)
-        if short:
+        if short > 0:
             wider = ((0, max(short, len(self._excess))),) * 2
             self._excess, self._deviation = (np.pad(t, wider, constant_values=np.nan) for t in (self._excess, self._deviation))
         new = np.isnan(self._excess[ones, others])
