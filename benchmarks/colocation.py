@@ -43,12 +43,16 @@ HOUR_S = 3600.0
 
 def report_errors(title: str, errors: Sequence[Errors]) -> float:
     """Print the median error of each part; return that of all together."""
-    print(f"\n{title}: median error of the relative speed, and its fraction inside of the 90 % interval")
+    print(f"\n{title}: median error of the relative speed, of trees, and the fraction inside of the 90 % interval")
     for part in errors:
-        print(f"  {part.of:<24} {100 * part.median:6.2f} %  {100 * part.inside:5.1f} %  of {len(part.values)}")
-    together = statistics.median([value for part in errors for value in part.values])
-    print(f"  all {100 * together:.2f} %; mean of the medians {100 * statistics.fmean(part.median for part in errors):.2f} %")
-    return together
+        ours, trees = 100 * statistics.median(part.values), 100 * statistics.median(part.trees)
+        print(f"  {part.of:<24} {ours:6.2f} %  {trees:6.2f} %  {100 * part.inside:5.1f} %  of {len(part.values)}")
+    for name in ("values", "trees"):
+        parts = [getattr(part, name) for part in errors]
+        together = 100 * statistics.median([value for part in parts for value in part])
+        mean = 100 * statistics.fmean(statistics.median(part) for part in parts)
+        print(f"  {'ours' if name == 'values' else name}: {together:.2f} % all together, mean of the medians {mean:.2f} %")
+    return statistics.median([value for part in errors for value in part.values])
 
 
 def report_choices(title: str, choices: Sequence[Choice]) -> float:
@@ -67,7 +71,7 @@ def pairs_benchmark(pairs: MeasuredPairs, num_seeds: int, quick: bool) -> None:
     print(f"\n{num_queues} queues of {NUM_JOBS} jobs")
     sets = report_choices("our sets, jobs per device time", list(choose_sets(pairs, model, num_queues, NUM_JOBS, 0)))
     most = report_choices("pairs, steps/s", list(choose_pairs(pairs, model, num_queues, NUM_JOBS, 0)))
-    print("\ndecisions with 1,000 queued jobs on 32 devices, ms: median, largest, first on an idle cluster")
+    print("\ndecisions with 1,000 queued jobs on 32 devices, ms of CPU time: median, largest, first on an idle cluster")
     times = decision_times_ms(pairs, model, 20 if quick else 100)
     for name, (middle, largest, first) in times.items():
         print(f"  {name:<16} {middle:8.2f} {largest:8.2f} {first:8.2f}")

@@ -42,7 +42,7 @@ class Arrival:
 class Truth(Protocol):
     """The real speed of jobs."""
 
-    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
+    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]], /) -> float:
         """Return a job's steps/s.
 
         Args:
