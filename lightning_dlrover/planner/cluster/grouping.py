@@ -11,16 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_dlrover.planner.cluster.jobs import Device, Job
+from lightning_dlrover.planner.cluster.jobs import RESOURCES, Device, Job
 from lightning_dlrover.planner.cluster.matching import match
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats
 from lightning_dlrover.planner.cluster.waiting import in_order, spread
 
-__all__ = ["FEW", "Group", "Merge", "Weigh", "can_merge", "group_and_start", "merge_in_rounds", "merged"]
+__all__ = ["FEW", "Group", "Merge", "Room", "Weigh", "group_and_start", "merge_in_rounds", "merged"]
 
-FEW = 8
+FEW = 24
 """Jobs to choose from even where only one place is free."""
 
 
@@ -47,6 +48,56 @@ Merge = Callable[[list[Group], Device], list[Group]]
 
 Weigh = Callable[[Sequence[tuple[Group, Group]], Device], Floats]
 """The gain of merging each pair of groups on such a device, shape ``(num_pairs,)``; 0 or below: not to be merged."""
+
+
+class Room:
+    """Which of some groups fit together, on the device that one of them has, or on an empty one like `sample`.
+
+    Args:
+        under_limits: their combined use shall also stay under every limit.
+    """
+
+    def __init__(
+        self, packing: Packing, groups: Sequence[Group], sample: Device, most_together: int, under_limits: bool
+    ) -> None:
+        kind = sample.kind
+        self._has_device = np.array([group.device is not None for group in groups])
+        self._sizes = np.array([len(group.members) for group in groups])
+        self._bytes = np.array([float(sum(job.profiles[kind].memory_bytes for job in g.waiting)) for g in groups])
+        on = [group.device or sample for group in groups]
+        self._bytes_free = np.array(
+            [packing.free_bytes(d) if g.device else d.memory_bytes for g, d in zip(groups, on, strict=True)], dtype=float
+        )
+        self._places = np.array([min(device.places, most_together) for device in on])
+        self._exclusive = np.array([any(job.exclusive for job in group.members) for group in groups])
+        self._use = np.zeros((len(groups), len(RESOURCES)))
+        if under_limits:
+            for row, (group, device) in enumerate(zip(groups, on, strict=True)):
+                self._use[row] = packing.use_of_limits(group.waiting, device, with_present=group.device is not None)
+
+    def pairs(self) -> NDArray[np.intp]:
+        """Return the pairs that fit, shape ``(num_pairs, 2)``, the smaller index first."""
+        i, j = np.triu_indices(len(self._sizes), 1)
+        device_first = self._has_device[i]
+        places = np.where(device_first, self._places[i], self._places[j])
+        free = np.where(device_first, self._bytes_free[i], self._bytes_free[j])
+        fit = ~(self._has_device[i] & self._has_device[j]) & (self._sizes[i] + self._sizes[j] <= places)
+        fit &= (self._bytes[i] + self._bytes[j] <= free) & ~(self._exclusive[i] | self._exclusive[j])
+        fit &= (self._use[i] + self._use[j] <= 1 + 1e-9).all(axis=1)
+        return np.column_stack([i[fit], j[fit]])
+
+    def fits(self, indices: Sequence[int]) -> bool:
+        """Return whether two or more groups fit together."""
+        some = list(indices)
+        with_device = [index for index in some if self._has_device[index]]
+        where = with_device[0] if with_device else some[0]
+        return bool(
+            len(with_device) < 2
+            and self._sizes[some].sum() <= self._places[where]
+            and self._bytes[some].sum() <= self._bytes_free[where]
+            and not self._exclusive[some].any()
+            and (self._use[some].sum(axis=0) <= 1 + 1e-9).all()
+        )
 
 
 def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_together: int) -> None:
@@ -76,31 +127,30 @@ def merged(groups: Sequence[Group]) -> Group:
     )
 
 
-def can_merge(packing: Packing, groups: Sequence[Group], sample: Device, most_together: int) -> bool:
-    """Whether the groups fit together on the device that one of them has, or on an empty one like `sample`."""
-    union = merged(groups)
-    if sum(group.device is not None for group in groups) > 1 or len(union.members) > most_together:
-        return False
-    if not union.waiting:
-        return True
-    *beside, last = union.waiting
-    if union.device is not None:
-        return packing.fits(last, union.device, beside)
-    profiles = [job.profiles[sample.kind] for job in union.waiting]
-    alone = len(profiles) == 1 or not any(job.exclusive for job in union.waiting)
-    return alone and len(profiles) <= sample.places and sum(p.memory_bytes for p in profiles) <= sample.memory_bytes
-
-
 def merge_in_rounds(
-    packing: Packing, groups: list[Group], sample: Device, weigh: Weigh, most_together: int, num_enough: int = 0
+    packing: Packing,
+    groups: list[Group],
+    sample: Device,
+    weigh: Weigh,
+    most_together: int,
+    *,
+    under_limits: bool,
+    num_enough: int = 0,
 ) -> list[Group]:
     """Merge matched pairs, round after round, until no merger gains or at most `num_enough` groups are left."""
-    while len(groups) > num_enough:
-        pairs = _round(packing, groups, sample, weigh, most_together)[: len(groups) - num_enough]
-        if not pairs:
+    while len(groups) > max(num_enough, 1):
+        pairs = Room(packing, groups, sample, most_together, under_limits).pairs()
+        if not len(pairs):
             break
-        joined = {index for pair in pairs for index in pair}
-        groups = [g for i, g in enumerate(groups) if i not in joined] + [merged([groups[i], groups[j]]) for i, j in pairs]
+        weights = np.zeros((len(groups), len(groups)))
+        rows, columns = pairs.T
+        found = weigh([(groups[i], groups[j]) for i, j in pairs.tolist()], sample)
+        weights[rows, columns] = weights[columns, rows] = found
+        chosen = sorted(match(weights), key=lambda pair: (-weights[pair], pair))[: len(groups) - num_enough]
+        if not chosen:
+            break
+        joined = {index for pair in chosen for index in pair}
+        groups = [g for i, g in enumerate(groups) if i not in joined] + [merged([groups[i], groups[j]]) for i, j in chosen]
     return groups
 
 
@@ -108,32 +158,16 @@ def _on_kind(packing: Packing, kind: str, jobs: Sequence[Job], merge: Merge, mos
     devices = [device for device in packing.open_devices() if device.kind == kind]
     empty = [device for device in devices if not packing.members(device)]
     occupied = [Group((), packing.members(d), d) for d in devices if 0 < len(packing.members(d)) < most_together]
-    # Enough jobs for every free place, and as many again to choose from.
+    # Enough jobs for every free place, and some to choose from.
     places = sum(max(min(d.places, most_together) - len(packing.members(d)), 0) for d in devices)
+    if not places:
+        return set()
     groups = [*occupied, *(Group((job,)) for job in jobs[: max(2 * places, FEW)])]
     return _start(packing, merge(groups, devices[0]), empty)
 
 
-def _round(
-    packing: Packing, groups: Sequence[Group], sample: Device, weigh: Weigh, most_together: int
-) -> list[tuple[int, int]]:
-    """The pairs of groups to merge, the heaviest first."""
-    possible = [
-        (i, j)
-        for i in range(len(groups))
-        for j in range(i + 1, len(groups))
-        if can_merge(packing, [groups[i], groups[j]], sample, most_together)
-    ]
-    if not possible:
-        return []
-    weights = np.zeros((len(groups), len(groups)))
-    rows, columns = np.array(possible).T
-    weights[rows, columns] = weights[columns, rows] = weigh([(groups[i], groups[j]) for i, j in possible], sample)
-    return sorted(match(weights), key=lambda pair: (-weights[pair], pair))
-
-
 def _start(packing: Packing, groups: Sequence[Group], empty: list[Device]) -> set[str]:
-    """Start what joins running jobs, then the sets with the first jobs in order on empty devices."""
+    """Start jobs that join running ones, then the sets with the first jobs in order on empty devices."""
     started: set[str] = set()
     free = list(empty)
     for group in sorted(groups, key=lambda group: (group.device is None, _first(group))):
@@ -143,6 +177,8 @@ def _start(packing: Packing, groups: Sequence[Group], empty: list[Device]) -> se
             if device is None:
                 continue
             free.remove(device)
+        elif group.waiting and not packing.fits(group.waiting[-1], device, group.waiting[:-1]):
+            continue
         for job in group.waiting:
             packing.start(job, [device])
             started.add(job.name)

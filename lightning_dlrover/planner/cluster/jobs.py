@@ -58,7 +58,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one worker of a job needs on a kind of device, and how fast it is there alone.
+    """Needs of one worker of a job on a kind of device, and its speed there alone.
 
     Args:
         memory_bytes: peak on the device, with the margin that admission shall keep.

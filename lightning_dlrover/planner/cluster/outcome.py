@@ -1,4 +1,4 @@
-"""What a simulation has come to: each job's times, and figures of the whole."""
+"""Results of a simulation: each job's times, and figures of the whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finished:
     ended_s: float
     served_device_s: float
     starts: int  # 1 more than it was put back to wait
-    changes: int  # of its devices while it ran
+    changes: int  # times that its devices changed while it ran
     steps: float
 
     @property

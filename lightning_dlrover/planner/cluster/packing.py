@@ -1,11 +1,14 @@
-"""An allocation while a policy builds it: who is on which device, and what still fits."""
+"""An allocation while a policy builds it: workers on each device, and the room left."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from lightning_dlrover.planner.cluster.jobs import HOST_RESOURCES, Allocation, Device, Job, Profile, State
+import numpy as np
+
+from lightning_dlrover.planner.cluster.jobs import HOST_RESOURCES, RESOURCES, Allocation, Device, Job, Profile, State
+from lightning_dlrover.planner.cluster.policy import Floats
 
 __all__ = ["Packing", "why_never"]
 
@@ -13,7 +16,7 @@ __all__ = ["Packing", "why_never"]
 class Packing:
     """Starts with the running jobs, which stay where they are, and grows by `start`.
 
-    Memory and places are hard: `start` refuses what exceeds them. The limits of other resources are only asked for.
+    Memory and places are hard: `start` refuses to exceed them. The limits of other resources are only asked for.
     """
 
     def __init__(self, state: State) -> None:
@@ -22,8 +25,8 @@ class Packing:
             raise ValueError(f"two of the devices {sorted(d.name for d in state.devices)} have one name")
         self._workers: dict[str, list[Job]] = {name: [] for name in self.devices}
         self._used = dict.fromkeys(self.devices, 0)
-        self._host_used: Counter[str] = Counter()  # by node: memory of the host that workers on GPUs use
-        self._use: defaultdict[tuple[str, str], float] = defaultdict(float)  # by node or device, and resource
+        self._host_used: Counter[str] = Counter()  # host memory of workers on GPUs, by node
+        self._use: defaultdict[tuple[str, str], float] = defaultdict(float)  # amounts by node or device, and resource
         self._hosts = {device.node: device for device in state.devices if device.is_host}
         self._host_limits: dict[tuple[str, str], float] = {}
         for device in state.devices:
@@ -72,23 +75,20 @@ class Packing:
         host_bytes = sum(p.host_memory_bytes for p in profiles)
         return host is None or host is device or not host_bytes or host_bytes <= self.free_bytes(host)
 
-    def within_limits(self, jobs: Sequence[Job], device: Device) -> bool:
-        """Whether all workers on a device and its node, with these, stay under the limit of each resource.
+    def use_of_limits(self, jobs: Sequence[Job], device: Device, with_present: bool) -> Floats:
+        """Return the fraction of each limit that jobs would use, in the order of `RESOURCES`; 0 where nothing is limited.
 
-        One worker alone on an empty device always does.
+        Args:
+            with_present: count the use of the workers on the device and its node.
         """
-        if len(jobs) + len(self._workers[device.name]) <= 1:
-            return True
-        added: defaultdict[str, float] = defaultdict(float)
-        for job in jobs:
-            for resource, amount in job.profiles[device.kind].use.items():
-                added[resource] += amount
-        for resource, amount in added.items():
-            where = _scope(device, resource)
-            limit = self._host_limits.get((device.node, resource)) if where == device.node else device.limits.get(resource)
-            if limit is not None and amount + self._use[where, resource] > limit * (1 + 1e-9):
-                return False
-        return True
+        used = np.zeros(len(RESOURCES))
+        for index, resource in enumerate(RESOURCES):
+            is_host = resource in HOST_RESOURCES
+            limit = self._host_limits.get((device.node, resource)) if is_host else device.limits.get(resource)
+            if limit:
+                present = self._use[device.node if is_host else device.name, resource] if with_present else 0.0
+                used[index] = (present + sum(job.profiles[device.kind].use.get(resource, 0.0) for job in jobs)) / limit
+        return used
 
     def start(self, job: Job, devices: Sequence[Device]) -> None:
         """Give a waiting job its devices.

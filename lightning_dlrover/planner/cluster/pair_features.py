@@ -1,4 +1,4 @@
-"""What is known of two jobs before they share a device, and the coordinates in which their speeds are predicted.
+"""Traits of jobs that share a device, and the coordinates in which their speeds are predicted.
 
 The speeds of a pair, relative to alone, are `r_a` and `r_b`. Their coordinates are the share ``log(r_a / r_b)``, which changes
 its sign when the jobs are exchanged, and the total ``log((r_a + r_b) / 2)``, which does not. A device that is always busy fixes
@@ -27,7 +27,7 @@ UNKNOWN_TOTAL = 1.1
 
 @dataclass(frozen=True)
 class Traits:
-    """What predictions depend on; jobs with equal traits are taken for equal.
+    """Inputs of a prediction; jobs with equal traits are taken for equal.
 
     Args:
         shares: used fraction of each limit, in the order of `RESOURCES`; 0 where either is unknown.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from sklearn.ensemble import ExtraTreesRegressor
 
 from lightning_dlrover.planner.cluster.pair_features import Features, Traits
 from lightning_dlrover.planner.cluster.policy import Floats
@@ -25,6 +24,8 @@ class PairTrees:
     """Both coordinates of pairs at once, each less its expectation."""
 
     def __init__(self, features: Features) -> None:
+        from sklearn.ensemble import ExtraTreesRegressor  # takes a second to import, and only a fit needs it
+
         self._features = features
         self._trees = ExtraTreesRegressor(NUM_TREES, min_samples_leaf=MIN_LEAF, random_state=0, max_features=1.0)
 

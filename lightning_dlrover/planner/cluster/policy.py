@@ -1,4 +1,4 @@
-"""The interface of a policy, and what policies are made from."""
+"""The interface of a policy, and the settings of policies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Policy(Protocol):
 
 
 class SpeedPredictor(Protocol):
-    """Predicts what jobs lose beside each other. `slowdown.SlowdownModel` is one."""
+    """Predicts the speed of jobs beside each other. `slowdown.SlowdownModel` is one."""
 
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return the speed of each job of each group, all on one device, over its speed alone there.
@@ -48,7 +48,7 @@ class Undisturbed:
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What the policies of the registry are made from; each uses what it needs.
+    """Settings of the policies in the registry; each uses those that it needs.
 
     Args:
         max_wait_s: a job that has waited longer goes before all others, and a device is kept free for it.

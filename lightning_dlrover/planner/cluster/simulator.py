@@ -1,8 +1,8 @@
-"""One clock, jobs, devices, and a policy: what happens when jobs come, share devices and end.
+"""Simulate a policy with one clock: jobs come, share devices and end.
 
-Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be; it is the
-function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there, and
-may know more than the policy does. A job that starts, or whose devices change, makes no step for as long as that costs.
+Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be. It is
+the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there,
+and may know more than the policy does. A job that starts, or whose devices change, makes no step for as long as that costs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Arrival:
 class Truth(Protocol):
     """The real speed of jobs."""
 
-    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
+    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]], /) -> float:
         """Return a job's steps/s.
 
         Args:
@@ -53,7 +53,7 @@ class Truth(Protocol):
 
 
 class Learner(Protocol):
-    """Is shown what each device's group did once it changes, and may replace the policy."""
+    """Observes each device's group when it changes, and may replace the policy."""
 
     def observed(self, observation: Observation, lasted_s: float) -> Policy | None:
         """Return the policy to use from now on, or None to keep it."""
@@ -79,7 +79,7 @@ class _Run:
     since_s: float
     ready_s: float
     steps_per_s: float = 0.0
-    version: int = 0  # invalidates ends in the heap that were computed with another speed
+    version: int = -1  # number of the valid entry in the heap; others were computed with another speed
 
     def advance(self, now_s: float) -> None:
         self.left = max(self.left - self.steps_per_s * max(now_s - max(self.at_s, self.ready_s), 0.0), 0.0)
@@ -91,7 +91,7 @@ class _Run:
 
 @dataclass
 class _Progress:
-    """What is kept of a job whether it runs or waits."""
+    """Progress of a job, kept while it waits, too."""
 
     arrival: Arrival
     left: float
@@ -135,6 +135,7 @@ class _Simulation:
     running: dict[str, _Run] = field(default_factory=dict)
     ends: list[tuple[float, str, int]] = field(default_factory=list)  # a heap
     finished: list[Finished] = field(default_factory=list)
+    version: int = 0
     busy_s: float = 0.0  # devices with a job, times seconds
 
     def run(self) -> SimulationOutcome:
@@ -194,7 +195,7 @@ class _Simulation:
         ended: list[_Run] = []
         while self._next_end_s() <= to_s:
             run = self.running[heapq.heappop(self.ends)[1]]
-            run.version += 1
+            run.version = -1
             ended.append(run)
         changed = {device.name for run in ended for device in run.devices}
         self._show(changed)
@@ -294,11 +295,13 @@ class _Simulation:
             run.advance(self.now_s)
             beside = {d.name: [job for job in everywhere[d.name] if job.name != run.job.name] for d in run.devices}
             run.steps_per_s = self.truth(run.job, run.devices, beside)
-            run.version += 1
+            # Counted over all jobs, so that an entry of a job's earlier devices cannot be taken for one of the present.
+            self.version += 1
+            run.version = self.version
             heapq.heappush(self.ends, (run.end_s(), run.job.name, run.version))
 
     def _show(self, changing: set[str]) -> None:
-        """Show the learner what the groups did that are about to change, where all of them have one device."""
+        """Show the learner the speeds of groups that are about to change, if all of their jobs have one device."""
         for name, group in self._groups(changing).items():
             lasted_s, self.group_since_s[name] = self.now_s - self.group_since_s[name], self.now_s
             if self.learner is None or len(group) < 2 or lasted_s <= 0:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.pair_effects import PairEffects
@@ -37,7 +38,11 @@ MOST_PAIRS = 400
 UNSEEN_DEVIATION = 0.25
 """Standard deviation of the log of a speed where no pair was observed on that kind of device."""
 
-_LEAST_SPEED = 0.01
+LEAST_SPEED = 0.01
+"""Lowest relative speed that is predicted."""
+
+MOST_KEPT = 10_000
+"""Jobs whose traits are kept from one decision to the next."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class RelativeSpeed:
 
 @dataclass(frozen=True)
 class _OfKind:
-    """What was learned of one kind of device."""
+    """The two models of one kind of device."""
 
     share: PairEffects
     total: PairEffects
@@ -92,7 +97,7 @@ class SlowdownModel:
 
     def __init__(self, kinds: Mapping[str, _OfKind] | None = None, factors: Mapping[int, float] | None = None) -> None:
         self._kinds, self._factors = dict(kinds or {}), dict(factors or {})
-        self._kept: dict[tuple[str, Traits, Traits], tuple[float, float]] = {}
+        self._tables: dict[str, _Table] = {}
 
     @classmethod
     def fit(cls, observations: Sequence[Observation]) -> SlowdownModel:
@@ -104,20 +109,23 @@ class SlowdownModel:
                 kinds[kind] = _learn(pairs)
         model = cls(kinds)
         ratios: dict[int, list[float]] = {}
-        for o in observations:
-            if len(o.group) > 2:
-                excesses = model._excesses([o.group], o.device)[0][0]
+        large = [o for o in observations if len(o.group) > 2]
+        for name in sorted({o.device.name for o in large}):
+            of_device = [o for o in large if o.device.name == name]
+            for o, (excesses, _) in zip(
+                of_device, model._excesses([o.group for o in of_device], of_device[-1].device), strict=True
+            ):
                 ratios.setdefault(len(o.group), []).extend(
                     (1 / speed - 1) / max(excess, 0.05) for speed, excess in zip(o.relative_speeds, excesses, strict=True)
                 )
-        # Three observations of the factor 1 stand for what is believed before.
+        # Three observations of the factor 1 are the prior.
         factors = {size: (float(np.median(seen)) * len(seen) + 3) / (len(seen) + 3) for size, seen in ratios.items()}
         return cls(kinds, {size: float(np.clip(factor, 0.2, 3.0)) for size, factor in factors.items()})
 
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return the mean predictions; see `SpeedPredictor`."""
         return [
-            1 / (1 + self._factors.get(len(group), 1.0) * excess) if len(group) > 2 else 1 / (1 + excess)
+            1 / (1 + self._factors.get(len(group), 1.0) * excess)
             for group, (excess, _) in zip(groups, self._excesses(groups, device), strict=True)
         ]
 
@@ -130,35 +138,74 @@ class SlowdownModel:
 
     def _excesses(self, groups: Sequence[Sequence[Job]], device: Device) -> list[tuple[Floats, Floats]]:
         """For each group, the summed excess of each job beside the others, and the deviation of the log of its speed."""
-        traits = {id(job): traits_of(job, device) for group in groups for job in group}
-        known = [[traits[id(job)] for job in group] for group in groups]
-        self._keep(device.kind, {(a, b) for group in known for a in group for b in group} if known else set())
-        result = []
-        for group in known:
-            pairs = [[self._kept[device.kind, a, b] for j, b in enumerate(group) if j != i] for i, a in enumerate(group)]
-            excess = np.array([sum(1 / speed - 1 for speed, _ in beside) for beside in pairs])
-            deviation = np.array([np.sqrt(np.mean([d**2 for _, d in beside])) if beside else 0.0 for beside in pairs])
-            result.append((np.maximum(excess, -0.5), deviation))
+        table = self._tables.setdefault(device.kind, _Table(self._kinds.get(device.kind)))
+        numbers = [[table.number(job, device) for job in group] for group in groups]
+        result: list[tuple[Floats, Floats]] = [(np.zeros(0), np.zeros(0))] * len(groups)
+        for size in sorted({len(group) for group in groups} - {0}):
+            of_size = [index for index, group in enumerate(groups) if len(group) == size]
+            rows = np.array([numbers[index] for index in of_size])
+            excess, deviation = table.of_groups(rows)
+            for index, one, other in zip(of_size, excess, deviation, strict=True):
+                result[index] = one, other
         return result
 
-    def _keep(self, kind: str, wanted: set[tuple[Traits, Traits]]) -> None:
-        """Predict pairs that are asked for the first time, both directions of each at once."""
-        new = sorted(
-            {(a, b) if _key(a) <= _key(b) else (b, a) for a, b in wanted if (kind, a, b) not in self._kept},
-            key=lambda pair: (_key(pair[0]), _key(pair[1])),
-        )
-        if not new:
+
+class _Table:
+    """Predictions of the pairs of one kind of device that were asked for, so that asking again is cheap."""
+
+    def __init__(self, of_kind: _OfKind | None) -> None:
+        self._of_kind = of_kind
+        self._traits: dict[Traits, int] = {}
+        # Numbers of traits by their sources. The objects are kept, so that their ids are not used again.
+        self._numbers: dict[tuple[str, str, float, int, int], tuple[int, object, object]] = {}
+        self._excess, self._deviation = np.full((0, 0), np.nan), np.full((0, 0), np.nan)
+
+    def number(self, job: Job, device: Device) -> int:
+        """Return the number of a job's traits."""
+        key = (job.name, job.family, job.batch_size, id(job.profiles), id(device.limits))
+        known = self._numbers.get(key)
+        if known is None:
+            if len(self._numbers) >= MOST_KEPT:
+                self._numbers.clear()
+            traits = traits_of(job, device)
+            known = self._traits.setdefault(traits, len(self._traits)), job.profiles, device.limits
+            self._numbers[key] = known
+        return known[0]
+
+    def of_groups(self, rows: NDArray[np.intp]) -> tuple[Floats, Floats]:
+        """Return excesses and deviations, each of the shape of `rows`, which is ``(num_groups, size)``."""
+        size = rows.shape[1]
+        if size == 1:
+            return np.zeros(rows.shape), np.zeros(rows.shape)
+        ones, others = np.repeat(rows, size, axis=1).ravel(), np.tile(rows, (1, size)).ravel()
+        self._predict(ones, others)
+        beside = ~np.eye(size, dtype=bool)
+        excess = self._excess[ones, others].reshape(len(rows), size, size)
+        deviation = self._deviation[ones, others].reshape(len(rows), size, size)
+        total = np.where(beside, excess, 0.0).sum(axis=2)
+        mean_square = np.where(beside, deviation**2, 0.0).sum(axis=2) / (size - 1)
+        return np.maximum(total, -0.5), np.sqrt(mean_square)
+
+    def _predict(self, ones: NDArray[np.intp], others: NDArray[np.intp]) -> None:
+        """Predict pairs that are asked for the first time, both directions at once."""
+        short = len(self._traits) - len(self._excess)
+        if short > 0:
+            wider = ((0, max(short, len(self._excess))),) * 2
+            self._excess, self._deviation = (np.pad(t, wider, constant_values=np.nan) for t in (self._excess, self._deviation))
+        new = np.isnan(self._excess[ones, others])
+        if not new.any():
             return
-        ones, others = [a for a, _ in new], [b for _, b in new]
-        expected = np.array([expected_speeds(a, b) for a, b in new])
+        pairs = np.unique(np.sort(np.column_stack([ones[new], others[new]]), axis=1), axis=0)
+        traits = list(self._traits)
+        first, second = [traits[i] for i in pairs[:, 0]], [traits[i] for i in pairs[:, 1]]
+        expected = np.array([expected_speeds(a, b) for a, b in zip(first, second, strict=True)])
         share, total = coordinates(expected[:, 0], expected[:, 1])
-        deviations = np.full((len(new), 2), UNSEEN_DEVIATION)
-        if kind in self._kinds:
-            deviations, share, total = _corrected(self._kinds[kind], ones, others, share, total)
-        speed_one, speed_other = speeds(share, total)
-        for (a, b), one, other, (d_one, d_other) in zip(new, speed_one, speed_other, deviations, strict=True):
-            self._kept[kind, a, b] = float(max(one, _LEAST_SPEED)), float(d_one)
-            self._kept[kind, b, a] = float(max(other, _LEAST_SPEED)), float(d_other)
+        deviations = np.full((len(pairs), 2), UNSEEN_DEVIATION)
+        if self._of_kind is not None:
+            deviations, share, total = _corrected(self._of_kind, first, second, share, total)
+        for (a, b), speed, column in zip((pairs.T, pairs.T[::-1]), speeds(share, total), (0, 1), strict=True):
+            self._excess[a, b] = 1 / np.maximum(speed, LEAST_SPEED) - 1
+            self._deviation[a, b] = deviations[:, column]
 
 
 def _learn(pairs: Sequence[Pair]) -> _OfKind:
@@ -179,7 +226,7 @@ def _learn(pairs: Sequence[Pair]) -> _OfKind:
 def _corrected(
     of_kind: _OfKind, ones: Sequence[Traits], others: Sequence[Traits], share: Floats, total: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Deviations of the log of both speeds, shape ``(num_pairs, 2)``, and the expectations with what was learned added."""
+    """Deviations of the log of both speeds, shape ``(num_pairs, 2)``, and the corrected expectations."""
     share_change, share_deviation, share_learned = of_kind.share.predict(ones, others)
     total_change, total_deviation, _ = of_kind.total.predict(ones, others)
     if of_kind.trees is not None:
@@ -188,14 +235,14 @@ def _corrected(
         share_change = share_learned * share_change + (1 - share_learned) * by_trees[0]
         total_change = share_learned * total_change + (1 - share_learned) * by_trees[1]
     share, total = share + share_change, total + total_change
-    part = 1 / (1 + np.exp(-share))  # of the first job in the total
+    part = 1 / (1 + np.exp(-share))  # share of the first job in the total
     wide, deep = of_kind.share.calibration * share_deviation, of_kind.total.calibration * total_deviation
     deviations = np.column_stack([np.hypot(deep, (1 - part) * wide), np.hypot(deep, part * wide)])
     return deviations, share, total
 
 
 def _pairs_of(observation: Observation) -> list[Pair]:
-    """The pairs of a group, each job's excess divided among the others in proportion to what is expected beside each."""
+    """The pairs of a group, each job's excess divided among the others in proportion to the expectations."""
     traits = [traits_of(job, observation.device) for job in observation.group]
     size = len(traits)
     excess = np.zeros((size, size))
@@ -205,7 +252,3 @@ def _pairs_of(observation: Observation) -> list[Pair]:
             excess[i] = (1 / observation.relative_speeds[i] - 1) * expected / expected.sum()
     speed = 1 / np.maximum(1 + excess, 0.2)
     return [Pair(traits[i], traits[j], speed[i, j], speed[j, i]) for i in range(size) for j in range(i + 1, size)]
-
-
-def _key(traits: Traits) -> tuple[str, float, float, tuple[float, ...], float]:
-    return traits.family, traits.batch_size, traits.log_speed, traits.shares, traits.other_kinds

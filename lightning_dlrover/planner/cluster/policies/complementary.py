@@ -4,7 +4,7 @@ The cost of a set is the time that its device needs for its work if each job had
 relative speeds. A job alone costs 1, so two jobs should share a device if that costs less than 2. The sets are those whose
 costs have the smallest sum. A job that goes well with a difficult one is thus kept for it; a greedy choice would give it away.
 
-At most `EXACT_GROUPS` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming over
+At most `EXACT_NODES` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming over
 subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves.
 """
 
@@ -15,16 +15,14 @@ from itertools import combinations
 
 import numpy as np
 
-from lightning_dlrover.planner.cluster.grouping import Group, can_merge, group_and_start, merge_in_rounds, merged
+from lightning_dlrover.planner.cluster.grouping import Group, Room, group_and_start, merge_in_rounds, merged
 from lightning_dlrover.planner.cluster.jobs import Device, Job
+from lightning_dlrover.planner.cluster.matching import EXACT_NODES, best_partition
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
 from lightning_dlrover.planner.cluster.waiting import Place
 
-__all__ = ["EXACT_GROUPS", "best_partition", "complementary", "costs"]
-
-EXACT_GROUPS = 8
-"""Most jobs and occupied devices whose partitions are all searched; 162 sets of up to four."""
+__all__ = ["complementary", "costs"]
 
 
 def complementary(settings: PolicySettings) -> Place:
@@ -32,13 +30,13 @@ def complementary(settings: PolicySettings) -> Place:
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
         def merge(groups: list[Group], sample: Device) -> list[Group]:
-            if len(groups) <= EXACT_GROUPS:
+            if len(groups) <= EXACT_NODES:
                 return _exact(packing, groups, sample, settings)
 
             def weigh(pairs: Sequence[tuple[Group, Group]], device: Device) -> Floats:
-                return _savings(packing, pairs, device, settings)
+                return _savings(pairs, device, settings)
 
-            return merge_in_rounds(packing, groups, sample, weigh, settings.most_together)
+            return merge_in_rounds(packing, groups, sample, weigh, settings.most_together, under_limits=True)
 
         group_and_start(packing, jobs, merge, settings.most_together)
 
@@ -48,56 +46,29 @@ def complementary(settings: PolicySettings) -> Place:
 def costs(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySettings) -> Floats:
     """Return the device time per unit of work of each set, shape ``(len(sets),)``; 1 for a job alone."""
     speeds = settings.speeds.relative_speeds(sets, device)
-    weights = [np.array([job.weight for job in jobs]) for jobs in sets]
-    return np.array([w.sum() / float(w @ s) for w, s in zip(weights, speeds, strict=True)])
-
-
-def best_partition(set_costs: dict[int, float], num_items: int) -> list[int]:
-    """Return the sets, as bit masks, that hold each item once and cost least together.
-
-    Args:
-        set_costs: by mask; holds each item alone. Sets that are absent are not allowed.
-    """
-    least, choice = np.full(1 << num_items, np.inf), [0] * (1 << num_items)
-    least[0] = 0.0
-    by_lowest: list[list[int]] = [[mask for mask in set_costs if mask & -mask == 1 << item] for item in range(num_items)]
-    for whole in range(1, 1 << num_items):
-        lowest = (whole & -whole).bit_length() - 1
-        for mask in by_lowest[lowest]:
-            if mask & whole == mask and least[whole ^ mask] + set_costs[mask] < least[whole]:
-                least[whole], choice[whole] = least[whole ^ mask] + set_costs[mask], mask
-    sets, left = [], (1 << num_items) - 1
-    while left:
-        sets.append(choice[left])
-        left ^= choice[left]
-    return sets
+    found = np.empty(len(sets))
+    for index, (jobs, relative) in enumerate(zip(sets, speeds, strict=True)):
+        weights = [job.weight for job in jobs]
+        found[index] = sum(weights) / sum(w * s for w, s in zip(weights, relative.tolist(), strict=True))
+    return found
 
 
 def _exact(packing: Packing, groups: list[Group], sample: Device, settings: PolicySettings) -> list[Group]:
+    room = Room(packing, groups, sample, settings.most_together, under_limits=True)
     unions: dict[int, Group] = {1 << index: group for index, group in enumerate(groups)}
     for size in range(2, settings.most_together + 1):
         for indices in combinations(range(len(groups)), size):
-            parts = [groups[index] for index in indices]
-            union = merged(parts)
-            if can_merge(packing, parts, sample, settings.most_together) and _within_limits(packing, union, sample):
-                unions[sum(1 << index for index in indices)] = union
+            if room.fits(indices):
+                unions[sum(1 << index for index in indices)] = merged([groups[index] for index in indices])
     cost = costs([union.members for union in unions.values()], sample, settings)
     chosen = best_partition(dict(zip(unions, cost.tolist(), strict=True)), len(groups))
     return [unions[mask] for mask in chosen]
 
 
-def _savings(packing: Packing, pairs: Sequence[tuple[Group, Group]], sample: Device, settings: PolicySettings) -> Floats:
-    savings = np.zeros(len(pairs))
-    allowed = [i for i, pair in enumerate(pairs) if _within_limits(packing, merged(pair), sample)]
-    if not allowed:
-        return savings
-    parts = list({id(group): group for i in allowed for group in pairs[i]}.values())
-    sets = [group.members for group in parts] + [merged(pairs[i]).members for i in allowed]
-    cost = costs(sets, sample, settings)
-    apart = {id(group): alone for group, alone in zip(parts, cost.tolist(), strict=False)}
-    savings[allowed] = [apart[id(pairs[i][0])] + apart[id(pairs[i][1])] for i in allowed] - cost[len(parts) :]
-    return savings
-
-
-def _within_limits(packing: Packing, union: Group, sample: Device) -> bool:
-    return packing.within_limits(union.waiting, union.device or sample)
+def _savings(pairs: Sequence[tuple[Group, Group]], sample: Device, settings: PolicySettings) -> Floats:
+    parts = {id(group): group for pair in pairs for group in pair}
+    sets = [group.members for group in parts.values()] + [one.members + other.members for one, other in pairs]
+    cost = costs(sets, sample, settings).tolist()
+    apart = dict(zip(parts, cost, strict=False))
+    together = cost[len(parts) :]
+    return np.array([apart[id(a)] + apart[id(b)] - both for (a, b), both in zip(pairs, together, strict=True)])

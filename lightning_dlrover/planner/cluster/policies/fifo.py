@@ -1,4 +1,4 @@
-"""As many jobs at once as fit by memory and places, in order, without a look at what they do to each other."""
+"""As many jobs at once as fit by memory and places, in order, whatever they do to each other."""
 
 from __future__ import annotations
 

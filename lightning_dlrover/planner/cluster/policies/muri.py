@@ -24,7 +24,7 @@ from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
 from lightning_dlrover.planner.cluster.waiting import Place
 
-__all__ = ["efficiency", "muri", "stages"]
+__all__ = ["efficiencies", "muri", "stages"]
 
 STAGES = ("input", "cores", "gpu", "pcie")
 """Resources with a stage of their own: Muri's storage, CPU, GPU and network."""
@@ -37,12 +37,12 @@ def muri(settings: PolicySettings) -> Place:
     together = min(settings.most_together, len(STAGES))
 
     def weigh(pairs: Sequence[tuple[Group, Group]], device: Device) -> Floats:
-        return np.array([efficiency([*one.members, *other.members], device) for one, other in pairs])
+        return efficiencies([[*one.members, *other.members] for one, other in pairs], device)
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
         def merge(groups: list[Group], sample: Device) -> list[Group]:
             num_devices = sum(d.kind == sample.kind for d in packing.open_devices())
-            return merge_in_rounds(packing, groups, sample, weigh, together, num_devices)
+            return merge_in_rounds(packing, groups, sample, weigh, together, under_limits=False, num_enough=num_devices)
 
         group_and_start(packing, jobs, merge, together)
 
@@ -58,15 +58,27 @@ def stages(job: Job, device: Device) -> Floats:
     return np.array(shares) / profile.steps_per_s
 
 
-def efficiency(jobs: Sequence[Job], device: Device) -> float:
-    """Mean utilisation of the resources by a group that rotates in its best order; 0 if its jobs do better in turn."""
-    table = np.array([stages(job, device) for job in jobs])  # shape (num_jobs, num_stages)
-    slots = np.arange(len(STAGES))
-    # Shape (num_orders, num_jobs, num_slots): the stage that each job has in each slot.
-    turned = table[np.arange(len(jobs))[None, :, None], (_OFFSETS[len(jobs)][:, :, None] + slots) % len(STAGES)]
-    step_s = float(turned.max(axis=1).sum(axis=1).min())
-    alone_s = [1 / job.profiles[device.kind].steps_per_s for job in jobs]
-    first = max(range(len(jobs)), key=lambda i: (jobs[i].priority, -jobs[i].submitted_s))
-    if step_s > len(jobs) * alone_s[first]:
-        return 0.0
-    return float(table.sum() / (step_s * len(STAGES)))
+def efficiencies(groups: Sequence[Sequence[Job]], device: Device) -> Floats:
+    """Return the mean utilisation by each group in its best order, shape ``(num_groups,)``.
+
+    It is 0 where the group is slower than its first job would be if all took turns.
+    """
+    known = {id(job): stages(job, device) for group in groups for job in group}
+    found = np.zeros(len(groups))
+    for size in sorted({len(group) for group in groups}):
+        of_size = [index for index, group in enumerate(groups) if len(group) == size]
+        tables = np.array([[known[id(job)] for job in groups[index]] for index in of_size])  # (groups, jobs, stages)
+        step_s = _step_s(tables)
+        for index, table, step in zip(of_size, tables, step_s.tolist(), strict=True):
+            first = max(groups[index], key=lambda job: (job.priority, -job.submitted_s))
+            if step <= size / first.profiles[device.kind].steps_per_s:
+                found[index] = table.sum() / (step * len(STAGES))
+    return found
+
+
+def _step_s(tables: Floats) -> Floats:
+    """Seconds of a step of each group in its best order, shape ``(num_groups,)``."""
+    num_jobs = tables.shape[1]
+    slots = (_OFFSETS[num_jobs][:, :, None] + np.arange(len(STAGES))) % len(STAGES)  # (orders, jobs, slots)
+    turned = tables[:, np.arange(num_jobs)[None, :, None], slots]  # (groups, orders, jobs, slots)
+    return np.asarray(turned.max(axis=2).sum(axis=2).min(axis=1))

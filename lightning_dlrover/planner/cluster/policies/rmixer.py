@@ -4,7 +4,7 @@ A job is of type "compute", "memory", or "low" in both. Jobs are sorted by memor
 free memory takes the first job that fits and whose type differs from the one most present there, else the first that fits.
 
 The published code takes types from a table by the name of the model. Here they follow from profiles: a job is of a type when it
-uses more than an equal share of the device, which is what each of `most_together` workers could have.
+uses more than an equal share of the device, one of `most_together`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One job at a time on each device, in order: what co-location is measured against."""
+"""One job at a time on each device, in order: the baseline of co-location."""
 
 from __future__ import annotations
 

@@ -1,0 +1,139 @@
+"""Jobs that share devices: slowdowns predicted, sets chosen, and a cluster simulated, on pairs measured elsewhere.
+
+    python benchmarks/colocation.py --pairs [--data DIR] [--device NAME] [--seeds N] [--quick]
+    python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
+
+DIR holds Gavel's traces (default: $DLROVER_SHARED_DATA/job_traces/gavel, else ../shared/data/job_traces/gavel), whose form
+`gavel_traces.py` describes.
+
+--pairs: a random quarter of the pairs on one device is known and the rest predicted; then all pairs of each model are left out.
+100 random queues of 24 jobs are put into pairs from a quarter of the pairs. There are two measures: the sets of our policy by
+device time, where a job may stay alone, and as many pairs as fit by their steps/s. The last line holds the median errors of the
+two splits, the smaller of the two throughputs relative to the oracle's, and the largest median time of a decision, ms.
+
+--simulate: jobs of the trace on 4 and 32 devices under every policy, several seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from colocation_pairs import (
+    Choice,
+    Errors,
+    choose_pairs,
+    choose_sets,
+    decision_times_ms,
+    known_errors,
+    learn,
+    left_out_errors,
+    quarter,
+)
+from colocation_simulation import LOADS, Run, runs
+from gavel_traces import MeasuredPairs, TraceError, default_folder, read_arrivals, read_pairs
+from jobs import describe_machine, result_line
+
+NUM_QUEUES, NUM_JOBS = 100, 24
+HOUR_S = 3600.0
+
+
+def report_errors(title: str, errors: Sequence[Errors]) -> float:
+    """Print the median error of each part; return that of all together."""
+    print(f"\n{title}: median error of the relative speed, of trees, and the fraction inside of the 90 % interval")
+    for part in errors:
+        ours, trees = 100 * statistics.median(part.values), 100 * statistics.median(part.trees)
+        print(f"  {part.of:<24} {ours:6.2f} %  {trees:6.2f} %  {100 * part.inside:5.1f} %  of {len(part.values)}")
+    for name in ("values", "trees"):
+        parts = [getattr(part, name) for part in errors]
+        together = 100 * statistics.median([value for part in parts for value in part])
+        mean = 100 * statistics.fmean(statistics.median(part) for part in parts)
+        print(f"  {'ours' if name == 'values' else name}: {together:.2f} % all together, mean of the medians {mean:.2f} %")
+    return statistics.median([value for part in errors for value in part.values])
+
+
+def report_choices(title: str, choices: Sequence[Choice]) -> float:
+    """Print throughputs; return ours over the oracle's."""
+    ours, oracle, chance = (statistics.fmean(getattr(c, name) for c in choices) for name in ("ours", "oracle", "random"))
+    print(f"  {title:<32} ours {ours:.4g}, oracle {oracle:.4g}, random {chance:.4g}: ", end="")
+    print(f"{ours / oracle:.3f} of the oracle's, {ours / chance:.3f} times random; the oracle {oracle / chance:.3f} times")
+    return ours / oracle
+
+
+def pairs_benchmark(pairs: MeasuredPairs, num_seeds: int, quick: bool) -> None:
+    known = report_errors("a quarter of the pairs known", list(known_errors(pairs, num_seeds)))
+    left_out = report_errors("all pairs of a model left out", list(left_out_errors(pairs)))
+    model = learn(pairs, quarter(pairs, 0)[0])
+    num_queues = 10 if quick else NUM_QUEUES
+    print(f"\n{num_queues} queues of {NUM_JOBS} jobs")
+    sets = report_choices("our sets, jobs per device time", list(choose_sets(pairs, model, num_queues, NUM_JOBS, 0)))
+    most = report_choices("pairs, steps/s", list(choose_pairs(pairs, model, num_queues, NUM_JOBS, 0)))
+    print("\ndecisions with 1,000 queued jobs on 32 devices, ms of CPU time: median, largest, first on an idle cluster")
+    times = decision_times_ms(pairs, model, 20 if quick else 100)
+    for name, (middle, largest, first) in times.items():
+        print(f"  {name:<16} {middle:8.2f} {largest:8.2f} {first:8.2f}")
+    decision_ms = max(middle for middle, _, _ in times.values())
+    print(
+        result_line({"known_error": known, "left_out_error": left_out, "oracle": min(sets, most), "decision_ms": decision_ms})
+    )
+
+
+def report_runs(found: Sequence[Run]) -> None:
+    """Print each policy's figures, means over the seeds with their spread, relative to one job at a time."""
+    print("  policy            makespan h       mean JCT h       p99 JCT h    longest wait h  of sequential: JCT, makespan")
+    base = {run.seed: run.outcome for run in found if run.policy == "sequential"}
+    for name in dict.fromkeys(run.policy for run in found):
+        of = [run for run in found if run.policy == name]
+        cells = [
+            _spread([getattr(run.outcome, field) / HOUR_S for run in of])
+            for field in ("makespan_s", "mean_completion_s", "p99_completion_s", "longest_wait_s")
+        ]
+        jct = statistics.fmean(run.outcome.mean_completion_s / base[run.seed].mean_completion_s for run in of)
+        makespan = statistics.fmean(run.outcome.makespan_s / base[run.seed].makespan_s for run in of)
+        print(f"  {name:<14} {' '.join(f'{cell:>16}' for cell in cells)}  {jct:.3f}, {makespan:.3f}")
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.1f} +- {statistics.stdev(values) if len(values) > 1 else 0.0:.1f}"
+
+
+def simulate_benchmark(pairs: MeasuredPairs, trace: Path, num_seeds: int, quick: bool) -> None:
+    for num_devices, num_jobs in LOADS.items():
+        num_jobs = num_jobs // 8 if quick else num_jobs
+        arrivals = read_arrivals(trace, pairs, num_jobs)
+        print(f"\n{num_jobs} jobs of {trace.name} on {num_devices} devices of kind {pairs.device.kind}, {num_seeds} seeds")
+        report_runs(list(runs(pairs, arrivals, num_devices, num_seeds)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Predict slowdowns and choose sets of jobs on measured pairs.")
+    parser.add_argument("--pairs", action="store_true", help="predict and choose pairs, and time decisions")
+    parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
+    parser.add_argument("--data", type=Path, default=default_folder(), help="folder with Gavel's traces (default: %(default)s)")
+    parser.add_argument("--device", default="k80", help="kind of device (default: %(default)s)")
+    parser.add_argument("--jobs", default="jobs-1.csv", help="trace of arrivals in that folder (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="random quarters, and simulations (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer queues, decisions and jobs")
+    arguments = parser.parse_args()
+    if not (arguments.pairs or arguments.simulate):
+        parser.error("give --pairs or --simulate")
+    if arguments.seeds < 1:
+        parser.error(f"--seeds is {arguments.seeds}; at least 1 is needed")
+    try:
+        pairs = read_pairs(arguments.data, arguments.device)
+        print(describe_machine())
+        if arguments.simulate:
+            simulate_benchmark(pairs, arguments.data / arguments.jobs, arguments.seeds, arguments.quick)
+        if arguments.pairs:
+            pairs_benchmark(pairs, arguments.seeds, arguments.quick)
+    except TraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The simulator's clock, speeds and costs are exact, and every policy ends every job in it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from lightning_dlrover.planner.cluster import Allocation, Device, Job, Policy, PolicySettings, Profile, State
+from lightning_dlrover.planner.cluster.policies import POLICIES, make_policy
+from lightning_dlrover.planner.cluster.simulator import Arrival, Costs, SimulationError, simulate
+from lightning_dlrover.planner.cluster.slowdown import Observation
+
+GB = 10**9
+
+
+def devices(count: int, places: int = 2) -> list[Device]:
+    return [Device(f"gpu{i}", "gpu", f"node{i // 4}", 16 * GB, {"gpu": 1.0}, places) for i in range(count)]
+
+
+def arrival(name: str, at_s: float, seconds: float, **fields: object) -> Arrival:
+    """A job of two steps/s that takes `seconds` alone."""
+    job = Job(name, {"gpu": Profile(4 * GB, 2.0, {"gpu": 0.6})}, submitted_s=at_s)
+    return Arrival(replace(job, **fields), 2.0 * seconds)  # type: ignore[arg-type]
+
+
+def halves(job: Job, on: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
+    """Neighbours divide a device evenly; devices add up."""
+    return sum(job.profiles[d.kind].steps_per_s / (1 + len(beside[d.name])) for d in on)
+
+
+def ends(arrivals: Sequence[Arrival], on: Sequence[Device], policy: Policy, **options: object) -> dict[str, float]:
+    outcome = simulate(arrivals, on, policy, halves, **options)  # type: ignore[arg-type]
+    return {done.job.name: done.ended_s for done in outcome.finished}
+
+
+def test_one_device_runs_jobs_one_after_the_other() -> None:
+    outcome = simulate([arrival("a", 0, 10), arrival("b", 2, 5)], devices(1), make_policy("sequential"), halves)
+    assert [(done.job.name, done.started_s, done.ended_s) for done in outcome.finished] == [("a", 0, 10), ("b", 10, 15)]
+    assert outcome.makespan_s == 15
+    assert outcome.utilisation == 1.0
+    assert outcome.mean_completion_s == (10 + 13) / 2
+    assert outcome.longest_wait_s == 8
+
+
+def test_speeds_change_when_a_neighbour_comes_and_goes() -> None:
+    # a runs alone for 4 s, then shares: b needs 2 * 3 s, a has 3 left at 10 s.
+    assert ends([arrival("a", 0, 10), arrival("b", 4, 3)], devices(1), make_policy("fifo")) == {"b": 10, "a": 13}
+
+
+def test_a_start_costs_its_seconds_without_a_step() -> None:
+    assert ends([arrival("a", 0, 10)], devices(1), make_policy("fifo"), costs=Costs(start_s=4)) == {"a": 14}
+
+
+def elastic(state: State) -> Allocation:
+    """All devices to the first job; a second one gets half of them."""
+    jobs = sorted([*state.waiting, *(r.job for r in state.running)], key=lambda job: job.submitted_s)
+    names = [device.name for device in state.devices]
+    return {job.name: tuple(names[i :: len(jobs)]) for i, job in enumerate(jobs)}
+
+
+def test_elastic_jobs_change_their_devices_at_a_cost() -> None:
+    arrivals = [arrival("a", 0, 40, max_devices=4), arrival("b", 5, 10, max_devices=4)]
+    outcome = simulate(arrivals, devices(4), elastic, halves, costs=Costs(change_s=1))
+    # a: 5 s on 4 devices do 20 of 40; from 6 on 2 devices; b ends at 10 with a at 28; from 11 on 4 devices: 3 s.
+    assert {done.job.name: (done.ended_s, done.changes) for done in outcome.finished} == {"b": (10, 0), "a": (14, 2)}
+    assert outcome.changes_per_job == 1.0
+
+
+def shortest_first(state: State) -> Allocation:
+    """Preempts: one device, to the job with the fewest steps left."""
+    jobs = [*state.waiting, *(r.job for r in state.running)]
+    return {min(jobs, key=lambda job: job.steps_left or 0).name: (state.devices[0].name,)} if jobs else {}
+
+
+def test_preempted_jobs_keep_their_progress() -> None:
+    arrivals = [arrival("long", 0, 10, steps_left=20.0), arrival("short", 4, 3, steps_left=6.0)]
+    outcome = simulate(arrivals, devices(1), shortest_first, halves)
+    assert {done.job.name: (done.ended_s, done.starts) for done in outcome.finished} == {"short": (7, 1), "long": (13, 2)}
+    assert outcome.finished[1].served_device_s == 10
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_ends_all_jobs_twice_alike(name: str) -> None:
+    rng = random.Random(3)
+    arrivals = [
+        arrival(f"j{i}", rng.uniform(0, 100), rng.uniform(1, 30), num_devices=rng.choice([1, 1, 2]), priority=rng.randrange(2))
+        for i in range(60)
+    ]
+    policy = make_policy(name, PolicySettings(max_wait_s=200.0, most_together=2))
+    outcome = simulate(arrivals, devices(4), policy, halves, costs=Costs(0.5))
+    assert {done.job.name for done in outcome.finished} == {a.job.name for a in arrivals}
+    assert all(done.started_s >= done.job.submitted_s and done.ended_s > done.started_s for done in outcome.finished)
+    assert outcome == simulate(arrivals[::-1], devices(4), policy, halves, costs=Costs(0.5))
+
+
+def test_a_learner_sees_each_group_and_may_replace_the_policy() -> None:
+    class Watch:
+        def __init__(self) -> None:
+            self.seen: list[tuple[tuple[str, ...], tuple[float, ...], float]] = []
+
+        def observed(self, observation: Observation, lasted_s: float) -> Policy | None:
+            self.seen.append((tuple(job.name for job in observation.group), observation.relative_speeds, lasted_s))
+            return make_policy("sequential")
+
+    watch = Watch()
+    arrivals = [arrival("a", 0, 10), arrival("b", 4, 3), arrival("c", 5, 1)]
+    outcome = simulate(arrivals, devices(1), make_policy("fifo"), halves, learner=watch)
+    assert watch.seen == [(("a", "b"), (0.5, 0.5), 6.0)]
+    assert {done.job.name: done.started_s for done in outcome.finished} == {"a": 0, "b": 4, "c": 13}
+
+
+def test_what_cannot_be_simulated_is_refused_with_its_name() -> None:
+    fifo = make_policy("fifo")
+    with pytest.raises(SimulationError, match="the name 'a'"):
+        simulate([arrival("a", 0, 1)] * 2, devices(1), fifo, halves)
+    with pytest.raises(SimulationError, match="'big' needs 3 devices"):
+        simulate([arrival("big", 0, 1, num_devices=3)], devices(2), fifo, halves)
+    with pytest.raises(SimulationError, match=r"'a' has -2\.0 steps"):
+        simulate([arrival("a", 0, -1)], devices(1), fifo, halves)
+    with pytest.raises(SimulationError, match="wait for ever"):
+        simulate([arrival("a", 0, 1)], devices(1), lambda state: {}, halves)
+    with pytest.raises(SimulationError, match=r"'gpu0'.*places"):
+        simulate([arrival(n, 0, 1) for n in "abc"], devices(1), lambda s: dict.fromkeys("abc", ("gpu0",)), halves)
