@@ -87,7 +87,7 @@ def test_job_that_needs_more_than_the_device_fails_before_its_first_step(tmp_pat
 
 def test_job_that_lies_about_its_memory_goes_back_and_the_others_finish(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
-        jobs = [seated("honest", 1200, 100, steps=160, step_s=0.05), seated("liar", 60, 1200, steps=60, step_s=0.05)]
+        jobs = [seated("honest", 1200, 100, steps=160, step_s=0.05), seated("liar", 60, 1500, steps=60, step_s=0.05)]
         dispatcher(tmp_path, journal, jobs, places=[place(2600)]).run()
     found = results(tmp_path)
     assert found["honest"] == ["done"]
