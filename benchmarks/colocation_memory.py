@@ -22,7 +22,7 @@ from statistics import median
 __all__ = ["MemoryResult", "memory_errors"]
 
 TIMEOUT_S = 180.0
-NUM_STEPS = 6
+NUM_STEPS = 5
 MIB = 1 << 20
 
 

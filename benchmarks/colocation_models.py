@@ -64,9 +64,7 @@ class Dlrm(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         bottom = self.bottom(dense)
-        columns = [
-            table(sparse[:, i : i + 1] if self.bags else sparse[:, i]) for i, table in enumerate(self.tables)
-        ]
+        columns = [table(sparse[:, i : i + 1] if self.bags else sparse[:, i]) for i, table in enumerate(self.tables)]
         vectors = torch.stack([bottom, *columns], dim=1)
         products = vectors @ vectors.transpose(1, 2)
         first, second = torch.tril_indices(vectors.shape[1], vectors.shape[1], offset=-1)
@@ -309,7 +307,8 @@ class Adversarial(L.LightningModule):
         self.judge = mlp([3072, 1024, 512, 1])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc]
+        pair: Any = self.optimizers()
+        first, second = pair
         fake = self.generator(torch.randn(len(batch), 64))
         first.zero_grad()
         loss = F.softplus(-self.judge(fake)).mean()
@@ -389,12 +388,13 @@ def torchrec_tables_adam() -> Work:
 def torchrec_fused_rowwise() -> Work:
     """Sharded tables, whose optimizer runs in their backward pass."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.optim import RowWiseAdagrad
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     rows = [500_000, 250_000, 100_000, 2_000]
     model = OfTables(collection(rows, 48, "meta"), 48 * len(rows))
     _apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": 0.01})
