@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -44,7 +45,7 @@ class Work:
 
 def mlp(widths: list[int], *, layer_norm: bool = False) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), *([nn.LayerNorm(after)] if layer_norm else []), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
