@@ -76,8 +76,9 @@ def test_estimate_changes_neither_weights_nor_state_nor_random_numbers() -> None
     module = Tables()
     optimizer = torch.optim.Adam(module.parameters())
     before = [each.clone() for each in module.parameters()]
+    batch = ids()
     random_state = torch.get_rng_state()
-    estimated(module, ids(), optimizer, step=lambda batch: module(batch) + torch.rand(()))
+    estimated(module, batch, optimizer, step=lambda batch: module(batch) + torch.rand(()))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
     assert not optimizer.state
