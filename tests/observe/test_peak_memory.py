@@ -114,7 +114,7 @@ def test_module_without_shape_rules_is_measured_on_a_part_of_the_batch() -> None
         module,
         torch.randn(samples, 64),
         torch.optim.SGD(module.parameters(), 0.01),
-        step=lambda batch: OpaqueStep.apply(module(batch)).square().mean(),
+        step=lambda batch: OpaqueStep.apply(module(batch)).square().mean(),  # type: ignore[no-untyped-call]
     )
     assert found.source == "measured"
     assert 4 * samples * 64 * 40 <= found.parts.activations <= 6 * 4 * samples * 64 * 40

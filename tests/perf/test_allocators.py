@@ -42,7 +42,8 @@ def test_holes_that_are_too_small_cost_memory() -> None:
 
 def test_held_memory_is_never_below_the_live_one() -> None:
     draw = random.Random(1)
-    found, live = Footprint(cache := CudaCache()), []
+    found = Footprint(cache := CudaCache())
+    live: list[int] = []
     for handle in range(1, 3000):
         if live and draw.random() < 0.5:
             found.add((live.pop(draw.randrange(len(live))), 0))

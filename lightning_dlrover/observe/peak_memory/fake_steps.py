@@ -233,7 +233,8 @@ def _nonzero(tensor: Tensor) -> Tensor:
 
 
 def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
-    return tensor.new_empty((torch.broadcast_tensors(tensor, mask)[0].numel(),))
+    both = torch.broadcast_tensors(tensor, mask)  # type: ignore[no-untyped-call]
+    return tensor.new_empty((both[0].numel(),))
 
 
 def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
