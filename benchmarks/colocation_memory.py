@@ -22,7 +22,7 @@ from statistics import median
 __all__ = ["MemoryResult", "memory_errors"]
 
 TIMEOUT_S = 180.0
-NUM_STEPS = 6
+NUM_STEPS = 5
 MIB = 1 << 20
 
 
@@ -67,10 +67,12 @@ def memory_errors(names: Sequence[str] | None = None) -> dict[str, float]:
     results = []
     for name in names or HELD_OUT:
         results.append(found := _in_a_process(name))
+        estimate, margin, measured, before = (
+            round(each / MIB) for each in (found.estimate, found.margin, found.measured, found.before)
+        )
         print(
-            f"{name:28} estimate {found.estimate / MIB:6.0f} MiB + {found.margin / MIB:4.0f}, measured {found.measured / MIB:6.0f} MiB "
-            f"(before the first step {found.before / MIB:5.0f}), error {found.error:+6.1%}, of the added {found.error_of_added:+6.0%}, "
-            f"{found.source}, {found.took_s:.2f} s",
+            f"{name:28} estimate {estimate:5} + {margin:3} MiB, measured {measured:5} MiB (before the first step {before:5}), "
+            f"error {found.error:+6.1%}, of the added {found.error_of_added:+5.0%}, {found.source}, {found.took_s:.2f} s",
             flush=True,
         )
     return {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -44,7 +45,7 @@ class Work:
 
 def mlp(widths: list[int], *, layer_norm: bool = False) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), *([nn.LayerNorm(after)] if layer_norm else []), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -307,7 +308,8 @@ class Adversarial(L.LightningModule):
         self.judge = mlp([3072, 1024, 512, 1])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc]
+        pair: Any = self.optimizers()
+        first, second = pair
         fake = self.generator(torch.randn(len(batch), 64))
         first.zero_grad()
         loss = F.softplus(-self.judge(fake)).mean()
@@ -387,12 +389,13 @@ def torchrec_tables_adam() -> Work:
 def torchrec_fused_rowwise() -> Work:
     """Sharded tables, whose optimizer runs in their backward pass."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.optim import RowWiseAdagrad
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     rows = [500_000, 250_000, 100_000, 2_000]
     model = OfTables(collection(rows, 48, "meta"), 48 * len(rows))
     _apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": 0.01})

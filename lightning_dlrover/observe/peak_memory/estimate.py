@@ -20,8 +20,9 @@ from lightning_dlrover.observe.peak_memory.heap import own_heap
 from lightning_dlrover.observe.peak_memory.measured import measure_steps
 from lightning_dlrover.observe.peak_memory.resident import resident
 from lightning_dlrover.observe.peak_memory.step import Step
+from lightning_dlrover.observe.peak_memory.trace import Trace
 from lightning_dlrover.observe.resources import available_bytes
-from lightning_dlrover.perf.allocators import CudaCache, Footprint
+from lightning_dlrover.perf.allocators import CudaCache, Event, Footprint
 from lightning_dlrover.perf.memory_margin import MemoryMargin
 
 __all__ = ["LoaderShape", "MemoryEstimate", "MemoryParts", "Unknown", "estimate_peak"]
@@ -37,6 +38,7 @@ CPU_FIRST_STEP_BYTES = 16 * MIB  # code of libraries that the first step reads f
 CUDA_CONTEXT_BYTES = 500 * MIB  # context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)
 CUBLAS_WORKSPACE_BYTES = 32 * MIB  # cublasGetSmWorkspaceSize on Hopper; 4 to 8 MiB before it (ATen/cuda/CublasHandlePool.cpp)
 LOADER_WORKER_BYTES = 30 * MIB  # pages that a forked loader worker writes: reference counts, its own heap
+PINNED_SHARE = 0.15  # of a step's live bytes: holes that small objects keep open (median of six models)
 SPAWNED_WORKER_BYTES = 260 * MIB  # a spawned one imports torch again
 
 
@@ -143,7 +145,7 @@ def _estimate(job: _Job, probe_bytes: int | None) -> tuple[MemoryParts, Source]:
     """Return the parts and their source."""
     standing = _standing_parts(job)
     try:
-        added = run_in_child(lambda: _steps_by_shape(job), job.deadline_s)
+        added = _parts_by_shape(job)
     except ChildError as error:
         if job.is_cuda:
             raise
@@ -156,21 +158,42 @@ def _estimate(job: _Job, probe_bytes: int | None) -> tuple[MemoryParts, Source]:
     return _with_process(replace(standing, **added), job), "shapes"
 
 
-def _steps_by_shape(job: _Job) -> dict[str, int]:
-    """Return the parts that steps add. It changes the module, so it runs in a copy of the process."""
+def _parts_by_shape(job: _Job) -> dict[str, int]:
+    """Return the parts that steps add.
+
+    A second copy serves the allocations. Shape propagation leaves more small objects in the heap of the first one than training
+    does, and they would keep holes open.
+    Raises:
+        ChildError: the module has an operation without a shape rule, or a copy failed.
+    """
+    found = run_in_child(lambda: _trace(job), job.deadline_s)
+    trace = Trace(
+        [(handle, size) for handle, size in found["events"]], {int(key): kind for key, kind in found["kinds"].items()}
+    )
+    # On the CPU, tensors that exist already have their memory, and steps do not free it.
+    standing = [size for each in _unique(_tensors(job)) if (size := _num_bytes(each))] if job.is_cuda else []
+    held, live, peak_at = run_in_child(lambda: _serve(trace.events, standing, job.is_cuda), job.deadline_s)
+    pinned = 0 if job.is_cuda else round(PINNED_SHARE * live)
+    return {**trace.live_bytes(peak_at - len(standing)), "allocator_rounding": max(0, held - live) + pinned}
+
+
+def _trace(job: _Job) -> dict[str, Any]:
+    """Return the allocations of steps. It changes the module, so it runs in a copy of the process."""
+    from lightning_dlrover.observe.peak_memory.fake_steps import trace_steps
     from lightning_dlrover.observe.peak_memory.torch_names import check
 
     check()
-    from lightning_dlrover.observe.peak_memory.trace import trace_steps
+    return asdict(trace_steps(job.module, job.optimizers, job.batch, job.step))
 
-    # On the CPU, tensors that exist already have their memory, and steps do not free it.
-    standing = [size for each in _unique(_tensors(job)) if (size := _num_bytes(each))] if job.is_cuda else []
-    found = Footprint(CudaCache() if job.is_cuda else own_heap())
+
+def _serve(events: Sequence[Event], standing: Sequence[int], is_cuda: bool) -> tuple[int, int, int]:
+    """Return peaks of the held and of the live bytes, and the number of events until the latter."""
+    found = Footprint(CudaCache() if is_cuda else own_heap())
     for index, num_bytes in enumerate(standing):
         found.add((-1 - index, num_bytes))
-    trace = trace_steps(job.module, job.optimizers, job.batch, job.step, found)
-    live = trace.live_bytes(found.peak_at - len(standing))
-    return {**live, "allocator_rounding": found.peak_held_bytes - found.peak_live_bytes}
+    for event in events:
+        found.add(event)
+    return found.peak_held_bytes, found.peak_live_bytes, found.peak_at
 
 
 def _standing_parts(job: _Job) -> MemoryParts:

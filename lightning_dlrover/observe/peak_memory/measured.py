@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dlrover.observe.peak_memory.child import run_in_child
 from lightning_dlrover.observe.peak_memory.resident import forget_peak, resident
-from lightning_dlrover.observe.peak_memory.step import Step, loss_of
+from lightning_dlrover.observe.peak_memory.step import Step, run_backward
 
 __all__ = ["measure_steps"]
 
@@ -48,8 +48,7 @@ def _run(optimizers: Sequence[torch.optim.Optimizer], batch: Any, step: Step) ->
     forget_peak()
     for _ in range(NUM_STEPS):
         result = step(batch)
-        if result is not None:
-            loss_of(result).backward()
+        run_backward(result)
         del result
         for optimizer in optimizers:
             optimizer.step()

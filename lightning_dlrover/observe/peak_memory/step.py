@@ -9,22 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Step", "loss_of", "step_of"]
+__all__ = ["Step", "run_backward", "step_of"]
 
 Step = Callable[[Any], Any]
 """Takes a batch and returns the loss, a dict with ``loss``, or None if it runs backward and the optimizers itself."""
 
 
-def loss_of(result: Any) -> Tensor:
-    """Return the loss from the result of a training step.
+def run_backward(result: Any) -> None:
+    """Run backward from the result of a step; None: the step has run it.
 
     Raises:
         TypeError: the result holds no loss.
     """
+    if result is None:
+        return
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise TypeError(f"the training step returned {type(loss).__name__}, not a loss: return a tensor, or a dict with 'loss'")
-    return loss
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def step_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch_idx: int = 0) -> Step:
