@@ -54,7 +54,7 @@ def compared(one: Measurements, other: Measurements) -> Comparison:
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
     summary = (
         f"B is {mean:.2f} times as fast as A (geometric mean of {len(ratios)} points); "
-        f"{agreeing} of {count} points agree within their own ranges"
+        f"{agreeing} of {count} points agree within their own intervals"
     )
     return Comparison(limits, [_point_row(results[0][point], results[1][point]) for point in both], summary)
 

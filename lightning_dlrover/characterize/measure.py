@@ -114,7 +114,7 @@ def _run(
         for _ in range(effort.num_blocks):
             clock, whole_s, runs_s = Clock(cuda), 0.0, []
             for number in range(2 * num_steps):
-                if number % (num_steps // 2) == 0:  # the same steps on every worker, so that none waits for another
+                if number % max(1, num_steps // 4) == 0:  # the same steps on every worker, so that none waits for another
                     runs_s.append(reference.seconds())
                 if number.bit_count() % 2:  # both kinds in turn, in an order (Thue, Morse) without a period: loaders have one
                     clock.begin()

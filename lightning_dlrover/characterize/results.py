@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lightning_dlrover.characterize.intervals import half_widths
+from lightning_dlrover.characterize.intervals import half_widths, sensitivity
 from lightning_dlrover.characterize.point import PARTS, Limit, Point, Visit
 from lightning_dlrover.characterize.work import lookup_bytes, mlp_flops, step_flops
 
@@ -28,6 +28,8 @@ class Result:
     peak_memory_bytes: int
     cpu_percent: float
     joules_per_step: float | None
+    log_reference: float = 0.0  # mean over the visits of the log of the reference program's seconds; 0: not run
+    sensitivity: float = 0.0  # change in log of a step's time per change in log of the reference program's
 
     @property
     def spread(self) -> float:
@@ -79,9 +81,18 @@ def results_of(visits: Iterable[Visit]) -> dict[Point, Result]:
         if visit.blocks:
             by_point.setdefault(visit.point, []).append(visit)
     timed = {point: found for point, found in by_point.items() if not point.measures_loss}
-    widths = half_widths([[math.log(statistics.median(visit.blocks)) for visit in found] for found in timed.values()])
+    logs = [[(math.log(statistics.median(visit.blocks)), _log_reference(visit)) for visit in found] for found in timed.values()]
+    widths, slope = half_widths(logs), sensitivity(logs)
     known = dict(zip(timed, widths, strict=True)) if widths is not None else {}
-    return {point: _merged(point, found, known.get(point)) for point, found in by_point.items()}
+    results = {point: _merged(point, found, known.get(point)) for point, found in by_point.items()}
+    for point, visits_logs in zip(timed, logs, strict=True):
+        reference = statistics.fmean(log for _, log in visits_logs)
+        results[point] = replace(results[point], log_reference=reference, sensitivity=slope)
+    return results
+
+
+def _log_reference(visit: Visit) -> float:
+    return math.log(statistics.median(visit.reference_s)) if visit.reference_s else 0.0
 
 
 def _merged(point: Point, visits: list[Visit], half_width: float | None) -> Result:
@@ -135,8 +146,15 @@ def limit_values(limits: Iterable[Limit]) -> dict[tuple[str, int], float]:
 def agreement(one: Mapping[Point, Result], other: Mapping[Point, Result]) -> tuple[int, int]:
     """Return how many points of two runs agree, and how many both have.
 
-    Two results agree if the figure of one lies within the other's interval.
+    Two results agree if the figure of one lies within the other's interval, both at the same speed of the machine: what the
+    reference program's times explain is taken out.
     """
     both = [(result, other[point]) for point, result in one.items() if point in other]
-    agreeing = sum(a.low <= b.median <= a.high or b.low <= a.median <= b.high for a, b in both)
-    return agreeing, len(both)
+    return sum(_agree(a, b) for a, b in both), len(both)
+
+
+def _agree(a: Result, b: Result) -> bool:
+    if a.point.measures_loss:
+        return a.low <= b.median <= a.high or b.low <= a.median <= b.high
+    slower = math.exp((a.sensitivity + b.sensitivity) / 2 * (b.log_reference - a.log_reference))
+    return a.low <= b.median / slower <= a.high or b.low <= a.median * slower <= b.high

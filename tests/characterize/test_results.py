@@ -8,6 +8,7 @@ import pytest
 from characterize_points import SCOPE, visit
 
 from lightning_dlrover.characterize.compare import compare_text
+from lightning_dlrover.characterize.compare_page import write_comparison
 from lightning_dlrover.characterize.energy import EnergyMeter
 from lightning_dlrover.characterize.export import write_tables
 from lightning_dlrover.characterize.findings import Evidence, findings
@@ -153,6 +154,17 @@ def test_comparison_shows_ratios_of_common_points() -> None:
     assert "B is 2.00 times as fast as A" in text
     nothing = compare_text(one, Measurements(one.header, [], one.limits))
     assert "no point was measured on both" in nothing
+
+
+def test_comparison_page_shows_the_figures_of_both_machines(tmp_path: Path) -> None:
+    studies, one = all_measured()
+    other = Measurements(Header(1, "0", replace(MACHINE, name="<i>other</i>")), one.visits[:1], [])
+    write_comparison(tmp_path / "new" / "comparison.html", one, other)
+    page = (tmp_path / "new" / "comparison.html").read_text()
+    assert page.count("<svg") == len(studies) + 1 + 1  # the first machine's studies and roofline, the second's only study
+    assert all(study.title in page for study in studies)
+    assert "&lt;i&gt;other" in page
+    assert "<i>other" not in page
 
 
 def test_history_holds_possible_windows_from_which_a_job_starts_at_the_best(tmp_path: Path) -> None:
