@@ -3,13 +3,14 @@
     python benchmarks/characterize.py [--out DIR] [--jobs dense,embedding,input] [--reuse]
 
 runs      Two runs of the command, one after the other. `minutes` is the longer one's wall time. Two measurements of a point
-          agree if the median of one lies within the range of the other's blocks.
+          agree if the figure of one lies within the other's 90 % interval, at the same speed of the machine. `width` is
+          the median over all points of that interval's width relative to the figure.
 parts     Sum of a step's parts against its time, which is measured in other steps. The figure is the median over all points.
 limits    Memory copy against a STREAM-like program in C, matrix multiply against scipy's BLAS (`limit_references.py`).
 warm      Jobs of `auto_config_jobs.py` start with the history of the first run. The settings of their first plan are measured
           in turn with the best of a grid. They have visited no other settings.
 
-The last line holds `minutes= agree= parts_error= copy_error= gemm_error= warm_min=`.
+The last line holds `minutes= agree= width= parts_error= copy_error= gemm_error= warm_min=`.
 """
 
 from __future__ import annotations
@@ -114,9 +115,11 @@ def main() -> int:
         results = results_of(one.visits), results_of(two.visits)
         agreeing, count = agreement(*results)
         print(f"runs: {agreeing} of {count} points agree", flush=True)
+        spreads = [r.spread for found in results for r in found.values() if not r.point.measures_loss]
         values: dict[str, float | int] = {
             "minutes": minutes,
             "agree": agreeing / count,
+            "width": statistics.median(spreads),
             "parts_error": parts_error([*results[0].values(), *results[1].values()]),
             **limit_errors(),
             "warm_min": min(warm_starts(history, kinds, out / "grid.json"), default=float("nan")),

@@ -107,7 +107,7 @@ def _run(
 ) -> Share:
     num_steps = _warm_up(point, effort, step, cut_step, cuda)
     energy = EnergyMeter.of_machine(cuda)
-    whole, parts, reference_s = [], [], []
+    whole, parts, reference_s, reference_total_s = [], [], [], 0.0
     reference.seconds()
     with _no_collection():
         began, cpu_before, spent_before = _synced(point, cuda), _cpu_s(), energy.joules()
@@ -126,13 +126,15 @@ def _run(
             whole.append(whole_s / num_steps)
             parts.append(clock.seconds())
             reference_s.append(statistics.fmean(runs_s))
+            reference_total_s += sum(runs_s)
         took_s = _synced(point, cuda) - began
         cpu_s, spent = _cpu_s() - cpu_before, energy.joules()
     part_s, forward_s = _relative_parts(whole, parts, num_steps)
     gpu_bytes = torch.cuda.max_memory_allocated() if cuda else 0
     per_step = None
     if spent is not None and spent_before is not None:
-        per_step = (spent - spent_before) / (2 * effort.num_blocks * num_steps)
+        of_steps = max(0.0, 1 - reference_total_s / took_s)  # the reference program takes its share
+        per_step = of_steps * (spent - spent_before) / (2 * effort.num_blocks * num_steps)
     return Share(
         blocks=tuple(whole),
         part_s=part_s,
