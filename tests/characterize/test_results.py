@@ -73,6 +73,13 @@ def test_rules_without_measurements_find_nothing() -> None:
     assert findings(Evidence(all_studies(SCOPE), {}, {}, 2)) == []
 
 
+@pytest.mark.parametrize(("second", "expected"), [(1.02, ""), (2.0, "no other program runs")])
+def test_findings_of_a_busy_machine_begin_with_a_warning(second: float, expected: str) -> None:
+    study = sweep("anything", "batch", [POINT])
+    found = texts(evidence(study, [visit(POINT, 1.0), visit(POINT, second)]))
+    assert (expected in found) if expected else not found
+
+
 @pytest.mark.parametrize(
     "steps, expected",
     [

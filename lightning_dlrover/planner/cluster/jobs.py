@@ -112,7 +112,9 @@ class Job:
         if not self.profiles:
             raise ValueError(f"job {self.name!r} has no profile for any kind of device, so it could never start")
         if self.num_devices < 1 or not self.weight > 0:
-            raise ValueError(f"job {self.name!r} asks for {self.num_devices} devices with weight {self.weight}; neither may be 0")
+            raise ValueError(
+                f"job {self.name!r} asks for {self.num_devices} devices with weight {self.weight}; neither may be 0"
+            )
         if not self.fewest_devices <= self.num_devices <= self.most_devices:
             raise ValueError(
                 f"job {self.name!r} asks for {self.num_devices} devices, "
