@@ -3,13 +3,14 @@
     python benchmarks/characterize.py [--out DIR] [--jobs dense,embedding,input] [--reuse]
 
 runs      Two runs of the command, one after the other. `minutes` is the longer one's wall time. Two measurements of a point
-          agree if the median of one lies within the range of the other's blocks.
+          agree if the figure of one lies within the other's 90 % interval, at the same speed of the machine. `width` is
+          the median over all points of that interval's width relative to the figure.
 parts     Sum of a step's parts against its time, which is measured in other steps. The figure is the median over all points.
-limits    Memory copy against a STREAM-like program in C, matrix multiply against scipy's BLAS, in the same minutes.
+limits    Memory copy against a STREAM-like program in C, matrix multiply against scipy's BLAS (`limit_references.py`).
 warm      Jobs of `auto_config_jobs.py` start with the history of the first run. The settings of their first plan are measured
           in turn with the best of a grid. They have visited no other settings.
 
-The last line holds `minutes= agree= parts_error= copy_error= gemm_error= warm_min=`.
+The last line holds `minutes= agree= width= parts_error= copy_error= gemm_error= warm_min=`.
 """
 
 from __future__ import annotations
@@ -27,36 +28,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from auto_config import FULL, Grid, careful_user, measure_grid, plan_live
 from auto_config_jobs import JOBS
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from lightning_dlrover.characterize.results import Result, agreement, limit_values, results_of
+from lightning_dlrover.characterize.results import Result, agreement, results_of
 from lightning_dlrover.characterize.store import read_store
 
 SIZE = replace(FULL, ahead=(2,), rounds=1, measure_s=0.6, comparisons=3, compare_s=1.0)
 RUN_TIMEOUT_S = 600.0
-REPEATS = 15
-
-STREAM_COPY = r"""
-#include <stdio.h>
-#include <omp.h>
-#define N (32L << 20)
-static double a[N], b[N];
-int main(void) {
-    #pragma omp parallel for
-    for (long i = 0; i < N; i++) { a[i] = i; b[i] = 0; }
-    for (int k = 0; k < REPEATS; k++) {
-        double began = omp_get_wtime();
-        #pragma omp parallel for
-        for (long i = 0; i < N; i++) b[i] = a[i];
-        printf("%.6f\n", 16e-9 * N / (omp_get_wtime() - began));
-    }
-    return b[N / 2] != a[N / 2];
-}
-"""
 
 
 def run_quick(out: Path, history: Path) -> float:
@@ -78,27 +58,12 @@ def run_quick(out: Path, history: Path) -> float:
     return (time.monotonic() - began) / 60
 
 
-def stream_copy(folder: Path, threads: int) -> float:
-    """Return GB/s of a copy in C, read and written."""
-    source, program = folder / "copy.c", folder / "copy"
-    source.write_text(STREAM_COPY)
-    subprocess.run(["gcc", "-O3", "-march=native", "-fopenmp", f"-DREPEATS={REPEATS}", source, "-o", program], check=True)
-    lines = subprocess.run([program], env={"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, text=True, check=True)
-    return statistics.median(map(float, lines.stdout.split()))
-
-
-def scipy_multiply(threads: int, size: int = 1536) -> float:
-    """Return GFLOP/s of scipy's BLAS, another build than numpy's."""
-    from scipy.linalg.blas import sgemm
-
-    one, other = (np.asfortranarray(np.random.default_rng(i).random((size, size), dtype=np.float32)) for i in range(2))
-    rates = []
-    with threadpool_limits(threads):
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            sgemm(1.0, one, other)
-            rates.append(2e-9 * size**3 / (time.perf_counter() - began))
-    return statistics.median(rates)
+def limit_errors() -> dict[str, float]:
+    """Return the differences that `limit_references.py` finds, in a process with the command's settings."""
+    command = [sys.executable, str(Path(__file__).with_name("limit_references.py"))]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_TIMEOUT_S).stdout
+    print("\n".join(output.splitlines()[1:-1]), flush=True)
+    return {name: float(value) for name, _, value in (word.partition("=") for word in output.splitlines()[-1].split())}
 
 
 def parts_error(results: list[Result]) -> float:
@@ -150,17 +115,13 @@ def main() -> int:
         results = results_of(one.visits), results_of(two.visits)
         agreeing, count = agreement(*results)
         print(f"runs: {agreeing} of {count} points agree", flush=True)
-        limits = limit_values(two.limits)
-        threads = max(number for _, number in limits)
-        copy, multiply = stream_copy(Path(temporary), threads), scipy_multiply(threads)
-        print(f"copy: {limits['copy', threads]:.2f} GB/s, in C {copy:.2f}", flush=True)
-        print(f"multiply: {limits['multiply', threads]:.1f} GFLOP/s, scipy's {multiply:.1f}", flush=True)
+        spreads = [r.spread for found in results for r in found.values() if not r.point.measures_loss]
         values: dict[str, float | int] = {
             "minutes": minutes,
             "agree": agreeing / count,
+            "width": statistics.median(spreads),
             "parts_error": parts_error([*results[0].values(), *results[1].values()]),
-            "copy_error": abs(limits["copy", threads] / copy - 1),
-            "gemm_error": abs(limits["multiply", threads] / multiply - 1),
+            **limit_errors(),
             "warm_min": min(warm_starts(history, kinds, out / "grid.json"), default=float("nan")),
         }
     print(result_line(values))

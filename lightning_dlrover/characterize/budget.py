@@ -1,7 +1,7 @@
 """Which point to visit next within a budget of time, and how long the rest takes. Pure.
 
 Every point is visited once before any is visited again: first the ends of each sweep, then its middle. Visits after
-that go where the range of the blocks is widest for the time that a visit takes.
+that go where the interval is widest for the time that a visit takes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FIRST_ESTIMATE_S = 1.5
 class Aim:
     """When a point has been measured well enough."""
 
-    min_visits: int = 2  # minutes apart, so that the range includes changes of the machine
+    min_visits: int = 2  # minutes apart, so that the interval includes changes of the machine
     max_visits: int = 4
-    spread: float = 0.08  # range of the blocks over the median, below which `min_visits` are enough
+    spread: float = 0.08  # width of the interval over the median, below which `min_visits` are enough
 
 
 def in_order(studies: Sequence[Study]) -> list[Point]:

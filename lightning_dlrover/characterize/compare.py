@@ -5,24 +5,63 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from lightning_dlrover.characterize.limits import LIMITS
 from lightning_dlrover.characterize.point import Point
-from lightning_dlrover.characterize.results import agreement, limit_values, results_of
+from lightning_dlrover.characterize.results import Result, agreement, limit_values, results_of
 from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.report.text_table import text_table
 
-__all__ = ["compare_text", "differences"]
+__all__ = ["Comparison", "compare_text", "compared", "differences"]
+
+
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Limits and throughput of both machines, with the ratio of the second to the first."""
+
+    limits: Rows  # limit, threads, A, B, B/A, unit
+    points: Rows  # model, configuration, A, B, B/A, unit; only points that both have
+    summary: str
 
 
 def compare_text(one: Measurements, other: Measurements) -> str:
-    """Return limits and throughput of both, with the ratio of the second to the first."""
+    """Return the comparison as text."""
     machines = [
         f"{m.processor}{' + ' + m.gpu if m.gpu else ''}, {m.cores:g} cores" for m in (one.header.machine, other.header.machine)
     ]
+    found = compared(one, other)
     lines = [f"A: {machines[0]}", f"B: {machines[1]}", ""]
+    lines += [*text_table("<>>>><", [("limit", "threads", "A", "B", "B/A", ""), *found.limits]), ""]
+    if found.points:
+        lines += [*text_table("<<>>><", [("point", "", "A", "B", "B/A", ""), *found.points]), ""]
+    return "\n".join([*lines, found.summary])
+
+
+def compared(one: Measurements, other: Measurements) -> Comparison:
+    """Compare two machines, or two runs on one."""
+    results = results_of(one.visits), results_of(other.visits)
+    both = [point for point in results[0] if point in results[1]]
+    limits = _limit_rows(one, other)
+    if not both:
+        summary = "no point was measured on both: sweeps depend on the number of cores and on --quick or --full"
+        return Comparison(limits, [], summary)
+    ratios = [results[1][p].samples_per_s / results[0][p].samples_per_s for p in both if not p.measures_loss]
+    agreeing, count = agreement(*results)
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
+    summary = (
+        f"B is {mean:.2f} times as fast as A (geometric mean of {len(ratios)} points); "
+        f"{agreeing} of {count} points agree within their own intervals"
+    )
+    return Comparison(limits, [_point_row(results[0][point], results[1][point]) for point in both], summary)
+
+
+def _limit_rows(one: Measurements, other: Measurements) -> Rows:
     limits = limit_values(one.limits), limit_values(other.limits)
-    rows = [("limit", "threads", "A", "B", "B/A", "")]
+    rows: Rows = []
     for name, (text, unit) in LIMITS.items():
         # Each machine's own limit is with all of its cores.
         best_a, best_b = _widest(limits[0], name), _widest(limits[1], name)
@@ -31,50 +70,15 @@ def compare_text(one: Measurements, other: Measurements) -> str:
             rows.append(
                 (text, f"{threads_a}, {threads_b}", f"{value_a:.3g}", f"{value_b:.3g}", f"{value_b / value_a:.2f}", unit)
             )
-    lines += [*text_table("<>>>><", rows), ""]
-    results = results_of(one.visits), results_of(other.visits)
-    both = [point for point in results[0] if point in results[1]]
-    if not both:
-        return "\n".join(
-            [*lines, "no point was measured on both: sweeps depend on the number of cores and on --quick or --full"]
-        )
-    rows = [("point", "", "A", "B", "B/A", "")]
-    ratios = []
-    for point in both:
-        a, b = results[0][point], results[1][point]
-        if point.measures_loss:
-            rows.append(
-                (
-                    point.workload,
-                    differences(point),
-                    f"{a.median:.4f}",
-                    f"{b.median:.4f}",
-                    f"{b.median / a.median:.3f}",
-                    "entropy",
-                )
-            )
-            continue
-        ratio = b.samples_per_s / a.samples_per_s
-        ratios.append(ratio)
-        rows.append(
-            (
-                point.workload,
-                differences(point),
-                f"{a.samples_per_s:,.0f}",
-                f"{b.samples_per_s:,.0f}",
-                f"{ratio:.2f}",
-                "samples/s",
-            )
-        )
-    agreeing, count = agreement(*results)
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
-    lines += text_table("<<>>><", rows)
-    lines += [
-        "",
-        f"B is {mean:.2f} times as fast as A (geometric mean of {len(ratios)} points); "
-        f"{agreeing} of {count} points agree within the range of their own blocks",
-    ]
-    return "\n".join(lines)
+    return rows
+
+
+def _point_row(a: Result, b: Result) -> tuple[str, ...]:
+    names = a.point.workload, differences(a.point)
+    if a.point.measures_loss:
+        return *names, f"{a.median:.4f}", f"{b.median:.4f}", f"{b.median / a.median:.3f}", "entropy"
+    rates = a.samples_per_s, b.samples_per_s
+    return *names, f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"{rates[1] / rates[0]:.2f}", "samples/s"
 
 
 def _widest(found: Mapping[tuple[str, int], float], name: str) -> tuple[int, float] | None:

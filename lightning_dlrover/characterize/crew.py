@@ -99,6 +99,7 @@ class Crew:
             cpu_percent=sum(share.cpu_percent for share in shares),
             gpu_memory_bytes=sum(share.gpu_memory_bytes for share in shares),
             joules_per_step=first.joules_per_step,  # energy of the whole machine
+            reference_s=first.reference_s,
         )
 
     def limit(self, name: str, threads: int, device: str) -> Limit:

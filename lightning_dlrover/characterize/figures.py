@@ -81,6 +81,8 @@ def study_figure(study: Study, results: Mapping[Point, Result]) -> Figure | None
 
 
 def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
+    from matplotlib.ticker import LogLocator
+
     lines: dict[tuple[object, ...], list[Result]] = {}
     for result in found:
         lines.setdefault(tuple(getattr(result.point, name) for name in study.series), []).append(result)
@@ -120,18 +122,19 @@ def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
     axes.set_xlim(-0.4, len(spots) - 0.6)
     axes.set_xlabel(WORDS[study.x])
     axes.set_ylabel("throughput (samples/s)")
-    highest = max(result.samples_per_s for result in found)
-    lowest = min(result.samples_per_s for result in found)
+    highest = max(r.point.batch / r.low for r in found)  # the bars must fit, too
+    lowest = min(r.point.batch / r.high for r in found)
     if highest > 12 * lowest:
-        axes.set_yscale("log")
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
-        axes.set_ylim(0, 1.12 * highest)
+        axes.set_ylim(0, 1.06 * highest)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(axis="y")
-    axes.set_title("throughput, with the range of the blocks")
+    axes.set_title("throughput, with its interval")
     if any(study.series) and len(lines) > 1:
         if len(lines) > 5:
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=7.5, ncols=2)
+            axes.legend(loc="upper left", bbox_to_anchor=(-0.1, -0.17), fontsize=7.5)
         else:
             axes.legend(loc="best", fontsize=7.5)
 
@@ -150,7 +153,7 @@ def _draw_parts(axes: Axes, study: Study, found: Sequence[Result]) -> None:
     labels = [", ".join(_value(name, getattr(r.point, name)) for name in fields) for r in found]
     axes.set_yticks(range(len(found)), labels, fontsize=7.5 if len(found) < 18 else 6.5)
     axes.set_ylim(len(found) - 0.4, -0.6)
-    axes.set_xlim(0, 116)
+    axes.set_xlim(0, 120)
     axes.set_xticks([0, 25, 50, 75, 100])
     axes.set_xlabel("percent of a step")
     axes.set_title("parts of a step, and its time")
@@ -265,4 +268,4 @@ def _tick(value: object) -> str:
         for unit, size in (("M", 1_000_000), ("k", 1000)):
             if value >= 10 * size or (value >= size and value % size == 0):
                 return f"{value / size:g}{unit}"
-    return str(value).replace("_", "-")
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("_", "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ NOTABLE = 1.15  # factor below which two figures are called equal
 CLOSE_TO_LIMIT = 0.6  # fraction of a limit from which on it is called the bottleneck
 SMALL_WAIT = 0.05  # fraction of a step
 CACHE_DROP = 1.25
+UNSURE = 0.3  # median width of the intervals above which no finding should be trusted
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,17 @@ class Evidence:
 def findings(evidence: Evidence) -> list[Finding]:
     """Apply all rules. A rule without its measurements finds nothing."""
     return [finding for rule in RULES for finding in rule(evidence)]
+
+
+def _busy_machine(evidence: Evidence) -> Iterator[Finding]:
+    spreads = [result.spread for result in evidence.results.values() if not result.point.measures_loss]
+    if spreads and (width := statistics.median(spreads)) > UNSURE:
+        yield Finding(
+            "all",
+            f"The speed of this machine changed while it was measured: the intervals are {width:.0%} of their figures wide, so "
+            "the findings below may be chance. Measure again in a new folder while no other program runs.",
+            f"median width of the intervals above {UNSURE:.0%}",
+        )
 
 
 def _where_time_goes(evidence: Evidence) -> Iterator[Finding]:
@@ -333,6 +346,7 @@ def _format(data: str) -> str:
 
 
 RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    _busy_machine,
     _where_time_goes,
     _bandwidth,
     _devices,

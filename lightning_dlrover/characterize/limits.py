@@ -44,8 +44,8 @@ def _copy(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]
         source = torch.ones(COPY_BYTES // 4, device=device)
         target = torch.empty_like(source)
         return _rates(lambda: target.copy_(source), 2 * COPY_BYTES / 1e9, device)
-    arrays = [np.ones(COPY_BYTES // 8 // threads) for _ in range(threads)]
-    targets = [np.ones_like(array) for array in arrays]
+    # Torch's memory, because numpy asks the kernel for huge pages, which tables do not get.
+    arrays, targets = ([torch.ones(COPY_BYTES // 4 // threads).numpy() for _ in range(threads)] for _ in range(2))
     with ThreadPoolExecutor(threads) as pool:  # numpy copies without Python's lock
         return _rates(lambda: [*pool.map(np.copyto, targets, arrays)], 2 * COPY_BYTES / 1e9, device)
 

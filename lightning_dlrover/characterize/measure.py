@@ -19,6 +19,7 @@ from lightning_dlrover.characterize.energy import EnergyMeter
 from lightning_dlrover.characterize.inputs import Batches
 from lightning_dlrover.characterize.model import Clock, LocalTables, Model, Tables
 from lightning_dlrover.characterize.point import Point
+from lightning_dlrover.characterize.reference import ReferenceProgram
 from lightning_dlrover.observe.resources import MemoryWatch
 
 __all__ = ["Effort", "Share", "measure"]
@@ -35,7 +36,7 @@ class Effort:
 
     warm_s: float = 0.06
     block_s: float = 0.1  # time of whole steps; cut steps take as long
-    num_blocks: int = 3
+    num_blocks: int = 2  # few, so that the time suffices for more visits, minutes apart
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Share:
     cpu_percent: float
     gpu_memory_bytes: int
     joules_per_step: float | None
+    reference_s: tuple[float, ...] = ()  # seconds of the reference program within each block
 
 
 def measure(point: Point, global_rank: int, effort: Effort, folder: Path) -> Share:
@@ -80,7 +82,8 @@ def _measured(point: Point, global_rank: int, effort: Effort, folder: Path) -> S
             clock.mark("data")
             model.cut_step(batch, clock)
 
-        return _run(point, effort, step, cut_step, memory, cuda)
+        reference = ReferenceProgram(dense_device)
+        return _run(point, effort, step, cut_step, reference, memory, cuda)
 
 
 def _tables(point: Point, device: torch.device, stack: contextlib.ExitStack) -> Tables | None:
@@ -98,17 +101,21 @@ def _run(
     effort: Effort,
     step: Callable[[], None],
     cut_step: Callable[[Clock], None],
+    reference: ReferenceProgram,
     memory: MemoryWatch,
     cuda: bool,
 ) -> Share:
     num_steps = _warm_up(point, effort, step, cut_step, cuda)
     energy = EnergyMeter.of_machine(cuda)
-    whole, parts = [], []
+    whole, parts, reference_s, reference_total_s = [], [], [], 0.0
+    reference.seconds()
     with _no_collection():
         began, cpu_before, spent_before = _synced(point, cuda), _cpu_s(), energy.joules()
         for _ in range(effort.num_blocks):
-            clock, whole_s = Clock(cuda), 0.0
+            clock, whole_s, runs_s = Clock(cuda), 0.0, []
             for number in range(2 * num_steps):
+                if number % max(1, num_steps // 4) == 0:  # the same steps on every worker, so that none waits for another
+                    runs_s.append(reference.seconds())
                 if number.bit_count() % 2:  # both kinds in turn, in an order (Thue, Morse) without a period: loaders have one
                     clock.begin()
                     cut_step(clock)
@@ -118,14 +125,26 @@ def _run(
                     whole_s += _now(cuda) - started
             whole.append(whole_s / num_steps)
             parts.append(clock.seconds())
+            reference_s.append(statistics.fmean(runs_s))
+            reference_total_s += sum(runs_s)
         took_s = _synced(point, cuda) - began
         cpu_s, spent = _cpu_s() - cpu_before, energy.joules()
     part_s, forward_s = _relative_parts(whole, parts, num_steps)
     gpu_bytes = torch.cuda.max_memory_allocated() if cuda else 0
     per_step = None
     if spent is not None and spent_before is not None:
-        per_step = (spent - spent_before) / (2 * effort.num_blocks * num_steps)
-    return Share(tuple(whole), part_s, forward_s, memory.take().peak_bytes, 100 * cpu_s / took_s, gpu_bytes, per_step)
+        of_steps = max(0.0, 1 - reference_total_s / took_s)  # the reference program takes its share
+        per_step = of_steps * (spent - spent_before) / (2 * effort.num_blocks * num_steps)
+    return Share(
+        blocks=tuple(whole),
+        part_s=part_s,
+        forward_s=forward_s,
+        peak_memory_bytes=memory.take().peak_bytes,
+        cpu_percent=100 * cpu_s / took_s,
+        gpu_memory_bytes=gpu_bytes,
+        joules_per_step=per_step,
+        reference_s=tuple(reference_s),
+    )
 
 
 def _relative_parts(

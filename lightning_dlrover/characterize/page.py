@@ -92,7 +92,7 @@ def _facts(
         errors = sorted(abs(r.parts_s / r.median - 1) for r in timed)
         facts.append(("Parts against steps", f"{errors[len(errors) // 2]:.1%}", "median difference"))
         spreads = sorted(r.spread for r in timed)
-        facts.append(("Range of blocks", f"{spreads[len(spreads) // 2]:.0%}", "median over points"))
+        facts.append(("Interval of a second run", f"{spreads[len(spreads) // 2]:.0%} wide", "90 %, median over points"))
     measured = any(r.joules_per_step is not None for r in results.values())
     facts.append(
         ("Energy", "measured" if measured else "not measured", "" if measured else "neither RAPL nor NVML can be read")
@@ -132,7 +132,7 @@ def _section(study: Study, results: Mapping[Point, Result], visits: Sequence[Vis
         skipped=study.skipped,
         figure=to_svg(figure, study.name) if figure is not None else None,
         loss=to_svg(loss, f"{study.name}-loss") if loss is not None else None,
-        caption="A point is the median over all blocks of steps, a bar their range. Parts are timed in steps of their own, cut "
+        caption="A bar is the 90 % interval of a second run under the same load. Parts are timed in steps of their own, cut "
         "at the parts' borders; each part holds its forward and its backward pass.",
         rows=[_row(results[point]) for point in study.points if point in results],
         files=f"{study.name}.csv",

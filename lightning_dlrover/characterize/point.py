@@ -57,6 +57,7 @@ class Visit:
     gpu_memory_bytes: int = 0
     joules_per_step: float | None = None  # None: the machine does not measure it
     problem: str = ""  # why there are no blocks
+    reference_s: tuple[float, ...] = ()  # seconds of the reference program within each block; empty: not run
 
 
 @dataclass(frozen=True)

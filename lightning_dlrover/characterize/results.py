@@ -1,11 +1,13 @@
-"""Results of points: the median over all blocks of all visits, its range, and figures that follow from it. Pure."""
+"""Results of points: the median over their visits, its interval, and figures that follow from it. Pure."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lightning_dlrover.characterize.intervals import half_widths, sensitivity
 from lightning_dlrover.characterize.point import PARTS, Limit, Point, Visit
 from lightning_dlrover.characterize.work import lookup_bytes, mlp_flops, step_flops
 
@@ -20,16 +22,18 @@ class Result:
     num_visits: int
     num_blocks: int
     median: float  # seconds per step, or normalized entropy
-    low: float  # smallest block
+    low: float  # 90 % interval of another run's median; range over the seeds where the loss is measured
     high: float
     part_s: Mapping[str, float]
     peak_memory_bytes: int
     cpu_percent: float
     joules_per_step: float | None
+    log_reference: float = 0.0  # mean over the visits of the log of the reference program's seconds; 0: not run
+    sensitivity: float = 0.0  # change in log of a step's time per change in log of the reference program's
 
     @property
     def spread(self) -> float:
-        """Range of the blocks as a fraction of the median."""
+        """Width of the interval as a fraction of the median."""
         return (self.high - self.low) / self.median
 
     @property
@@ -76,14 +80,37 @@ def results_of(visits: Iterable[Visit]) -> dict[Point, Result]:
     for visit in visits:
         if visit.blocks:
             by_point.setdefault(visit.point, []).append(visit)
-    return {point: _merged(point, found) for point, found in by_point.items()}
+    timed = {point: found for point, found in by_point.items() if not point.measures_loss}
+    logs = [[(math.log(statistics.median(visit.blocks)), _log_reference(visit)) for visit in found] for found in timed.values()]
+    widths, slope = half_widths(logs), sensitivity(logs)
+    known = dict(zip(timed, widths, strict=True)) if widths is not None else {}
+    results = {point: _merged(point, found, known.get(point)) for point, found in by_point.items()}
+    for point, visits_logs in zip(timed, logs, strict=True):
+        reference = statistics.fmean(log for _, log in visits_logs)
+        results[point] = replace(results[point], log_reference=reference, sensitivity=slope)
+    return results
 
 
-def _merged(point: Point, visits: list[Visit]) -> Result:
+def _log_reference(visit: Visit) -> float:
+    return math.log(statistics.median(visit.reference_s)) if visit.reference_s else 0.0
+
+
+def _merged(point: Point, visits: list[Visit], half_width: float | None) -> Result:
+    """Return the result of a point.
+
+    Args:
+        half_width: of the interval of the log; None: take the range of the blocks, as long as no point has two visits.
+    """
     blocks = [block for visit in visits for block in visit.blocks]
+    median = statistics.median(blocks)
+    if half_width is None:
+        low, high = min(blocks), max(blocks)
+    else:
+        # Each visit counts alike, since they differ more than the blocks of one.
+        median = math.exp(statistics.fmean(math.log(statistics.median(visit.blocks)) for visit in visits))
+        low, high = median * math.exp(-half_width), median * math.exp(half_width)
     joules = [visit.joules_per_step for visit in visits if visit.joules_per_step is not None]
     parts = visits[0].part_s
-    median = statistics.median(blocks)
     # The visits with the median ratio of parts to step: parts of different visits would not add up to any step.
     ordered = sorted(visits, key=lambda visit: sum(visit.part_s.values()) / statistics.median(visit.blocks))
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
@@ -93,8 +120,8 @@ def _merged(point: Point, visits: list[Visit]) -> Result:
         num_visits=len(visits),
         num_blocks=len(blocks),
         median=median,
-        low=min(blocks),
-        high=max(blocks),
+        low=low,
+        high=high,
         part_s={
             part: statistics.mean(v.part_s[part] * median / statistics.median(v.blocks) for v in middle)
             for part in dict.fromkeys(names)
@@ -119,8 +146,15 @@ def limit_values(limits: Iterable[Limit]) -> dict[tuple[str, int], float]:
 def agreement(one: Mapping[Point, Result], other: Mapping[Point, Result]) -> tuple[int, int]:
     """Return how many points of two runs agree, and how many both have.
 
-    Two results agree if the median of one lies within the range of the other's blocks.
+    Two results agree if the figure of one lies within the other's interval, both at the same speed of the machine: what the
+    reference program's times explain is taken out.
     """
     both = [(result, other[point]) for point, result in one.items() if point in other]
-    agreeing = sum(a.low <= b.median <= a.high or b.low <= a.median <= b.high for a, b in both)
-    return agreeing, len(both)
+    return sum(_agree(a, b) for a, b in both), len(both)
+
+
+def _agree(a: Result, b: Result) -> bool:
+    if a.point.measures_loss:
+        return a.low <= b.median <= a.high or b.low <= a.median <= b.high
+    slower = math.exp((a.sensitivity + b.sensitivity) / 2 * (b.log_reference - a.log_reference))
+    return a.low <= b.median / slower <= a.high or b.low <= a.median * slower <= b.high

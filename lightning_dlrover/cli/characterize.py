@@ -7,6 +7,7 @@ import threading
 import time
 
 from lightning_dlrover.characterize.compare import compare_text
+from lightning_dlrover.characterize.compare_page import write_comparison
 from lightning_dlrover.characterize.export import write_tables
 from lightning_dlrover.characterize.findings import Evidence, findings
 from lightning_dlrover.characterize.history import record_in_history
@@ -23,12 +24,16 @@ from lightning_dlrover.learn.history import HistoryError, JobHistory, history_ur
 from lightning_dlrover.output import complain, show
 
 MIN_BUDGET_S = 10.0
+COMPARISON = "comparison.html"
 
 
 def characterize_command(options: argparse.Namespace) -> int:
     """Measure, write the report, and record the samples; or compare two folders."""
     if options.compare:
-        show(compare_text(*(read_store(folder) for folder in options.compare)))
+        one, other = (read_store(folder) for folder in options.compare)
+        show(compare_text(one, other))
+        write_comparison(options.out / COMPARISON, one, other)
+        show(f"report: {options.out / COMPARISON}")
         return EXIT_OK
     names = options.study or list(STUDIES)
     if unknown := sorted({*names} - {*STUDIES}):

@@ -242,7 +242,7 @@ def _add_characterize(commands: Commands) -> None:
         nargs=2,
         type=Path,
         metavar=("A", "B"),
-        help="show the results of two folders side by side, and measure nothing",
+        help="show the results of two folders side by side, write comparison.html to --out, and measure nothing",
     )
     command.add_argument(
         "--model",

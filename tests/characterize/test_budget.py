@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from characterize_points import SCOPE, visit
 
 from lightning_dlrover.characterize.budget import Aim, in_order, next_point, seconds_left
@@ -34,11 +36,12 @@ def test_loss_is_visited_once() -> None:
     assert next_point([LOSS], [visit(LOSS, 0.7, 0.9)], 100.0, AIM) is None
 
 
-def test_rest_of_the_budget_goes_to_the_widest_range_for_its_cost() -> None:
+def test_rest_of_the_budget_goes_to_the_widest_interval_for_its_cost() -> None:
     a, b, c = POINTS
-    visits = [visit(a, 1.0, 1.05), visit(b, 1.0, 1.5), visit(c, 1.0, 1.6, took_s=5.0)] * 2
+    visits = [visit(a, 1.0), visit(a, 1.05), visit(b, 1.0), visit(b, 1.5), visit(c, 1.0), visit(c, 1.6)]
+    visits = [replace(v, took_s=1.1) if v.point == c else v for v in visits]
     assert next_point(POINTS, visits, 100.0, AIM) == b
-    assert next_point(POINTS, [*visits, *[visit(b, 1.0, 1.5)] * 2], 100.0, AIM) == c
+    assert next_point(POINTS, [*visits, visit(b, 1.0), visit(b, 1.5)], 100.0, AIM) == c
 
 
 def test_visit_that_does_not_fit_into_the_budget_is_not_made() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -53,7 +54,7 @@ def test_killed_run_leaves_no_process_and_a_second_one_finishes_it(tmp_path: Pat
         assert workers
         first.send_signal(signal.SIGKILL)
         first.wait()
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + TIMEOUT_S  # a worker that still imports torch looks at its parent afterwards
         while any(map(_runs, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(_runs, workers))
@@ -67,7 +68,7 @@ def test_killed_run_leaves_no_process_and_a_second_one_finishes_it(tmp_path: Pat
     assert visits
     assert {visit.problem for visit in visits} == {""}
     for visit in visits:
-        assert 0.5 < sum(visit.part_s.values()) / min(visit.blocks) < 2.0  # other programs may run beside
+        assert 0.5 < sum(visit.part_s.values()) / statistics.median(visit.blocks) < 2.0  # other programs may run beside
         assert visit.peak_memory_bytes > 2**26
     assert (out / "report.html").read_text().count("<svg") >= 1
     assert (out / "devices.csv").exists()

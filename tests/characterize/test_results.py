@@ -8,6 +8,7 @@ import pytest
 from characterize_points import SCOPE, visit
 
 from lightning_dlrover.characterize.compare import compare_text
+from lightning_dlrover.characterize.compare_page import write_comparison
 from lightning_dlrover.characterize.energy import EnergyMeter
 from lightning_dlrover.characterize.export import write_tables
 from lightning_dlrover.characterize.findings import Evidence, findings
@@ -15,7 +16,7 @@ from lightning_dlrover.characterize.history import record_in_history
 from lightning_dlrover.characterize.machine import Machine
 from lightning_dlrover.characterize.page import write_page
 from lightning_dlrover.characterize.point import Limit, Point, Visit
-from lightning_dlrover.characterize.results import agreement, results_of
+from lightning_dlrover.characterize.results import Result, agreement, results_of
 from lightning_dlrover.characterize.store import Header, Measurements
 from lightning_dlrover.characterize.studies import WORKLOADS, Study, all_studies
 from lightning_dlrover.characterize.work import descriptor
@@ -29,16 +30,31 @@ POINT = Point("p", batch=100)
 MACHINE = Machine("host", "a processor", 2.0, 24, "", "2.13")
 
 
-def test_median_and_range_are_over_all_blocks() -> None:
-    result = results_of([visit(POINT, 1.0, 2.0), visit(POINT, 3.0, 10.0), visit(POINT, problem="failed")])[POINT]
-    assert (result.median, result.low, result.high, result.num_visits) == (2.5, 1.0, 10.0, 2)
-    assert result.samples_per_s == 40.0
+def test_range_of_the_blocks_stands_in_until_a_point_has_two_visits() -> None:
+    result = results_of([visit(POINT, 1.0, 2.0, 6.0), visit(POINT, problem="failed")])[POINT]
+    assert (result.median, result.low, result.high, result.num_visits) == (2.0, 1.0, 6.0, 1)
+    assert result.samples_per_s == 50.0
 
 
-def test_runs_agree_where_one_median_is_within_the_others_range() -> None:
-    others = [visit(replace(POINT, batch=n), *blocks) for n, blocks in ((100, (1.9, 2.1)), (200, (5.0, 5.1)), (300, (1.0,)))]
-    one = results_of([visit(POINT, 1.0, 2.0, 3.0), visit(replace(POINT, batch=200), 1.0, 2.0)])
-    assert agreement(one, results_of(others)) == (1, 2)
+def test_interval_follows_from_the_visits_and_not_from_their_blocks() -> None:
+    quiet = results_of([visit(POINT, 1.0, 4.0, 16.0), visit(POINT, 2.0, 4.0, 8.0)])[POINT]
+    assert quiet.low == pytest.approx(quiet.median) == pytest.approx(quiet.high) == pytest.approx(4.0)
+    drifting = results_of([visit(POINT, 2.0, 2.0), visit(POINT, 8.0, 8.0)])[POINT]
+    assert drifting.median == pytest.approx(4.0)
+    assert drifting.low < 2.0 < 8.0 < drifting.high
+
+
+def test_point_with_one_visit_has_the_wider_interval_of_what_other_points_showed() -> None:
+    once = replace(POINT, batch=200)
+    results = results_of([visit(POINT, 1.0), visit(POINT, 1.2), visit(once, 1.0)])
+    assert results[once].spread > results[POINT].spread > 0
+
+
+def test_runs_agree_where_one_figure_is_within_the_others_interval() -> None:
+    def run(*medians: tuple[float, ...]) -> dict[Point, Result]:
+        return results_of([visit(replace(POINT, batch=n), m) for n, values in enumerate(medians, 1) for m in values])
+
+    assert agreement(run((1.0, 1.1), (1.0, 1.1)), run((1.15, 1.15), (5.0, 5.1))) == (1, 2)
 
 
 def sweep(name: str, x: str, points: list[Point], **more: object) -> Study:
@@ -55,6 +71,13 @@ def texts(of: Evidence) -> str:
 
 def test_rules_without_measurements_find_nothing() -> None:
     assert findings(Evidence(all_studies(SCOPE), {}, {}, 2)) == []
+
+
+@pytest.mark.parametrize(("second", "expected"), [(1.02, ""), (2.0, "no other program runs")])
+def test_findings_of_a_busy_machine_begin_with_a_warning(second: float, expected: str) -> None:
+    study = sweep("anything", "batch", [POINT])
+    found = texts(evidence(study, [visit(POINT, 1.0), visit(POINT, second)]))
+    assert (expected in found) if expected else not found
 
 
 @pytest.mark.parametrize(
@@ -138,6 +161,17 @@ def test_comparison_shows_ratios_of_common_points() -> None:
     assert "B is 2.00 times as fast as A" in text
     nothing = compare_text(one, Measurements(one.header, [], one.limits))
     assert "no point was measured on both" in nothing
+
+
+def test_comparison_page_shows_the_figures_of_both_machines(tmp_path: Path) -> None:
+    studies, one = all_measured()
+    other = Measurements(Header(1, "0", replace(MACHINE, name="<i>other</i>")), one.visits[:1], [])
+    write_comparison(tmp_path / "new" / "comparison.html", one, other)
+    page = (tmp_path / "new" / "comparison.html").read_text()
+    assert page.count("<svg") == len(studies) + 1 + 1  # the first machine's studies and roofline, the second's only study
+    assert all(study.title in page for study in studies)
+    assert "&lt;i&gt;other" in page
+    assert "<i>other" not in page
 
 
 def test_history_holds_possible_windows_from_which_a_job_starts_at_the_best(tmp_path: Path) -> None:
