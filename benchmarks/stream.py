@@ -354,9 +354,7 @@ def rows_per_s(reader: Reader, paths: Sequence[str], num_workers: int, num_rows:
 
 def speed(paths: Sequence[str], size: Size, rounds: int) -> dict[str, float | int]:
     num_rows = size.num_files * size.rows_per_file
-    installed = {
-        name: (reader, share) for name, (packages, reader, share) in OTHERS.items() if all(map(importlib.util.find_spec, packages))
-    }
+    installed = {name: each[1:] for name, each in OTHERS.items() if all(map(importlib.util.find_spec, each[0]))}
     everyone = {name: (reader, 1.0) for name, reader in READERS.items()} | installed
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     measured: dict[tuple[str, int], list[float]] = {(name, n): [] for name in everyone for n in LOADER_WORKERS}
