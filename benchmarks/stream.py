@@ -325,8 +325,8 @@ READERS: dict[str, Reader] = {
 OTHERS: dict[str, tuple[Sequence[str], Reader, float]] = {  # packages, reader, share of the epoch that is read: some are slow
     "torchdata nodes": (("torchdata",), torchdata_nodes, 1.0),
     "datasets, arrow batches": (("datasets",), hugging_face_arrow, 1.0),
-    "datasets, torch rows": (("datasets",), hugging_face_rows, 0.1),
-    "litdata": (("litdata", "polars"), litdata_parquet, 0.1),
+    "datasets, torch rows": (("datasets",), hugging_face_rows, 0.001),
+    "litdata": (("litdata", "polars"), litdata_parquet, 0.02),
 }
 
 
