@@ -339,6 +339,12 @@ class Stream(Dataset[Any]):
                 "that all workers agree on each batch: a transform makes one sample of each row. Filter while the data are "
                 "written, or give the row weight 0 in the loss"
             )
+        if isinstance(samples[0], Iterator):
+            raise DataError(
+                f"the transform {_name(self.transform)} returned a {type(samples[0]).__name__} for a row, which may give any "
+                "number of samples, but rows are counted before they are read. Return a list, which stays one sample of the "
+                "batch, and join the lists in collate_fn; or write such rows as several ones"
+            )
         return samples
 
     def _reader(self, seed: int, layout: Layout, window: tuple[tuple[str, int, int], ...] | None) -> LaneReader:

@@ -82,6 +82,7 @@ class _Feed(Sampler[Sequence[int]]):
         self.stop: int | None = None  # first batch of the next feed
         self.asked_for = 0  # the batch after the last one that is being prepared
         self.batches: Iterator[Any] | None = None
+        self._dealt_from = 0  # a batch that the first of the loader workers prepares
         self._source = source
         loader = copy.copy(loader)
         loader._iterator = None
@@ -104,6 +105,19 @@ class _Feed(Sampler[Sequence[int]]):
         while self.asked_for != self.stop and (indices := next(shares, None)) is not None:
             self.asked_for += 1
             yield indices
+
+    def deal_as_before(self) -> None:
+        """Let each loader worker prepare every n-th batch as before, when those that are running begin at another batch.
+
+        DataLoader begins anew with its first process. A stream's lanes would change hands among all of them in most changes of
+        the world, and each would be opened again.
+        """
+        running: Any = self.loader._iterator
+        if running is not None:
+            shift = (self.first - self._dealt_from) % len(running._workers)
+            for of_each in (running._workers, running._index_queues):
+                of_each[:] = of_each[shift:] + of_each[:shift]
+        self._dealt_from = self.first
 
     def dismiss(self) -> None:
         """Let the loader workers end by themselves, without waiting for them. Call `end` once they have."""
@@ -405,6 +419,7 @@ class LoaderWorkers:
             generator = torch.Generator().manual_seed(seed % 2**63)
         self._draws_seed = False
         self._num_starts += 1
+        feed.deal_as_before()
         feed.batches = self._iterate(feed.loader, generator)
         if feed.loader.num_workers and not self.users_number:
             _unwatch(feed.batches)

@@ -191,6 +191,43 @@ def test_plans_loader_workers_are_rounded_to_a_divisor_of_the_cycle() -> None:
     assert [loader.order.fitting_loader_workers(n) for n in (0, 1, 4, 5, 7, 11, 12, 13)] == [0, 1, 4, 4, 6, 6, 12, 12]
 
 
+class Listed(Numbered):
+    """Writes a line to a file for each lane that is opened."""
+
+    def __init__(self, lengths: list[int], file: Path) -> None:
+        super().__init__(lengths, chunk_rows=1024)
+        self._file = file
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        with self._file.open("a") as file:
+            file.write(f"{row}\n")
+        yield from super().read(shard, row)
+
+    @property
+    def num_opened(self) -> int:
+        return len(self._file.read_text().splitlines())
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_loader_workers_keep_their_lanes_when_the_split_stays(num_workers: int, tmp_path: Path) -> None:
+    source = Listed([4_000_000], tmp_path / "opened")
+    data = DataLoader(stream(source), batch_size=1, num_workers=num_workers)
+    loader = ElasticLoader(data, 16, training=True)
+    iter(loader)
+    batches = [numbers(loader.refetch()) for _ in range(13)]  # all 12 batches of the cycle, and an odd number
+    num_opened = source.num_opened
+    assert num_opened == 48
+    for rewind in (0, 1, 4):  # repeated steps, too
+        loader.reshard(0, 1, rewind)
+        batches += [numbers(loader.refetch()) for _ in range(13)]
+    assert source.num_opened == num_opened
+    loader.close()
+    alone = ElasticLoader(DataLoader(stream(source), batch_size=1), 16, training=True)
+    iter(alone)
+    expected = [numbers(alone.refetch()) for _ in range(47)]
+    assert batches == [*expected[:26], *expected[25:38], *expected[34:47]]
+
+
 def test_workers_share_a_batch_as_one_reads_it_whole() -> None:
     source = Numbered([64, 33], chunk_rows=3)
 
@@ -250,6 +287,18 @@ def test_transform_that_drops_a_row_is_refused() -> None:
     data = stream(Numbered([10]), transform=lambda row: None if row == 3 else row)
     with pytest.raises(DataError, match=r"transform .*lambda.* returned None for a row"):
         drawn(data)
+
+
+def test_generator_as_a_transform_is_refused() -> None:
+    data = stream(Numbered([10]), transform=lambda row: (row for _ in range(2)))
+    with pytest.raises(DataError, match=r"transform .*lambda.* returned a generator for a row.*Return a list"):
+        drawn(data)
+
+
+def test_samples_of_one_row_are_joined_by_collate_fn() -> None:
+    data = stream(Numbered([3, 7]), transform=lambda row: [row] * (row % 3))
+    batches = DataLoader(data, batch_size=4, collate_fn=lambda lists: list(chain.from_iterable(lists)))
+    assert sorted(flat(batches)) == sorted(row for row in range(10) for _ in range(row % 3))
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,9 @@ def test_settings_changed_in_mid_epoch_leave_the_losses_unchanged(
 def test_a_worker_that_is_killed_while_settings_change_costs_no_sample(
     make_job: MakeJob, planner_of: Callable[[Job], Planner]
 ) -> None:
-    toy = dataclasses.replace(TOY, loader_workers=1, max_epochs=4)
+    toy = dataclasses.replace(TOY, loader_workers=1, max_epochs=4, streams=True)  # lanes change hands with loader workers
     job = make_job(toy)
+    toy.write_streams(job.folder)
     victims = [job.start() for _ in range(3)]
     job.wait_for_world(3, since=0)
     plan, dice = planner_of(job), random.Random(3)
@@ -119,7 +120,7 @@ def test_a_worker_that_is_killed_while_settings_change_costs_no_sample(
 
 
 def test_joiner_follows_the_plan_from_its_first_step(make_job: MakeJob, planner_of: Callable[[Job], Planner]) -> None:
-    toy = dataclasses.replace(TOY, max_epochs=3, streams=True)  # lanes change hands with loader workers
+    toy = dataclasses.replace(TOY, max_epochs=3, streams=True)
     job = make_job(toy)
     toy.write_streams(job.folder)
     job.start()

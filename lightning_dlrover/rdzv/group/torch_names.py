@@ -55,7 +55,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.nn.parallel:DistributedDataParallel": ("_comm_hooks", "_distributed_broadcast_coalesced", "_sync_buffers"),
     "torch.utils.data:DataLoader": ("_get_iterator", "_iterator"),
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
-        *("_mark_worker_as_unavailable", "_persistent_workers", "_pin_memory_thread_done_event", "_shutdown"),
+        *("_index_queues", "_mark_worker_as_unavailable", "_persistent_workers", "_pin_memory_thread_done_event", "_shutdown"),
         *("_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event"),
         "_workers_status",
     ),
