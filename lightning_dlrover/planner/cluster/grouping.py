@@ -7,7 +7,8 @@ is a set, too, which waiting jobs can join.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,7 +113,8 @@ def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_to
     waiting = [job for job in jobs if job.num_devices == 1]
     kinds = sorted({device.kind for device in packing.open_devices()}, key=lambda kind: (-_speed(waiting, kind), kind))
     for kind in kinds:
-        suited = [job for job in waiting if kind in job.profiles and _is_worth(job, kind, waiting, packing)]
+        rivals = Counter(_best_kind(job) for job in waiting)
+        suited = [job for job in waiting if kind in job.profiles and _is_worth(job, kind, rivals, packing)]
         if suited:
             started = _on_kind(packing, kind, suited, merge, most_together)
             waiting = [job for job in waiting if job.name not in started]
@@ -202,11 +204,14 @@ def _share(job: Job, kind: str) -> float:
     return job.profiles[kind].steps_per_s / max(profile.steps_per_s for profile in job.profiles.values())
 
 
-def _is_worth(job: Job, kind: str, waiting: Sequence[Job], packing: Packing) -> bool:
+def _best_kind(job: Job) -> str:
+    return max(job.profiles, key=lambda kind: (job.profiles[kind].steps_per_s, kind))
+
+
+def _is_worth(job: Job, kind: str, rivals: Mapping[str, int], packing: Packing) -> bool:
     """Whether a job ends earlier here than if it waited for its fastest kind of device, judged by the length of that queue."""
-    best = max(job.profiles, key=lambda k: (job.profiles[k].steps_per_s, k))
+    best = _best_kind(job)
     if best == kind:
         return True
     places = sum(device.places for device in packing.devices.values() if device.kind == best)
-    rivals = sum(max(o.profiles, key=lambda k: (o.profiles[k].steps_per_s, k)) == best for o in waiting)
-    return places == 0 or _share(job, kind) * (1 + rivals / places) >= 1
+    return places == 0 or _share(job, kind) * (1 + rivals[best] / places) >= 1
