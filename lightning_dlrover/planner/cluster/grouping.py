@@ -44,8 +44,11 @@ class Group:
         return (*self.running, *self.waiting)
 
 
-Merge = Callable[[list[Group], Device], list[Group]]
-"""Merges groups for devices like the given one; the result holds the same jobs."""
+Merge = Callable[[list[Group], Device, int], list[Group]]
+"""Merges groups for devices like the given one; the result holds the same jobs.
+
+The number is that of devices for them, so fewer groups would leave devices empty.
+"""
 
 Weigh = Callable[[Sequence[tuple[Group, Group]], Device], Floats]
 """The gain of merging each pair of groups on such a device, shape ``(num_pairs,)``; 0 or below: not to be merged."""
@@ -115,8 +118,9 @@ def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_to
     for kind in kinds:
         rivals = Counter(_best_kind(job) for job in waiting)
         suited = [job for job in waiting if kind in job.profiles and _is_worth(job, kind, rivals, packing)]
-        if suited:
-            started = _on_kind(packing, kind, suited, merge, most_together)
+        # A set whose turn has not come may hold the best neighbour of a job that has just started, so look again.
+        while suited and (started := _on_kind(packing, kind, suited, merge, most_together)):
+            suited = [job for job in suited if job.name not in started]
             waiting = [job for job in waiting if job.name not in started]
 
 
@@ -165,7 +169,7 @@ def _on_kind(packing: Packing, kind: str, jobs: Sequence[Job], merge: Merge, mos
     if not places:
         return set()
     groups = [*occupied, *(Group((job,)) for job in jobs[: max(2 * places, FEW)])]
-    return _start(packing, merge(groups, devices[0]), empty)
+    return _start(packing, merge(groups, devices[0], len(occupied) + len(empty)), empty)
 
 
 def _start(packing: Packing, groups: Sequence[Group], empty: list[Device]) -> set[str]:
