@@ -89,19 +89,20 @@ def left_out_errors(pairs: MeasuredPairs) -> Iterator[Errors]:
 
 
 def choose_sets(pairs: MeasuredPairs, model: SlowdownModel, num_queues: int, num_jobs: int, seed: int) -> Iterator[Choice]:
-    """The sets of our policy on as many devices as jobs: jobs over device time, which is 1 where each has a device alone.
+    """The sets of our policy on half as many devices as jobs: jobs over device time, 1 where each has a device alone.
 
-    A job may stay alone here; random pairs are as many as fit.
+    A job may stay alone here, and waits for a device then; random pairs are as many as fit.
     """
     policy = make_policy("complementary", PolicySettings(model, most_together=2))
-    devices = tuple(replace(pairs.device, name=f"device-{i}") for i in range(num_jobs))
+    devices = tuple(replace(pairs.device, name=f"device-{i}") for i in range(num_jobs // 2))
     for names, rng in _queues(pairs, num_queues, num_jobs, seed):
         queue = [replace(pairs.jobs[name], name=f"{name}#{i}") for i, name in enumerate(names)]
         costs = np.array([[_device_time(pairs, a, b) for b in names] for a in names])
         allocation = policy(State(0.0, devices, tuple(queue)))
         sets: dict[str, list[int]] = {}
         for index, job in enumerate(queue):
-            sets.setdefault(allocation[job.name][0], []).append(index)
+            if job.name in allocation:
+                sets.setdefault(allocation[job.name][0], []).append(index)
         ours = [(group[0], group[1]) for group in sets.values() if len(group) == 2]
         # Pairs that memory would allow and that were found not to fit take turns, which is no gain.
         savings = np.where(np.isfinite(costs), 2 - costs, 0.0)

@@ -29,6 +29,9 @@ MAX_WAIT_S = 48 * 3600.0
 LOADS = {4: 200, 32: 400}
 """Jobs by number of devices."""
 
+LOAD = 1.2
+"""Work that arrives in an hour, over what the devices do in an hour with one job each."""
+
 LONGEST_S, SHORTEST_S = 12 * 3600.0, 900.0
 """Durations alone; those of the trace, which reach months, are drawn anew between these."""
 
@@ -70,7 +73,7 @@ def runs(
 ) -> Iterator[Run]:
     """Simulate every policy with the same jobs, for each seed; the seed draws their durations and arrivals.
 
-    Jobs arrive about as fast as the devices could run them one at a time.
+    Jobs arrive faster than the devices could run them one at a time, by `LOAD`.
     """
     devices = tuple(replace(pairs.device, name=f"device-{i:02d}") for i in range(num_devices))
     for seed in range(num_seeds):
@@ -83,10 +86,10 @@ def runs(
 
 
 def _drawn(arrivals: Sequence[Arrival], kind: str, num_devices: int, rng: random.Random) -> list[Arrival]:
-    """The jobs with log-uniform durations, and arrivals of a Poisson process at the rate that keeps the devices busy."""
+    """The jobs with log-uniform durations, and arrivals of a Poisson process at the rate of `LOAD`."""
     durations = [SHORTEST_S * (LONGEST_S / SHORTEST_S) ** rng.random() for _ in arrivals]
     sizes = [min(arrival.job.num_devices, num_devices) for arrival in arrivals]
-    gap_s = sum(d * s for d, s in zip(durations, sizes, strict=True)) / len(arrivals) / num_devices
+    gap_s = sum(d * s for d, s in zip(durations, sizes, strict=True)) / len(arrivals) / num_devices / LOAD
     at_s, drawn = 0.0, []
     for arrival, duration_s, size in zip(arrivals, durations, sizes, strict=True):
         job = replace(arrival.job, submitted_s=at_s, num_devices=size)

@@ -7,7 +7,8 @@ is a set, too, which waiting jobs can join.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +44,11 @@ class Group:
         return (*self.running, *self.waiting)
 
 
-Merge = Callable[[list[Group], Device], list[Group]]
-"""Merges groups for devices like the given one; the result holds the same jobs."""
+Merge = Callable[[list[Group], Device, int], list[Group]]
+"""Merges groups for devices like the given one; the result holds the same jobs.
+
+The number is that of devices for them, so fewer groups would leave devices empty.
+"""
 
 Weigh = Callable[[Sequence[tuple[Group, Group]], Device], Floats]
 """The gain of merging each pair of groups on such a device, shape ``(num_pairs,)``; 0 or below: not to be merged."""
@@ -112,9 +116,11 @@ def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_to
     waiting = [job for job in jobs if job.num_devices == 1]
     kinds = sorted({device.kind for device in packing.open_devices()}, key=lambda kind: (-_speed(waiting, kind), kind))
     for kind in kinds:
-        suited = [job for job in waiting if kind in job.profiles and _is_worth(job, kind, waiting, packing)]
-        if suited:
-            started = _on_kind(packing, kind, suited, merge, most_together)
+        rivals = Counter(_best_kind(job) for job in waiting)
+        suited = [job for job in waiting if kind in job.profiles and _is_worth(job, kind, rivals, packing)]
+        # A set whose turn has not come may hold the best neighbour of a job that has just started, so look again.
+        while suited and (started := _on_kind(packing, kind, suited, merge, most_together)):
+            suited = [job for job in suited if job.name not in started]
             waiting = [job for job in waiting if job.name not in started]
 
 
@@ -163,7 +169,7 @@ def _on_kind(packing: Packing, kind: str, jobs: Sequence[Job], merge: Merge, mos
     if not places:
         return set()
     groups = [*occupied, *(Group((job,)) for job in jobs[: max(2 * places, FEW)])]
-    return _start(packing, merge(groups, devices[0]), empty)
+    return _start(packing, merge(groups, devices[0], len(occupied) + len(empty)), empty)
 
 
 def _start(packing: Packing, groups: Sequence[Group], empty: list[Device]) -> set[str]:
@@ -202,11 +208,14 @@ def _share(job: Job, kind: str) -> float:
     return job.profiles[kind].steps_per_s / max(profile.steps_per_s for profile in job.profiles.values())
 
 
-def _is_worth(job: Job, kind: str, waiting: Sequence[Job], packing: Packing) -> bool:
+def _best_kind(job: Job) -> str:
+    return max(job.profiles, key=lambda kind: (job.profiles[kind].steps_per_s, kind))
+
+
+def _is_worth(job: Job, kind: str, rivals: Mapping[str, int], packing: Packing) -> bool:
     """Whether a job ends earlier here than if it waited for its fastest kind of device, judged by the length of that queue."""
-    best = max(job.profiles, key=lambda k: (job.profiles[k].steps_per_s, k))
+    best = _best_kind(job)
     if best == kind:
         return True
     places = sum(device.places for device in packing.devices.values() if device.kind == best)
-    rivals = sum(max(o.profiles, key=lambda k: (o.profiles[k].steps_per_s, k)) == best for o in waiting)
-    return places == 0 or _share(job, kind) * (1 + rivals / places) >= 1
+    return places == 0 or _share(job, kind) * (1 + rivals[best] / places) >= 1

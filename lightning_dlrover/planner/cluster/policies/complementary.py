@@ -5,7 +5,8 @@ relative speeds. A job alone costs 1, so two jobs should share a device if that 
 costs have the smallest sum. A job that goes well with a difficult one is thus kept for it; a greedy choice would give it away.
 
 At most `EXACT_NODES` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming over
-subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves.
+subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves. No device is left
+empty while jobs share another one.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ def complementary(settings: PolicySettings) -> Place:
     """Return the policy."""
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
-        def merge(groups: list[Group], sample: Device) -> list[Group]:
+        def merge(groups: list[Group], sample: Device, num_devices: int) -> list[Group]:
+            if len(groups) <= num_devices:
+                return groups
             if len(groups) <= EXACT_NODES:
-                return _exact(packing, groups, sample, settings)
+                found = _exact(packing, groups, sample, settings)
+                if len(found) >= num_devices:
+                    return found
 
             def weigh(pairs: Sequence[tuple[Group, Group]], device: Device) -> Floats:
                 return _savings(pairs, device, settings)
 
-            return merge_in_rounds(packing, groups, sample, weigh, settings.most_together, under_limits=True)
+            most = settings.most_together
+            return merge_in_rounds(packing, groups, sample, weigh, most, under_limits=True, num_enough=num_devices)
 
         group_and_start(packing, jobs, merge, settings.most_together)
 

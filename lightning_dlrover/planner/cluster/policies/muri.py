@@ -40,8 +40,7 @@ def muri(settings: PolicySettings) -> Place:
         return efficiencies([[*one.members, *other.members] for one, other in pairs], device)
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
-        def merge(groups: list[Group], sample: Device) -> list[Group]:
-            num_devices = sum(d.kind == sample.kind for d in packing.open_devices())
+        def merge(groups: list[Group], sample: Device, num_devices: int) -> list[Group]:
             return merge_in_rounds(packing, groups, sample, weigh, together, under_limits=False, num_enough=num_devices)
 
         group_and_start(packing, jobs, merge, together)
