@@ -1,7 +1,13 @@
-"""Jobs that share devices: slowdowns predicted, sets chosen, and a cluster simulated, on pairs measured elsewhere.
+"""Jobs that share devices: real ones on this machine; and slowdowns, sets and a simulated cluster on pairs measured elsewhere.
 
+    python benchmarks/colocation.py [--mixes NAME...] [--rounds N] [--job-seconds S] [--quick]
     python benchmarks/colocation.py --pairs [--data DIR] [--device NAME] [--seeds N] [--quick]
     python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
+
+Without an option, queues of twelve small DLRM-like jobs run with `dlrover colocate` under every policy, in interleaved rounds
+(`colocation_mixes.py`), and models train whose peak memory was estimated before (`colocation_memory.py`). The last line holds
+the throughput of ours over one job at a time in the balanced mix, the smallest over any other policy in any mix, that over random
+sets in the balanced mix, and the errors of estimates and predictions.
 
 DIR holds Gavel's traces (default: $DLROVER_SHARED_DATA/job_traces/gavel, else ../shared/data/job_traces/gavel), whose form
 `gavel_traces.py` describes.
@@ -22,6 +28,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from colocation_memory import memory_errors
+from colocation_mixes import MIXES, figures, measure_mixes
+from colocation_models import HELD_OUT
 from colocation_pairs import (
     Choice,
     Errors,
@@ -35,7 +44,7 @@ from colocation_pairs import (
 )
 from colocation_simulation import LOADS, Run, runs
 from gavel_traces import MeasuredPairs, TraceError, default_folder, read_arrivals, read_pairs
-from jobs import describe_machine, result_line
+from jobs import BenchmarkError, describe_machine, result_line
 
 NUM_QUEUES, NUM_JOBS = 100, 24
 HOUR_S = 3600.0
@@ -108,28 +117,57 @@ def simulate_benchmark(pairs: MeasuredPairs, trace: Path, num_seeds: int, quick:
         report_runs(list(runs(pairs, arrivals, num_devices, num_seeds)))
 
 
+def real_benchmark(mixes: Sequence[str], num_rounds: int, job_s: float, quick: bool) -> None:
+    if quick:
+        mixes, num_rounds, job_s = mixes[:1], 1, min(job_s, 4.0)
+    results = measure_mixes(mixes, num_rounds, job_s)
+    found = figures(results)
+    memory = memory_errors(list(HELD_OUT)[:3] if quick else None)
+    names = ("balanced", "worst_vs_others", "vs_random")
+    print(
+        result_line(
+            {
+                **{name: found.get(name, float("nan")) for name in names},
+                "memory_error": memory["memory_error"],
+                "memory_under": memory["memory_under"],
+                "ooms": found["ooms"],
+                "slowdown_error": found["slowdown_error"],
+            }
+        )
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Predict slowdowns and choose sets of jobs on measured pairs.")
     parser.add_argument("--pairs", action="store_true", help="predict and choose pairs, and time decisions")
     parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="mixes of real jobs (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each mix (default: %(default)s)")
+    parser.add_argument(
+        "--job-seconds", type=float, default=8.0, help="steps of a job take this long alone (default: %(default)s)"
+    )
     parser.add_argument("--data", type=Path, default=default_folder(), help="folder with Gavel's traces (default: %(default)s)")
     parser.add_argument("--device", default="k80", help="kind of device (default: %(default)s)")
     parser.add_argument("--jobs", default="jobs-1.csv", help="trace of arrivals in that folder (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="random quarters, and simulations (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer queues, decisions and jobs")
     arguments = parser.parse_args()
-    if not (arguments.pairs or arguments.simulate):
-        parser.error("give --pairs or --simulate")
-    if arguments.seeds < 1:
-        parser.error(f"--seeds is {arguments.seeds}; at least 1 is needed")
+    if arguments.seeds < 1 or arguments.rounds < 1 or arguments.job_seconds <= 0:
+        parser.error(
+            f"--seeds {arguments.seeds}, --rounds {arguments.rounds}, --job-seconds {arguments.job_seconds}: above 0 each"
+        )
     try:
+        if not (arguments.pairs or arguments.simulate):
+            print(describe_machine())
+            real_benchmark(arguments.mixes, arguments.rounds, arguments.job_seconds, arguments.quick)
+            return 0
         pairs = read_pairs(arguments.data, arguments.device)
         print(describe_machine())
         if arguments.simulate:
             simulate_benchmark(pairs, arguments.data / arguments.jobs, arguments.seeds, arguments.quick)
         if arguments.pairs:
             pairs_benchmark(pairs, arguments.seeds, arguments.quick)
-    except TraceError as error:
+    except (BenchmarkError, RuntimeError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
