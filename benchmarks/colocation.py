@@ -6,8 +6,8 @@
 
 Without an option, queues of twelve small DLRM-like jobs run with `dlrover colocate` under every policy, in interleaved rounds
 (`colocation_mixes.py`), and models train whose peak memory was estimated before (`colocation_memory.py`). The last line holds
-the throughput of ours over one job at a time in the balanced mix, the smallest over any other policy in any mix, that over random
-sets in the balanced mix, and the errors of estimates and predictions.
+the throughput of ours over one job at a time in the balanced mix, the smallest over any other policy in any mix, that over
+random sets in the balanced mix, and the errors of estimates and predictions.
 
 DIR holds Gavel's traces (default: $DLROVER_SHARED_DATA/job_traces/gavel, else ../shared/data/job_traces/gavel), whose form
 `gavel_traces.py` describes.
@@ -30,7 +30,6 @@ from pathlib import Path
 
 from colocation_memory import memory_errors
 from colocation_mixes import MIXES, figures, measure_mixes
-from colocation_models import HELD_OUT
 from colocation_pairs import (
     Choice,
     Errors,
@@ -118,6 +117,8 @@ def simulate_benchmark(pairs: MeasuredPairs, trace: Path, num_seeds: int, quick:
 
 
 def real_benchmark(mixes: Sequence[str], num_rounds: int, job_s: float, quick: bool) -> None:
+    from colocation_models import HELD_OUT  # imports torch
+
     if quick:
         mixes, num_rounds, job_s = mixes[:1], 1, min(job_s, 4.0)
     results = measure_mixes(mixes, num_rounds, job_s)
@@ -144,7 +145,7 @@ def main() -> int:
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="mixes of real jobs (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each mix (default: %(default)s)")
     parser.add_argument(
-        "--job-seconds", type=float, default=8.0, help="steps of a job take this long alone (default: %(default)s)"
+        "--job-seconds", type=float, default=8.0, help="seconds that a job's steps take alone (default: %(default)s)"
     )
     parser.add_argument("--data", type=Path, default=default_folder(), help="folder with Gavel's traces (default: %(default)s)")
     parser.add_argument("--device", default="k80", help="kind of device (default: %(default)s)")
@@ -153,9 +154,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer queues, decisions and jobs")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or arguments.rounds < 1 or arguments.job_seconds <= 0:
-        parser.error(
-            f"--seeds {arguments.seeds}, --rounds {arguments.rounds}, --job-seconds {arguments.job_seconds}: above 0 each"
-        )
+        parser.error("--seeds, --rounds and --job-seconds must be above 0")
     try:
         if not (arguments.pairs or arguments.simulate):
             print(describe_machine())
