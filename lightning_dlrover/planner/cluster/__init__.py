@@ -1,4 +1,4 @@
-"""Many jobs on one cluster: who runs where, beside whom, with how much. Pure, as all of `planner`."""
+"""Many jobs on one cluster: their places, neighbours and sizes. Pure, as all of `planner`."""
 
 from lightning_dlrover.planner.cluster.jobs import HOST_RESOURCES, RESOURCES, Allocation, Device, Job, Profile, Running, State
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings, SpeedPredictor, Undisturbed
