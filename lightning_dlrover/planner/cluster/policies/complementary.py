@@ -5,8 +5,8 @@ relative speeds. A job alone costs 1, so two jobs should share a device if that 
 costs have the smallest sum. A job that goes well with a difficult one is thus kept for it; a greedy choice would give it away.
 
 At most `EXACT_NODES` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming over
-subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves. No device is left
-empty while jobs share another one.
+subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves. No device is
+left empty while jobs share another one.
 """
 
 from __future__ import annotations
