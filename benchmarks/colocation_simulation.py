@@ -88,11 +88,10 @@ def runs(
 def _drawn(arrivals: Sequence[Arrival], kind: str, num_devices: int, rng: random.Random) -> list[Arrival]:
     """The jobs with log-uniform durations, and arrivals of a Poisson process at the rate of `LOAD`."""
     durations = [SHORTEST_S * (LONGEST_S / SHORTEST_S) ** rng.random() for _ in arrivals]
-    sizes = [min(arrival.job.num_devices, num_devices) for arrival in arrivals]
-    gap_s = sum(d * s for d, s in zip(durations, sizes, strict=True)) / len(arrivals) / num_devices / LOAD
+    gap_s = sum(durations) / len(arrivals) / num_devices / LOAD
     at_s, drawn = 0.0, []
-    for arrival, duration_s, size in zip(arrivals, durations, sizes, strict=True):
-        job = replace(arrival.job, submitted_s=at_s, num_devices=size)
+    for arrival, duration_s in zip(arrivals, durations, strict=True):
+        job = replace(arrival.job, submitted_s=at_s)
         drawn.append(Arrival(job, duration_s * job.profiles[kind].steps_per_s))
         at_s += rng.expovariate(1 / gap_s)
     return drawn

@@ -108,22 +108,24 @@ def read_pairs(folder: Path, device: str) -> MeasuredPairs:
 
 
 def read_arrivals(path: Path, pairs: MeasuredPairs, num_jobs: int, first: int = 0) -> list[Arrival]:
-    """Read `num_jobs` jobs of a trace from the `first` on, those of models without measured pairs left out."""
+    """Read `num_jobs` jobs of one device from the `first` on, those of models without measured pairs left out."""
     arrivals: list[Arrival] = []
     seen = 0
     for row, at in _rows(path):
         known = pairs.jobs.get(row["job"])
         if known is None:
             continue
-        seen += 1
-        if seen <= first:
-            continue
         steps, arrival_s, num_devices = (_number(row[c], at) for c in ("total_steps", "arrival_s", "num_devices"))
         if not steps > 0 or arrival_s < 0 or num_devices < 1:
             raise TraceError(
                 f"{at}: {steps:g} steps on {num_devices:g} devices at {arrival_s:g} s; none of them can be below 0"
             )
-        job = replace(known, name=f"{known.name}#{first + len(arrivals)}", submitted_s=arrival_s, num_devices=int(num_devices))
+        if num_devices > 1:
+            continue
+        seen += 1
+        if seen <= first:
+            continue
+        job = replace(known, name=f"{known.name}#{first + len(arrivals)}", submitted_s=arrival_s)
         arrivals.append(Arrival(job, steps))
         if len(arrivals) == num_jobs:
             return arrivals

@@ -151,7 +151,9 @@ def merge_in_rounds(
         weights = np.zeros((len(groups), len(groups)))
         rows, columns = pairs.T
         found = weigh([(groups[i], groups[j]) for i, j in pairs.tolist()], sample)
-        weights[rows, columns] = weights[columns, rows] = found
+        # Of equal mergers, those with running jobs come first: they start something now.
+        at_once = np.array([groups[i].device is not None or groups[j].device is not None for i, j in pairs.tolist()])
+        weights[rows, columns] = weights[columns, rows] = found * (1 + 1e-6 * at_once)
         chosen = sorted(match(weights), key=lambda pair: (-weights[pair], pair))[: len(groups) - num_enough]
         if not chosen:
             break
