@@ -5,7 +5,7 @@
     python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
 
 Without an option, queues of twelve small DLRM-like jobs run with `dlrover colocate` under every policy, in interleaved rounds
-(`colocation_mixes.py`), and models train whose peak memory was estimated before (`colocation_memory.py`). The last line holds
+(`colocation_mixes.py`), and models train after an estimate of their peak memory (`colocation_memory.py`). The last line holds
 the throughput of ours over one job at a time in the balanced mix, the smallest over any other policy in any mix, that over
 random sets in the balanced mix, and the errors of estimates and predictions.
 

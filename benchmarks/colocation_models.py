@@ -387,7 +387,7 @@ def torchrec_tables_adam() -> Work:
 
 
 def torchrec_fused_rowwise() -> Work:
-    """Sharded tables, whose optimizer runs in their backward pass."""
+    """Sharded tables with an optimizer in their backward pass."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
     from torch.distributed.optim import _apply_optimizer_in_backward

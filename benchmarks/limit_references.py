@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # as in the command's workers; read when the library loads
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # equal to that of the command's workers; read when the library loads
 
 import argparse
 import ctypes
@@ -35,7 +35,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from lightning_dlrover.characterize.limits import measure_limit
 from lightning_dlrover.characterize.machine import whole_cores
 
-COPY_VALUES = 32 << 20  # as many bytes as the command copies
+COPY_VALUES = 32 << 20  # the number of bytes that the command copies
 MATRIX = 1536
 BLOCKS, CALLS = 5, 2
 

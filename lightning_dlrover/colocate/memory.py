@@ -14,7 +14,7 @@ from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause
 __all__ = ["GROWTH", "START_BYTES", "free_bytes", "memory_actions"]
 
 START_BYTES = 1 << 30
-"""Allowance of a job whose need is unknown: a Python process that has imported torch and Lightning has 0.5 GiB."""
+"""Allowance of a job with an unknown need: a Python process that has imported torch and Lightning has 0.5 GiB."""
 GROWTH = 1.25
 """A job that has outgrown its charge gets this times its present memory."""
 HEADROOM = 0.02

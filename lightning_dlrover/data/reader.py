@@ -138,7 +138,7 @@ class LaneReader:
     def _load(self, lane: _Lane, number: int, block: int) -> None:
         first, stop = self.plan.block(number, block)
         skipped: Counter[tuple[str, str]] = Counter()  # rows, by shard and reason
-        is_there: list[npt.NDArray[np.bool_]] = []  # for each row, whether it could be read
+        is_there: list[npt.NDArray[np.bool_]] = []  # flags of the rows that could be read
         parts = _Parts(stop - first)
         for shard, item in self._items(lane, number, first, stop):
             is_skipped = isinstance(item, Skipped)

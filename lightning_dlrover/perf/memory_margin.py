@@ -26,7 +26,7 @@ class MemoryMargin:
     past and next jobs come in any order with equal probability.
     """
 
-    share: float  # of the estimate
+    share: float  # relative to the estimate
     num_records: int
 
     @classmethod

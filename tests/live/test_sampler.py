@@ -319,7 +319,7 @@ def test_order_that_others_must_take_part_in_is_not_prepared() -> None:
         next(loader)
         loader.prepare_next()
         assert len(drawn) == 1
-        loader.set_epoch(1)  # as in a joiner that has received no order
+        loader.set_epoch(1)  # the case of a joiner that has received no order
         loader.prepare_next()
         assert len(drawn) == 1
     finally:

@@ -39,7 +39,7 @@ def run_in_child(function: Callable[[], Any], deadline_s: float, extra_bytes: in
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 and later: see the module's docstring
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of it: see the module's docstring
         try:
             process_id = os.fork()
         except OSError as error:

@@ -38,7 +38,7 @@ CPU_FIRST_STEP_BYTES = 16 * MIB  # code of libraries that the first step reads f
 CUDA_CONTEXT_BYTES = 500 * MIB  # context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)
 CUBLAS_WORKSPACE_BYTES = 32 * MIB  # cublasGetSmWorkspaceSize on Hopper; 4 to 8 MiB before it (ATen/cuda/CublasHandlePool.cpp)
 LOADER_WORKER_BYTES = 30 * MIB  # pages that a forked loader worker writes: reference counts, its own heap
-PINNED_SHARE = 0.15  # of a step's live bytes: holes that small objects keep open (median of six models)
+PINNED_SHARE = 0.15  # share of a step's live bytes: holes that small objects keep open; chosen on six models
 SPAWNED_WORKER_BYTES = 260 * MIB  # a spawned one imports torch again
 
 

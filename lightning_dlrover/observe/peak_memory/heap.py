@@ -1,4 +1,4 @@
-"""The process's own allocator as it would serve a step: real requests, whose pages are never touched.
+"""The process's own allocator as it would serve a step: real requests, without a touch of their pages.
 
 A heap with the holes and thresholds of this process cannot be simulated from outside. An untouched page needs no memory.
 """
@@ -14,7 +14,7 @@ from lightning_dlrover.perf.allocators import Allocator
 __all__ = ["OtherHeap", "OwnHeap", "own_heap"]
 
 ALIGNMENT_BYTES = 64  # c10/core/alignment.h
-OTHER_SHARE = 0.25  # of the live bytes: holes and rounding of an allocator without figures
+OTHER_SHARE = 0.25  # share of the live bytes: holes and rounding of an allocator without figures
 
 
 class _Figures(ctypes.Structure):

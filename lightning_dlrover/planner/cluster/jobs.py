@@ -17,7 +17,7 @@ HOST_RESOURCES = ("cores", "memory_bandwidth", "input")
 """Resources that all devices of a node share. A device of the node that lists a limit states the node's limit."""
 
 RESOURCES = (*HOST_RESOURCES, "gpu", "gpu_memory_bandwidth", "pcie")
-"""Resources whose use is measured: cores in cores, bandwidths in bytes/s, "input" and "gpu" in busy fractions."""
+"""Measured resources: cores in cores, bandwidths in bytes/s, "input" and "gpu" in busy fractions."""
 
 Allocation = Mapping[str, tuple[str, ...]]
 """Device names by job name, all running jobs included.

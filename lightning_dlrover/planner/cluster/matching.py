@@ -17,11 +17,11 @@ from lightning_dlrover.planner.cluster.policy import Floats
 __all__ = ["EXACT_NODES", "best_partition", "match"]
 
 EXACT_NODES = 8
-"""Most nodes whose partitions are all searched; they have 162 sets of up to four."""
+"""Largest number of nodes with an exhaustive search of partitions; eight have 162 sets of up to four."""
 
 
 def match(weights: Floats) -> list[tuple[int, int]]:
-    """Return pairs of different nodes, each node in at most one, whose weights have a large sum.
+    """Return pairs of different nodes, each node in at most one, with a large sum of weights.
 
     Args:
         weights: symmetric, shape ``(num_nodes, num_nodes)``; pairs with a weight of 0 or below are never matched.

@@ -147,5 +147,5 @@ def _profile(job: Job, device: Device) -> Profile:
 
 
 def _scope(device: Device, resource: str) -> str:
-    """Whose limit a resource has: the node's or the device's."""
+    """The owner of a resource's limit: the node or the device."""
     return device.node if resource in HOST_RESOURCES else device.name

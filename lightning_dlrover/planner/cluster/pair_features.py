@@ -22,7 +22,7 @@ __all__ = ["Features", "Pair", "Traits", "coordinates", "expected_speeds", "spee
 _Key = TypeVar("_Key")
 
 UNKNOWN_TOTAL = 1.1
-"""Expected sum of the relative speeds of two jobs whose use of resources is unknown."""
+"""Expected sum of the relative speeds of two jobs with an unknown use of resources."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be. It is
 the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there,
-and may know more than the policy does. A job that starts, or whose devices change, makes no step for as long as that costs.
+and may know more than the policy does. A job that starts or changes its devices makes no step for as long as that costs.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class _Simulation:
         return groups
 
     def _set_speeds(self, changed: set[str]) -> None:
-        """Ask the truth anew for all jobs on devices whose workers have changed."""
+        """Ask the truth anew for all jobs on devices with other workers than before."""
         affected = [run for run in self.running.values() if any(device.name in changed for device in run.devices)]
         everywhere = self._groups({device.name for run in affected for device in run.devices})
         for run in affected:

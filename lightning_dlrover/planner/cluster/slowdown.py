@@ -42,7 +42,7 @@ LEAST_SPEED = 0.01
 """Lowest relative speed that is predicted."""
 
 MOST_KEPT = 10_000
-"""Jobs whose traits are kept from one decision to the next."""
+"""Number of jobs with traits kept from one decision to the next."""
 
 
 @dataclass(frozen=True)

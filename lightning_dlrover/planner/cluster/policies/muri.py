@@ -1,4 +1,4 @@
-"""Muri: interleave jobs whose stages use different resources (Zhao et al., "Multi-resource interleaving for deep learning
+"""Muri: interleave jobs with stages on different resources (Zhao et al., "Multi-resource interleaving for deep learning
 training", SIGCOMM 2022).
 
 A step is a sequence of stages, one for each resource, as long as the job keeps that resource busy. Jobs of a group rotate
