@@ -7,43 +7,46 @@ import threading
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
-from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
+from lightning_dlrover.colocate.dispatcher import Rules
 from lightning_dlrover.colocate.jobs_file import read_jobs
-from lightning_dlrover.colocate.journal import Journal
-from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.page import write_report
-from lightning_dlrover.colocate.places import places_of
-from lightning_dlrover.colocate.schedule import Scheduler
-from lightning_dlrover.colocate.summary import summary_text
+from lightning_dlrover.colocate.journal import read_records
+from lightning_dlrover.colocate.queue import REPORT, run_queue
+from lightning_dlrover.colocate.summary import summarize, summary_text
 from lightning_dlrover.colocate.table import LiveTable
 from lightning_dlrover.output import complain, show
 
 
 def colocate_command(options: argparse.Namespace) -> int:
     """Run all jobs of a file to their ends, and write the report."""
-    specs = read_jobs(options.jobs)
-    places = places_of(options.devices, options.memory << 20 if options.memory else 0, options.at_once)
+    jobs = read_jobs(options.jobs)
+    hurry = threading.Event()
     exit_code = EXIT_OK
-    with Journal(options.out) as journal, LiveTable() as table:
-        knowledge = Knowledge()
-        for folder in options.learn_from:
-            knowledge.read(folder)
-        knowledge.recall(journal.records)
-        scheduler = Scheduler(options.policy, knowledge, seed=options.seed, wait_s=options.longest_wait)
-        rules = Rules(probe_s=options.probe, grace_s=options.grace, hang_s=options.hang_after)
-        dispatcher = Dispatcher(options.out, journal, places, scheduler, knowledge, rules, table.shown)
-        dispatcher.add(specs)
+    with LiveTable() as table:
         try:
-            with signals_as_exceptions(threading.Event()):
-                dispatcher.run()
+            with signals_as_exceptions(hurry):
+                run_queue(
+                    jobs,
+                    options.out,
+                    policy=options.policy,
+                    devices=options.devices,
+                    memory_bytes=(options.memory or 0) << 20,
+                    at_once=options.at_once,
+                    learn_from=options.learn_from,
+                    longest_wait_s=options.longest_wait,
+                    seed=options.seed,
+                    rules=Rules(probe_s=options.probe, grace_s=options.grace, hang_s=options.hang_after),
+                    shown=table.shown,
+                    hurry=hurry,
+                )
         except Interrupted as interrupted:
             exit_code = 128 + interrupted.signal_number
-            complain(f"interrupted; the same command goes on with the {len(dispatcher.waiting())} jobs that have not ended")
-        table.shown(dispatcher)
-    show(summary_text(journal.records))
-    report = options.out / "report.html"
-    write_report(report, journal.records)
-    show(f"report: {report}")
-    if exit_code == EXIT_OK and any(ended.result != "done" for ended in dispatcher.ended.values()):
+    records = read_records(options.out)
+    summary = summarize(records)
+    if exit_code != EXIT_OK:
+        left = sum(not job.result for job in summary.jobs)
+        complain(f"interrupted; the same command goes on with the {left} jobs that have not ended")
+    show(summary_text(records))
+    show(f"report: {options.out / REPORT}")
+    if exit_code == EXIT_OK and summary.num_done < len(summary.jobs):
         return EXIT_FAILED
     return exit_code

@@ -1,1 +1,6 @@
 """Several jobs on one machine, side by side (docs/colocation.md)."""
+
+from lightning_dlrover.colocate.jobs_file import JobSpec, read_jobs
+from lightning_dlrover.colocate.queue import run_queue
+
+__all__ = ["JobSpec", "read_jobs", "run_queue"]

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -71,6 +72,7 @@ class Dispatcher:
         folder: holds the jobs' output, each attempt in a folder of its own.
         places: devices, of different names.
         shown: called after each look.
+        hurry: when set, jobs that end get no more grace period.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Dispatcher:
         knowledge: Knowledge,
         rules: Rules | None = None,
         shown: Callable[[Dispatcher], None] = lambda _: None,
+        hurry: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
@@ -91,6 +94,7 @@ class Dispatcher:
         self._scheduler = scheduler
         self._rules = rules or Rules()
         self._shown = shown
+        self._hurry = hurry or threading.Event()
         self._clock = clock
         self._epoch_s = time.time() - clock()
         self.running: dict[str, WatchedJob] = {}
@@ -373,6 +377,10 @@ class Dispatcher:
             self._end(job, now)
         deadline = now + self._rules.grace_s + END_S
         while self.running and self._clock() < deadline:
+            if self._hurry.is_set():
+                self._hurry.clear()
+                for job in self.running.values():
+                    job.kept.end(0.0)
             for job in list(self.running.values()):
                 if (outcome := job.kept.outcome()) is not None:
                     self._settle(job, outcome, self._clock())

@@ -1,0 +1,73 @@
+"""Run a queue of jobs: the Python side of `dlrover colocate`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
+from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.colocate.journal import Journal, read_records
+from lightning_dlrover.colocate.knowledge import Knowledge
+from lightning_dlrover.colocate.page import write_report
+from lightning_dlrover.colocate.places import places_of
+from lightning_dlrover.colocate.schedule import Scheduler
+from lightning_dlrover.colocate.summary import Summary, summarize
+
+__all__ = ["REPORT", "run_queue"]
+
+REPORT = "report.html"
+
+
+def run_queue(
+    jobs: Sequence[JobSpec],
+    folder: Path,
+    *,
+    policy: str = "complementary",
+    devices: Sequence[str] = ("cpu",),
+    memory_bytes: int = 0,
+    at_once: int = 0,
+    learn_from: Sequence[Path] = (),
+    longest_wait_s: float = 3600.0,
+    seed: int = 0,
+    rules: Rules | None = None,
+    shown: Callable[[Dispatcher], None] = lambda _: None,
+    hurry: threading.Event | None = None,
+) -> Summary:
+    """Run jobs side by side to their ends, and write `report.html` into the folder.
+
+    A folder of an earlier call goes on: jobs that are done stay done. Call it from the main thread: the jobs end with it.
+
+    Args:
+        jobs: commands with their working folders and variables.
+        folder: for the journal, the jobs' output and the report.
+        policy: a name in `planner/cluster/policies`.
+        devices: `cpu`, or sets of cores such as `cpu:0-3`.
+        memory_bytes: memory for all jobs; 0: most of the free memory.
+        at_once: most jobs of a device that run at once; 0: twice its cores.
+        learn_from: folders of earlier queues; their measurements count, too.
+        longest_wait_s: a job that waits longer goes first.
+        seed: for the policy `random_sets`.
+        shown: called after each look at the jobs.
+        hurry: when set, jobs that end get no more grace period.
+
+    Raises:
+        ValueError: a device, the policy, a folder of an earlier queue or a changed job cannot be used.
+        OSError: the folder cannot be written.
+    """
+    places = places_of(devices, memory_bytes, at_once)
+    knowledge = Knowledge()
+    for earlier in learn_from:
+        knowledge.read(earlier)
+    with Journal(folder) as journal:
+        knowledge.recall(journal.records)
+        scheduler = Scheduler(policy, knowledge, seed=seed, wait_s=longest_wait_s)
+        dispatcher = Dispatcher(folder, journal, places, scheduler, knowledge, rules, shown, hurry)
+        dispatcher.add(jobs)
+        try:
+            dispatcher.run()
+        finally:
+            shown(dispatcher)
+            write_report(folder / REPORT, journal.records)
+    return summarize(read_records(folder))
