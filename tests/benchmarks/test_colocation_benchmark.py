@@ -17,7 +17,7 @@ needs_traces = pytest.mark.skipif(
 
 
 @needs_traces
-@pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_slowdowns_and_sets_on_measured_pairs_stay_within_their_bounds() -> None:
     done = subprocess.run(
