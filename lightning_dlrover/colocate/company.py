@@ -22,6 +22,8 @@ ALONE_S = 1.0
 TOGETHER_S = 4.0
 LEAST_S = 0.8
 LEAST_STEPS = 3
+MOST = 1e15
+"""Larger figures are nonsense that a job has reported."""
 WARMUP_STEPS = 2
 """First steps allocate memory and compile; their times differ from those of later ones."""
 
@@ -113,7 +115,7 @@ class Company:
             "memory_bandwidth": now.step_bytes * speed if now.reports else 0.0,
         }
         return Profiled(
-            now.kind, self._device_kind, {name: max(0.0, amount) for name, amount in use.items()}, speed, now.reports
+            now.kind, self._device_kind, {name: min(max(0.0, amount), MOST) for name, amount in use.items()}, speed, now.reports
         )
 
 
@@ -121,5 +123,5 @@ def _speed(now: Companion, then: Moment) -> float:
     """Return steps per second, or the cores in use of a command that reports no steps."""
     moment = now.moment
     if now.reports:
-        return max(1e-9, (moment.num_steps - then.num_steps) / max(1e-3, moment.at_s - then.at_s))
+        return min(MOST, max(1e-9, (moment.num_steps - then.num_steps) / max(1e-3, moment.at_s - then.at_s)))
     return max(1e-9, (moment.cpu_s - then.cpu_s) / max(1e-3, moment.measured_s - then.measured_s))

@@ -20,16 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dlrover import variables
+from lightning_dlrover.colocate import keeper
 from lightning_dlrover.colocate.company import Companion, Company
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Journal, Opened, Record, Span, Started
-from lightning_dlrover.colocate.kept_job import KeptJob, Outcome
+from lightning_dlrover.colocate.kept_job import KeptJob, Outcome, read_outcome
 from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.memory import memory_actions
+from lightning_dlrover.colocate.memory import GROWTH, memory_actions
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.schedule import Scheduler
 from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Start, Tenant, Waiting
-from lightning_dlrover.colocate.usage import families, marked
+from lightning_dlrover.colocate.usage import families, is_program, marked
 from lightning_dlrover.colocate.watched import WatchedJob
 from lightning_dlrover.observe.seat import Answer, write_answer
 
@@ -173,6 +174,8 @@ class Dispatcher:
             OSError: the journal cannot be written.
         """
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._await_former_keepers()
+        self._settle_former()
         self._end_leftovers()
         cores = sum(place.num_cores for place in self.places.values())
         memory_bytes = sum(place.memory_bytes for place in self.places.values())
@@ -185,6 +188,30 @@ class Dispatcher:
                 time.sleep(max(0.01, LOOK_S - (self._clock() - began)))
         finally:
             self._stop()
+
+    def _await_former_keepers(self) -> None:
+        """Wait for the keepers of a dispatcher that was killed. They give their jobs a grace period, to save their state."""
+        deadline = self._clock() + keeper.GRACE_WITHOUT_DISPATCHER_S + 1.0
+        while any(is_program(pid, keeper.__file__) for pid in marked(variables.QUEUE, self.journal.queue)):
+            if self._clock() > deadline:
+                log.warning("jobs of the former dispatcher do not end, and are killed")
+                return
+            time.sleep(LOOK_S)
+
+    def _settle_former(self) -> None:
+        """Record the ends of jobs that ended by themselves after their dispatcher was killed."""
+        for name, attempt in list(self._attempts.items()):
+            outcome = read_outcome(self.folder / "jobs" / name / str(attempt))
+            is_settled = (name, attempt) in self.ends or name in self.running or name not in self._specs
+            if is_settled or outcome is None or outcome.asked_to_end:
+                continue
+            result = "done" if outcome.code == 0 and not outcome.signal else "failed"
+            run_s = max(0.0, outcome.ended_s - outcome.began_s)
+            spans = (Span("running", outcome.began_s, outcome.ended_s),)
+            used = outcome.cpu_s, outcome.largest_process_bytes
+            reason = "" if result == "done" else outcome.text
+            ended = Ended(name, attempt, result, outcome.exit_code, reason, outcome.ended_s, run_s, 0.0, *used, spans=spans)
+            self._record(ended)
 
     def look(self) -> None:
         """Look at all jobs once, decide, and act."""
@@ -209,13 +236,16 @@ class Dispatcher:
         """Move a job to the phase that its own processes have reached, or end it if it hangs."""
         if job.phase in ("starting", "running") and job.asks:
             job.probed_bytes = 0
+            job.charge_bytes = min(job.charge_bytes, int(GROWTH * job.use.resident_bytes))
             job.enter("asks", now)
         elif job.phase == "starting" and self._is_probed(job, now):
             job.probed_bytes = self.knowledge.probed_bytes(job.spec, job.peak_bytes)
             job.charge_bytes = max(job.charge_bytes, job.probed_bytes)
             job.enter("running", now)
         if job.phase == "ending" and now > job.grace_over_s + END_S:
-            log.warning("job %s: its processes do not end; they are left to the system", job.spec.name)
+            log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
+            job.grace_over_s = now
+            self._kill(job)
         if job.phase in ("starting", "running") and now - job.moved_s > self._rules.hang_s:
             reason = f"no step and no use of a core for {self._rules.hang_s:.0f} s: it hangs"
             self._act(End(job.spec.name, "failed", reason), now)
@@ -243,7 +273,9 @@ class Dispatcher:
 
     def _tenants(self, device: str) -> list[Tenant]:
         return [
-            job.tenant(self.knowledge.need_bytes(job.spec, *job.estimate, resident_bytes=job.use.resident_bytes))
+            job.tenant(
+                self.knowledge.need_bytes(job.spec, *job.estimate, job.use.resident_bytes, self.places[device].memory_bytes)
+            )
             for job in self.running.values()
             if job.device == device
         ]
@@ -257,7 +289,7 @@ class Dispatcher:
         job = self.running[action.job]
         if isinstance(action, Admit):
             job.charge_bytes = action.charge_bytes
-            self._answer(job, Answer(True, job.threads))
+            self._answer(job)
             job.enter("running", now)
         elif isinstance(action, Charge):
             job.charge_bytes = action.charge_bytes
@@ -288,9 +320,10 @@ class Dispatcher:
     def _start(self, start: Start, now: float) -> None:
         spec = self._specs[start.job]
         attempt = self._attempts[start.job] + 1
-        folder = self.folder / "jobs" / start.job / str(attempt)
+        while (folder := self.folder / "jobs" / start.job / str(attempt)).exists():
+            attempt += 1  # the journal was edited or removed
         seat = folder / "seat"
-        seat.mkdir(parents=True, exist_ok=True)
+        seat.mkdir(parents=True)
         self.journal.add(Started(start.job, attempt, start.device, self.now_epoch()))
         self._attempts[start.job] = attempt
         place = self.places[start.device]
@@ -302,7 +335,12 @@ class Dispatcher:
             variables.SEAT: str(seat.resolve()),
             variables.QUEUE: self.journal.queue,
         }
-        kept = KeptJob(spec.command, folder.resolve(), spec.folder, environment, place.cores)
+        try:
+            kept = KeptJob(spec.command, folder.resolve(), spec.folder, environment, place.cores)
+        except (OSError, ValueError) as error:  # its folder is gone, or its arguments are too long
+            reason = f"its command cannot be started in {spec.folder}: {error}"
+            self._record(Ended(start.job, attempt, "failed", 127, reason, self.now_epoch(), 0.0, 0.0, 0.0, 0))
+            return
         self.running[start.job] = WatchedJob(
             spec, attempt, start.device, kept, seat, self._added_s[start.job], now, start.charge_bytes, threads=threads
         )
@@ -315,11 +353,11 @@ class Dispatcher:
             for job in active:
                 if job.phase == "running" and job.reports and job.threads != threads:
                     job.threads = threads
-                    self._answer(job, Answer(True, threads))
+                    self._answer(job)
 
-    def _answer(self, job: WatchedJob, answer: Answer) -> None:
+    def _answer(self, job: WatchedJob) -> None:
         try:
-            write_answer(job.seat, answer)
+            write_answer(job.seat, Answer(True, job.request, job.threads))
         except OSError as error:
             log.warning("job %s gets no answer: %s", job.spec.name, error)
 
@@ -352,20 +390,29 @@ class Dispatcher:
             num_steps=job.num_steps,
             spans=tuple(spans),
         )
-        self.journal.add(ended)
-        self._recall(ended)
-        self.knowledge.learn_end(job.spec, ended)
+        self._record(ended)
         if result == "evicted":
             self._not_before_s[job.spec.name] = now + AGAIN_S
 
+    def _record(self, ended: Ended) -> None:
+        self.journal.add(ended)
+        self._recall(ended)
+        self.knowledge.learn_end(self._specs[ended.job], ended)
+
     def _result(self, job: WatchedJob, outcome: Outcome) -> tuple[str, str]:
+        if outcome.code is not None and not outcome.asked_to_end:
+            return self._own_result(outcome, job.kept)
         if job.end_result == "evicted" and self._evictions[job.spec.name] >= self._rules.max_evictions:
             return "failed", f"{job.end_reason}; it had to give its memory back {self._rules.max_evictions} times before"
         if job.end_result:
             return job.end_result, job.end_reason
+        return self._own_result(outcome, job.kept)
+
+    @staticmethod
+    def _own_result(outcome: Outcome, kept: KeptJob) -> tuple[str, str]:
         if outcome.code == 0 and not outcome.signal:
             return "done", ""
-        last = job.kept.last_words()
+        last = kept.last_words()
         return "failed", outcome.text + (f": {last}" if last else "")
 
     def _stop(self) -> None:
@@ -375,6 +422,7 @@ class Dispatcher:
             if not job.end_result:
                 job.end_result, job.end_reason = "stopped", "the dispatcher was stopped"
             self._end(job, now)
+        failed: OSError | None = None
         deadline = now + self._rules.grace_s + END_S
         while self.running and self._clock() < deadline:
             if self._hurry.is_set():
@@ -383,11 +431,24 @@ class Dispatcher:
                     job.kept.end(0.0)
             for job in list(self.running.values()):
                 if (outcome := job.kept.outcome()) is not None:
-                    self._settle(job, outcome, self._clock())
+                    try:
+                        self._settle(job, outcome, self._clock())
+                    except OSError as error:  # the others must end, too
+                        failed = failed or error
             time.sleep(0.02)
-        for job in self.running.values():
-            log.warning("processes of job %s are left %s: %s", job.spec.name, job.kept.folder, families([job.kept.keeper_pid]))
+        for job in list(self.running.values()):
+            log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
+            self._kill(job)
+        self.running.clear()
         self._end_leftovers()
+        if failed is not None:
+            raise failed
+
+    def _kill(self, job: WatchedJob) -> None:
+        """Kill a job's keeper and all processes below it: they have ignored everything else."""
+        for pid in [job.kept.keeper_pid, *families([job.kept.keeper_pid])[job.kept.keeper_pid]]:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def _end_leftovers(self, of: WatchedJob | None = None) -> None:
         """Kill processes of this queue that have no keeper: their keeper, or a former dispatcher, was killed."""
@@ -397,7 +458,7 @@ class Dispatcher:
         deadline = self._clock() + END_S
         while left := [pid for pid in marked(variable, value) if pid not in spared]:
             for pid in left:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["JobSpec", "JobsFileError", "read_jobs"]
 
-DEVICES = ("any", "cpu", "gpu")
+DEVICES = ("any", "cpu")
 MAX_JOBS = 10_000
 MAX_PRIORITY = 1_000
 FIELDS = ("name", "command", "folder", "env", "priority", "device", "memory", "copies", "owner")
@@ -33,7 +33,7 @@ class JobSpec:
         folder: the working folder.
         env: variables that the job has beside those of the dispatcher.
         priority: jobs with a higher one go first.
-        device: `cpu`, `gpu`, or `any`.
+        device: `cpu`, or `any`, which today is the same.
         memory_bytes: peak of all its processes together, as its owner states it; 0: unknown.
     """
 
@@ -52,7 +52,12 @@ class JobSpec:
         if not self.command or not all(self.command[:1]):
             raise ValueError("command is empty; give the program and its arguments")
         if self.device not in DEVICES:
-            raise ValueError(f"device {self.device!r} is none of {', '.join(DEVICES)}")
+            raise ValueError(f"device {self.device!r} is none of {', '.join(DEVICES)}; GPUs cannot be shared yet")
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"env has the name {name!r}, or a value with a zero byte, which no variable can have")
+        if any("\0" in part for part in self.command):
+            raise ValueError("command has a zero byte, which no argument can have")
         if not 0 <= self.priority <= MAX_PRIORITY:
             raise ValueError(f"priority {self.priority} is not between 0 and {MAX_PRIORITY}")
 

@@ -59,7 +59,7 @@ def send(number: int) -> None:
     reached: set[int] = set()
     while new := set(family()) - reached:
         for pid in new:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
         reached |= new
 
@@ -98,7 +98,7 @@ class Job:
 
     def end(self, grace_s: float) -> None:
         """Ask all processes to end. Those that are left after the grace period are killed."""
-        self.asked = True
+        self.asked = self.asked or self.code is None
         deadline = time.monotonic() + grace_s
         if self.kill_at is None:
             send(signal.SIGTERM)
@@ -152,7 +152,7 @@ def main(result: str, output: str, command: list[str]) -> None:
                 job.end(GRACE_WITHOUT_DISPATCHER_S)
             orders = obey(job, orders + read)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = {
+    report = {
         "code": None if job.code is None else max(0, job.code),
         "signal": 0 if job.code is None else max(0, -job.code),
         "asked_to_end": job.asked,
@@ -162,9 +162,13 @@ def main(result: str, output: str, command: list[str]) -> None:
         "largest_process_bytes": 1024 * used.ru_maxrss,
     }
     unfinished = f"{result}.{os.getpid()}"
-    with open(unfinished, "w") as stream:
-        json.dump(told, stream)
-    os.replace(unfinished, result)
+    try:
+        with open(unfinished, "w") as stream:
+            json.dump(report, stream)
+        os.replace(unfinished, result)
+    except OSError:  # the exit code is the second way
+        code = job.code if job.code is not None else EXIT_NOT_STARTED
+        sys.exit(code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":

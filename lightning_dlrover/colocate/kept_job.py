@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_dlrover.codec import from_fields
 from lightning_dlrover.colocate import keeper
 
-__all__ = ["KeptJob", "Outcome"]
+__all__ = ["KeptJob", "Outcome", "read_outcome"]
 
 RESULT = "result.json"
 OUTPUT = "output.log"
@@ -48,7 +48,10 @@ class Outcome:
             return "its keeper was killed"
         if self.code == keeper.EXIT_NOT_STARTED:
             return f"exit code {self.code}, as of a command that cannot be started"
-        return f"killed by {signal.Signals(self.signal).name}" if self.signal else f"exit code {self.code}"
+        if self.signal:
+            known = {each.value: each.name for each in signal.Signals}
+            return f"killed by {known.get(self.signal, f'signal {self.signal}')}"
+        return f"exit code {self.code}"
 
     @property
     def exit_code(self) -> int:
@@ -56,6 +59,13 @@ class Outcome:
         if self.code is None:
             return 128 + signal.SIGKILL
         return 128 + self.signal if self.signal else self.code
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Return how the job of a folder has ended; None if that is not on record."""
+    with suppress(OSError, ValueError):
+        return from_fields(Outcome, json.loads((folder / RESULT).read_bytes()), str(folder / RESULT))
+    return None
 
 
 class KeptJob:
@@ -123,9 +133,11 @@ class KeptJob:
         if self._keeper.stdin is not None:
             with suppress(OSError):
                 self._keeper.stdin.close()
-        with suppress(OSError, ValueError):
-            return from_fields(Outcome, json.loads(self._result.read_bytes()), str(self._result))
-        return Outcome(None, 0, False, 0.0, 0)
+        if (outcome := read_outcome(self.folder)) is not None:
+            return outcome
+        # A keeper that could not write the result ends with the command's exit code.
+        code = self._keeper.returncode
+        return Outcome(code if code >= 0 else None, 0, False, 0.0, 0)
 
     def wait(self, timeout_s: float) -> None:
         """

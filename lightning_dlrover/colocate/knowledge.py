@@ -25,6 +25,8 @@ __all__ = ["Knowledge"]
 SPREAD = 1.05
 """Peaks of two runs of one command differ by less."""
 MAX_OBSERVATIONS = 400
+CPU = "cpu"
+"""Kind of device of all profiles. To a policy, each set of cores is a kind of its own, as jobs stay where they are."""
 
 
 class Knowledge:
@@ -37,8 +39,8 @@ class Knowledge:
         self._wanted: dict[str, int] = {}  # key: kind; jobs that were evicted
         self._estimates: list[tuple[int, int]] = []  # each with the measured peak, oldest first
         self._rates: list[Rates] = []
-        self._model: SpeedPredictor | None = None
-        self._num_learned = 0
+        self._num_rates = 0
+        self._models: dict[str, tuple[int, SpeedPredictor]] = {}  # key: device; with the number of rates that it has learned
 
     def read(self, folder: Path) -> None:
         """Learn from another queue's folder.
@@ -64,6 +66,7 @@ class Knowledge:
         """Take a measurement; return whether it is new."""
         if isinstance(record, Rates):
             self._rates = [*self._rates, record][-MAX_OBSERVATIONS:]
+            self._num_rates += 1
             return True
         key = record.job_kind, record.device_kind
         if key in self._profiles:
@@ -96,15 +99,15 @@ class Knowledge:
 
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return predicted speeds over those alone; see `SpeedPredictor`."""
-        if self._model is None or len(self._rates) > self._num_learned:
-            self._num_learned = len(self._rates)
-            self._model = SlowdownModel.fit(self._observations(device))
-        return self._model.relative_speeds(groups, device)
+        known = self._models.get(device.name)
+        if known is None or known[0] != self._num_rates:
+            known = self._models[device.name] = self._num_rates, SlowdownModel.fit(self._observations(device))
+        return known[1].relative_speeds(groups, device)
 
     def _observations(self, device: Device) -> list[Observation]:
         found = []
         for rates in self._rates:
-            profiles = [self.profile(kind, device.kind) for kind in rates.kinds]
+            profiles = [self.profile(kind, CPU) for kind in rates.kinds]
             if all(profile is not None for profile in profiles):
                 jobs = [
                     Job(f"{kind}-{number}", {device.kind: profile}, family=kind)
@@ -128,18 +131,22 @@ class Knowledge:
 
     def expected_bytes(self, spec: JobSpec) -> int:
         """Return the peak of a job that has not started, with a margin; 0: unknown."""
+        wanted = self._wanted.get(spec.kind, 0)
         if (peak := self._peaks.get(spec.kind, 0)) > 0:
-            return int(SPREAD * peak)
-        return max(spec.memory_bytes, self._wanted.get(spec.kind, 0))
+            return max(int(SPREAD * peak), wanted)
+        return max(spec.memory_bytes, wanted)
 
-    def need_bytes(self, spec: JobSpec, estimate_bytes: int, margin_bytes: int, resident_bytes: int) -> int:
+    def need_bytes(self, spec: JobSpec, estimate_bytes: int, margin_bytes: int, resident_bytes: int, device_bytes: int) -> int:
         """Return the charge of a job that asks: its own estimate with a margin, or the peak of earlier jobs of its kind.
 
         Args:
             margin_bytes: the estimate's own.
+            device_bytes: memory of the device that the job is on.
         """
         if (peak := self._peaks.get(spec.kind, 0)) > 0:
-            return int(SPREAD * peak)
+            # A job that has run on this device fits, whatever the margin.
+            needed = max(int(SPREAD * peak), self._wanted.get(spec.kind, 0))
+            return min(needed, device_bytes) if peak <= device_bytes else needed
         if not estimate_bytes:
             return max(self.expected_bytes(spec), int(GROWTH * resident_bytes))
         learned = MemoryMargin.of(self._estimates)

@@ -51,7 +51,7 @@ def memory_actions(memory_bytes: int, tenants: Sequence[Tenant]) -> list[Action]
                 actions.append(Admit(tenant.name, need))
                 left[tenant.name] = replace(tenant, phase="running", charge_bytes=need)
         elif tenant.phase == "paused" and tenant.paused_for_memory:
-            need = int(GROWTH * tenant.resident_bytes)
+            need = min(int(GROWTH * tenant.resident_bytes), memory_bytes)
             if need - tenant.held_bytes <= free:
                 actions += [Charge(tenant.name, need), Resume(tenant.name)]
                 left[tenant.name] = replace(tenant, phase="running", charge_bytes=need)

@@ -62,7 +62,7 @@ def run_queue(
         knowledge.read(earlier)
     with Journal(folder) as journal:
         knowledge.recall(journal.records)
-        scheduler = Scheduler(policy, knowledge, seed=seed, wait_s=longest_wait_s)
+        scheduler = Scheduler(policy, knowledge, seed, longest_wait_s, max(place.most_jobs for place in places))
         dispatcher = Dispatcher(folder, journal, places, scheduler, knowledge, rules, shown, hurry)
         dispatcher.add(jobs)
         try:

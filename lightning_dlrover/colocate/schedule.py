@@ -18,7 +18,7 @@ from lightning_dlrover.planner.cluster.policies import make_policy
 
 __all__ = ["AHEAD", "Scheduler"]
 
-AHEAD = 2
+AHEAD = 4
 """Jobs that are started beyond those that run."""
 ALONE_LIMIT_S = 10.0
 """A job that has not been measured alone within this time is not measured."""
@@ -57,15 +57,18 @@ class Scheduler:
         knowledge: measurements of earlier jobs.
         seed: for a policy that chooses at random.
         wait_s: a job that has waited longer goes before all others.
+        most_together: most jobs of any device that run at once.
 
     Raises:
         ValueError: the policy is unknown.
     """
 
-    def __init__(self, policy: str, knowledge: Knowledge, seed: int = 0, wait_s: float = 3600.0) -> None:
+    def __init__(
+        self, policy: str, knowledge: Knowledge, seed: int = 0, wait_s: float = 3600.0, most_together: int = MOST_TOGETHER
+    ) -> None:
         self.policy_name = policy
         self._knowledge = knowledge
-        self._policy = make_policy(policy, PolicySettings(knowledge, wait_s, seed, MOST_TOGETHER))
+        self._policy = make_policy(policy, PolicySettings(knowledge, wait_s, seed, most_together))
         self._may_pause = policy in PAUSING
         self._wait_s = wait_s
         self._chosen: _Chosen | None = None
@@ -89,7 +92,7 @@ class Scheduler:
             here = [tenant for tenant in tenants if tenant.device == place.name]
             actions += self._of_tenants(now, place, here, {name for name, where in wanted.items() if place.name in where})
             if place.name not in self._alone:
-                actions += self._starts(place, here, able, [job for job in able if place.name in wanted.get(job.name, ())])
+                actions += self._starts(now, place, here, able, [job for job in able if place.name in wanted.get(job.name, ())])
         return _once(actions)
 
     def _wanted(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> Allocation:
@@ -97,9 +100,11 @@ class Scheduler:
         if not self._may_pause:
             return self._policy(self._state(now, places, waiting, tenants))
         able = [tenant for tenant in tenants if tenant.is_admitted and not tenant.paused_for_memory]
-        overdue = sorted(t.name for t in able if t.phase == "paused" and now - t.since_s > self._wait_s)
-        among = (*sorted(tenant.name for tenant in able), self._knowledge.num_profiles, *overdue)
-        if self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > QUANTUM_S:
+        among = (*sorted(tenant.name for tenant in able), self._knowledge.num_profiles)
+        is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > QUANTUM_S
+        # A job that has waited too long and now runs is not overdue any more. It keeps its place for the quantum.
+        overdue = {t.name for t in able if t.phase == "paused" and now - t.since_s > self._wait_s}
+        if self._chosen is None or is_old or not overdue <= self._chosen.jobs.keys():
             self._chosen = _Chosen(self._policy(self._state_of_able(now, places, able)), among, now)
         return self._chosen.jobs
 
@@ -141,17 +146,21 @@ class Scheduler:
         return None
 
     def _starts(
-        self, place: Place, tenants: Sequence[Tenant], waiting: Sequence[Waiting], wanted: Sequence[Waiting]
+        self, now: float, place: Place, tenants: Sequence[Tenant], waiting: Sequence[Waiting], wanted: Sequence[Waiting]
     ) -> list[Action]:
         """Return which jobs start on a device: those that the policy wants, and some ahead of it where it may pause them."""
         free = free_bytes(place.memory_bytes, tenants)
+        num_paused = sum(tenant.phase == "paused" and not tenant.paused_for_memory for tenant in tenants)
         num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in tenants)
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
+        overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
         chosen = sorted(wanted, key=_in_order)
         # A start keeps one core busy.
         if self._may_pause and num_starting < max(1, round(place.num_cores) - num_running + num_starting):
-            most = place.most_jobs + AHEAD - len(tenants)
-            chosen = [*chosen, *(job for job in sorted(waiting, key=_in_order) if job not in chosen)][: max(0, min(1, most))]
+            most = place.most_jobs + AHEAD - len(tenants) if num_paused < AHEAD or overdue else 0
+            chosen = [*chosen, *(job for job in sorted(overdue or waiting, key=_in_order) if job not in chosen)][
+                : max(0, min(1, most))
+            ]
         elif self._may_pause:
             chosen = []
         actions: list[Action] = []
@@ -171,7 +180,8 @@ class Scheduler:
     def _state(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
         """Return the state for a policy that starts jobs and lets them run to their ends."""
         kinds = sorted({place.kind for place in places})
-        jobs = [self._job(job, kinds, job.expected_bytes or START_BYTES, None) for job in waiting]
+        most = max(place.memory_bytes for place in places)
+        jobs = [self._job(job, kinds, min(job.expected_bytes or START_BYTES, most), None) for job in waiting]
         running = tuple(Running(self._job(t, kinds, t.held_bytes, None), (t.device,), t.started_s) for t in tenants)
         return State(now, tuple(_device(place) for place in places), tuple(jobs), running)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover.colocate.dispatcher import Dispatcher
 from lightning_dlrover.colocate.journal import Ended
 from lightning_dlrover.colocate.watched import WatchedJob
-from lightning_dlrover.output import show
+from lightning_dlrover.output import printable, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +53,7 @@ class LiveTable:
             if self._is_terminal:
                 self._live.console.print(line, markup=False, highlight=False)
             else:
-                show(line)
+                say(printable(line))
         if self._is_terminal and self._clock() - self._drawn_s >= DRAW_S:
             self._drawn_s = self._clock()
             self._live.update(_table(dispatcher, self._clock()), refresh=True)

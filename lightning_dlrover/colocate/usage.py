@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["TreeUse", "families", "marked", "tree_use"]
+__all__ = ["TreeUse", "families", "is_program", "marked", "tree_use"]
 
 PROC = Path("/proc")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -80,6 +80,13 @@ def _peak_bytes(pid: int) -> int:
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
     return 0
+
+
+def is_program(pid: int, file: str) -> bool:
+    """Whether a process was started with this file among its arguments."""
+    with suppress(OSError):
+        return file.encode() in (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    return False
 
 
 def marked(variable: str, value: str) -> list[int]:

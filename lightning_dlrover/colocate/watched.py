@@ -14,6 +14,8 @@ from lightning_dlrover.observe.seat import SeatReport, read_reports
 
 __all__ = ["Moment", "WatchedJob"]
 
+BUSY_CORES = 0.05
+LEAST_CPU_S = 0.2
 MEASURE_S = 0.25
 """Least seconds between two measurements of a job's memory and CPU time."""
 
@@ -70,7 +72,9 @@ class WatchedJob:
 
     def look(self, now: float, pids: list[int]) -> None:
         """Read the reports, and measure the processes if that was not done a moment ago."""
-        self.reports = read_reports(self.seat)
+        reports = read_reports(self.seat)
+        # Those of processes that are gone do not count, unless process ids differ here and there.
+        self.reports = [report for report in reports if report.process_id in pids] or reports
         if now - self._measured_s >= MEASURE_S:
             former, former_s = self.use, self._measured_s
             self._measured_s = now
@@ -78,7 +82,10 @@ class WatchedJob:
             self.cores = max(0.0, self.use.cpu_s - former.cpu_s) / (now - former_s) if former_s >= 0 else 0.0
             self.peak_bytes = max(self.peak_bytes, self.use.peak_bytes)
         steps, cpu_s = self._moved
-        if self.num_steps > steps or self.use.cpu_s > cpu_s + 0.5 or self.phase in ("paused", "asks"):
+        used_s = self.use.cpu_s - cpu_s
+        # Threads that look for something a few times a second use less.
+        is_busy = used_s >= LEAST_CPU_S and used_s >= BUSY_CORES * (now - self.moved_s)
+        if self.num_steps > steps or is_busy or self.phase in ("paused", "asks"):
             self._moved, self.moved_s = (self.num_steps, self.use.cpu_s), now
 
     def enter(self, phase: Phase, now: float) -> None:
@@ -89,7 +96,13 @@ class WatchedJob:
     @property
     def asks(self) -> bool:
         """Whether all of its processes that report wait for the answer."""
-        return bool(self.reports) and all(report.waits for report in self.reports)
+        number = max((report.num_processes for report in self.reports), default=1)
+        return len(self.reports) >= number and all(report.waits for report in self.reports)
+
+    @property
+    def request(self) -> int:
+        """Number of the newest request for memory."""
+        return max((report.request for report in self.reports), default=0)
 
     @property
     def estimate(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +24,8 @@ __all__ = ["ANSWER", "Answer", "NotAdmittedError", "Seat", "SeatReport", "read_a
 ANSWER = "answer"
 REPORT_S = 0.2
 """Least seconds between two reports."""
-LOOK_S = 0.02
+LOOK_S = 0.05
+MAX_BYTES = 65_536
 ADMISSION_S = 7 * 86_400.0
 """A job may wait for others for days. The dispatcher's end ends its jobs, so none waits for nothing."""
 
@@ -38,6 +40,8 @@ class SeatReport:
 
     process_id: int
     at_s: float  # time.monotonic(), which all processes of a machine share
+    num_processes: int = 1  # processes of the job that report
+    request: int = 0  # number of the request for memory; a script may fit more than once
     waits: bool = False  # the answer to the estimate is awaited
     estimate_bytes: int = 0  # peak of this process; 0: not estimated
     estimate_margin_bytes: int = 0
@@ -55,6 +59,7 @@ class Answer:
     """The dispatcher's grant."""
 
     admitted: bool = False
+    request: int = 0  # the newest request that it answers
     threads: int = 0  # intra-op threads per process; 0: as the script has them
 
 
@@ -70,6 +75,7 @@ class Seat:
         self._folder = folder
         self._path = folder / f"progress-{rank}"
         self._estimate = SeatReport(os.getpid(), time.monotonic())
+        self._request = read_answer(folder).request
         self._num_steps = self._threads = 0
         self._steps_left: int | None = None
         self._step_s = self._data_wait_s = 0.0
@@ -93,9 +99,10 @@ class Seat:
             NotAdmittedError: no answer within `timeout_s`.
         """
         self._estimate = estimate
+        self._request += 1
         self._report(waits=True)
         deadline = time.monotonic() + timeout_s
-        while not (answer := self.answer()).admitted:
+        while not ((answer := self.answer()).admitted and answer.request >= self._request):
             if time.monotonic() > deadline:
                 raise NotAdmittedError(
                     f"the dispatcher of {self._folder} has not admitted this job within {timeout_s:.0f} s; it needs "
@@ -147,6 +154,7 @@ class Seat:
             self._estimate,
             at_s=self._reported_s,
             waits=waits,
+            request=self._request,
             num_steps=self._num_steps,
             steps_left=self._steps_left,
             step_s=self._step_s,
@@ -161,14 +169,14 @@ def read_reports(folder: Path) -> list[SeatReport]:
     """Return the reports of all processes of a job, in the order of their ranks. Unreadable ones are left out."""
     found = []
     for path in sorted(folder.glob("progress-*"), key=lambda path: path.name):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             found.append(from_fields(SeatReport, _document(path), str(path)))
     return found
 
 
 def read_answer(folder: Path) -> Answer:
     """Return the dispatcher's answer; the empty one if there is none."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         return from_fields(Answer, _document(folder / ANSWER), str(folder / ANSWER))
     return Answer()
 
@@ -182,8 +190,14 @@ def write_answer(folder: Path, answer: Answer) -> None:
 
 
 def _document(path: Path) -> object:
+    # A job may have put anything there. A pipe without a writer would block, and a device has no end.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise RecordError(f"{path} is no file")
+        text = stream.read(MAX_BYTES)
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(text)
     except ValueError as error:
         raise RecordError(f"{path} is not JSON: {error}") from error
 

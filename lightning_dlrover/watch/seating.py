@@ -43,9 +43,10 @@ def keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, may_set_thread
 def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> SeatReport:
     """Return the estimated peak of this process; zero bytes and the reason if there is none."""
     if module.device.type != "cpu":
-        return report_of(Unknown(f"the peak of a model on {module.device.type} is not estimated"))
+        return report_of(Unknown(f"the peak of a model on {module.device.type} is not estimated"), trainer.world_size)
     combined = combined_loader(trainer.fit_loop)
     workers = [getattr(loader, "num_workers", 0) for loader in combined.flattened] if combined is not None else []
     ahead = [getattr(loader, "prefetch_factor", None) or 2 for loader in combined.flattened] if combined is not None else []
     loader = LoaderShape(sum(workers), max(ahead, default=2))
-    return report_of(estimate_peak(module, trainer.optimizers, batch, step_of(module, trainer.optimizers), loader=loader))
+    step = step_of(module, trainer.optimizers)
+    return report_of(estimate_peak(module, trainer.optimizers, batch, step, loader=loader), trainer.world_size)

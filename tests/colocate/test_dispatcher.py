@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from waiting import eventually, run_until
 
 from lightning_dlrover import variables
 from lightning_dlrover.colocate.dispatcher import Rules
+from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, read_records
 from lightning_dlrover.colocate.usage import marked
 
@@ -175,3 +177,66 @@ def test_changed_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
         dispatcher(tmp_path, journal, [python("a", "pass")])
         with pytest.raises(ValueError, match="job 'a' is in the queue"):
             dispatcher(tmp_path, journal, [python("a", "print()")])
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (JobSpec("odd", ("true",), "/nonexistent"), "cannot be started in /nonexistent"),
+        (python("odd", "import os; os.kill(os.getpid(), 40)"), "killed by signal 40"),
+        (python("odd", "import os; os.mkfifo(os.environ['DLROVER_SEAT'] + '/progress-0')"), ""),
+        (python("odd", "import os; open(os.environ['DLROVER_SEAT'] + '/progress-0', 'w').write('[' * 60_000)"), ""),
+        (python("odd", "import os, shutil; shutil.rmtree(os.path.dirname(os.environ['DLROVER_SEAT']))"), ""),
+    ],
+)
+def test_odd_job_harms_no_other(tmp_path: Path, job: JobSpec, message: str) -> None:
+    with Journal(tmp_path) as journal:
+        dispatcher(tmp_path, journal, [job, seated("good", 50, 20)]).run()
+    assert results(tmp_path) == {"good": ["done"], "odd": ["failed" if message else "done"]}
+    assert message in reason(tmp_path, "odd")
+
+
+def test_jobs_start_on_a_device_smaller_than_the_usual_allowance(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        dispatcher(tmp_path, journal, [seated("a", 50, 20), seated("b", 50, 20)], places=[place(700)]).run()
+    assert results(tmp_path) == {"a": ["done"], "b": ["done"]}
+
+
+def test_job_that_ended_after_its_dispatcher_was_killed_is_done(tmp_path: Path) -> None:
+    marker = tmp_path / "runs"
+    program = f"""
+import sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from pathlib import Path
+from colocated_jobs import dispatcher, python
+from lightning_dlrover.colocate.journal import Journal
+folder = Path({str(tmp_path)!r})
+ends_in_its_grace = "import time; time.sleep(0.3); open({str(marker)!r}, 'a').write('x')"
+with Journal(folder) as journal:
+    made = dispatcher(folder, journal, [python("short", ends_in_its_grace)])
+    made.look()
+    import time
+    time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        eventually(lambda: (tmp_path / "jobs/short/1/result.json").exists(), "the job's end")
+    finally:
+        parent.kill()
+        parent.wait(10)
+    with Journal(tmp_path) as journal:
+        dispatcher(tmp_path, journal, []).run()
+    assert results(tmp_path) == {"short": ["done"]}
+    assert marker.read_text() == "x"
+
+
+def test_job_that_is_done_before_it_is_asked_to_end_stays_done(tmp_path: Path) -> None:
+    leaves_a_child = "import subprocess; subprocess.Popen(['sleep', '100'])"
+    with Journal(tmp_path) as journal:
+        made = dispatcher(tmp_path, journal, [python("parent", leaves_a_child)])
+        made.look()
+        job = made.running["parent"]
+        run_until(made.look, lambda: job.use.num_processes == 1, "the end of the command", TIMEOUT_S)
+        time.sleep(0.3)
+        made._stop()
+    assert results(tmp_path) == {"parent": ["done"]}

@@ -73,6 +73,11 @@ def test_paused_job_goes_on_once_there_is_room() -> None:
     assert memory_actions(4 * GIB, [paused]) == [Charge("liar", int(1.875 * GIB)), Resume("liar")]
 
 
+def test_large_paused_job_goes_on_once_it_is_alone() -> None:
+    paused = tenant("liar", "paused", charge=3.8, resident=3.8, paused_for_memory=True)
+    assert memory_actions(4 * GIB, [paused]) == [Charge("liar", 4 * GIB), Resume("liar")]
+
+
 def test_jobs_that_wait_for_each_other_are_untangled() -> None:
     asks = [tenant(name, "asks", charge=1.5, resident=1.5, need=3, started_s=at) for name, at in (("old", 0.0), ("young", 1.0))]
     (action,) = memory_actions(4 * GIB, asks)
@@ -80,7 +85,7 @@ def test_jobs_that_wait_for_each_other_are_untangled() -> None:
     assert (action.job, action.result) == ("young", "evicted")
 
 
-sizes = st.floats(0.05, 3.0)
+sizes = st.floats(0.05, 3.9)
 
 
 @given(

@@ -73,6 +73,7 @@ OF_OTHERS = {
     ),
     *("_computed", "_num_samples", "_defaults", "_forward_cache", "_reductions", "_update_count"),
     *("_SubParsersAction", "_current_frames", "_exit", "_getframe", "_new_shared"),
+    *("_embedding_bag_backward", "_local_scalar_dense", "_sparse_coo_tensor_with_dims_and_tensors", "_unique2"),
     *("_dlrover_agreed", "_dlrover_drops", "_dlrover_step"),
 }
 """Names of torch, torchmetrics and Python, and attributes that we set on objects of theirs."""

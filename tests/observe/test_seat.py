@@ -27,10 +27,16 @@ def test_job_waits_for_its_answer(tmp_path: Path) -> None:
     assert (reports[0].waits, reports[0].estimate_bytes) == (True, 7)
     write_answer(tmp_path, Answer(admitted=False, threads=3))
     assert not got
-    write_answer(tmp_path, Answer(admitted=True, threads=2))
+    write_answer(tmp_path, Answer(admitted=True, request=1, threads=2))
     waiter.join(10)
-    assert got == [Answer(True, 2)]
+    assert got == [Answer(True, 1, 2)]
     assert not read_reports(tmp_path)[0].waits
+
+
+def test_second_request_is_not_answered_by_the_first_answer(tmp_path: Path) -> None:
+    write_answer(tmp_path, Answer(admitted=True, request=1))
+    with pytest.raises(NotAdmittedError):
+        Seat(tmp_path, 0).ask(SeatReport(os.getpid(), 0.0, estimate_bytes=1), timeout_s=0.05)
 
 
 def test_wait_for_an_answer_ends_in_words(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_trainer_asks_before_its_first_step_and_reports_the_others(tmp_path: Pat
 
     def dispatcher() -> None:
         seen.extend(eventually(lambda: [report for report in read_reports(tmp_path) if report.waits], "a job that asks"))
-        write_answer(tmp_path, Answer(admitted=True, threads=1))
+        write_answer(tmp_path, Answer(admitted=True, request=seen[0].request, threads=1))
 
     answering = threading.Thread(target=dispatcher)
     answering.start()

@@ -11,16 +11,17 @@ from lightning_dlrover.observe.seat import SeatReport
 __all__ = ["report_of"]
 
 
-def report_of(estimate: MemoryEstimate | Unknown) -> SeatReport:
+def report_of(estimate: MemoryEstimate | Unknown, num_processes: int = 1) -> SeatReport:
     """Return the report; one without an estimate has zero bytes and the reason."""
     if isinstance(estimate, Unknown):
-        return SeatReport(os.getpid(), time.monotonic(), estimate_note=estimate.reason[:400])
+        return SeatReport(os.getpid(), time.monotonic(), num_processes, estimate_note=estimate.reason[:400])
     parts = estimate.parts
     # Forward and backward read each parameter and activation twice or write it, and the optimizer reads and writes its part.
     step_bytes = 3 * parts.parameters + 2 * (parts.activations + parts.optimizer_state + parts.gradients)
     return SeatReport(
         os.getpid(),
         time.monotonic(),
+        num_processes,
         estimate_bytes=estimate.total_bytes,
         estimate_margin_bytes=estimate.margin_bytes,
         estimate_note=estimate.source,
