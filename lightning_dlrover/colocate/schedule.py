@@ -72,6 +72,7 @@ class Scheduler:
         self._may_pause = policy in PAUSING
         self._wait_s = wait_s
         self._chosen: _Chosen | None = None
+        self._side_by_side = 1.0  # most cores of a job beside others
         self._alone: dict[str, _Alone] = {}
         self._given_up: set[str] = set()  # kinds that could not be measured alone
 
@@ -85,6 +86,7 @@ class Scheduler:
         self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
     ) -> list[Action]:
         """Return the starts, pauses and resumptions that are due."""
+        self._side_by_side = float(max((self.threads(place, 2) for place in places), default=1))
         able = [job for job in waiting if job.not_before_s <= now and job.device in ("any", "cpu")]
         wanted = self._wanted(now, places, able, tenants)
         actions: list[Action] = []
@@ -155,8 +157,9 @@ class Scheduler:
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
         overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
         chosen = sorted(wanted, key=_in_order)
-        # A start keeps one core busy.
-        if self._may_pause and num_starting < max(1, round(place.num_cores) - num_running + num_starting):
+        # A start keeps one core busy. One is always under way, so that there is a choice.
+        busy = num_starting + sum(self._cores(tenant, place) for tenant in tenants if tenant.phase == "running")
+        if self._may_pause and (num_starting == 0 or busy + 1 <= SOFT_LIMIT * place.num_cores):
             most = place.most_jobs + AHEAD - len(tenants) if num_paused < AHEAD or overdue else 0
             chosen = [*chosen, *(job for job in sorted(overdue or waiting, key=_in_order) if job not in chosen)][
                 : max(0, min(1, most))
@@ -174,6 +177,11 @@ class Scheduler:
             free -= charge
             actions.append(Start(job.name, place.name, charge))
         return actions
+
+    def _cores(self, tenant: Tenant, place: Place) -> float:
+        """Return the cores that a running job keeps busy beside others, with its threads there."""
+        known = self._knowledge.profile(tenant.kind, "cpu")
+        return min(known.use.get("cores", 1.0), self.threads(place, 2)) if known is not None else 1.0
 
     # --- as policies see it --------------------------------------------------------------------------------------------------
 
@@ -197,7 +205,12 @@ class Scheduler:
         profiles = {}
         for kind in kinds:
             known = self._knowledge.profile(of.kind, "cpu")
-            profiles[kind] = replace(known, memory_bytes=size) if known is not None else Profile(size, 1.0, GUESS)
+            if known is None:
+                profiles[kind] = Profile(size, 1.0, GUESS)
+                continue
+            # Alone it may have had more threads than beside others.
+            use = {**known.use, "cores": min(known.use.get("cores", 1.0), self._side_by_side)}
+            profiles[kind] = replace(known, memory_bytes=size, use=use)
         return Job(
             of.name,
             profiles,
