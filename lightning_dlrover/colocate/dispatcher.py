@@ -140,7 +140,6 @@ class Dispatcher:
                 priority=spec.priority,
                 submitted_s=self._added_s[name],
                 expected_bytes=self.knowledge.expected_bytes(spec),
-                device=spec.device,
                 owner=spec.owner,
                 not_before_s=self._not_before_s.get(name, 0.0),
             )
@@ -205,7 +204,7 @@ class Dispatcher:
             is_settled = (name, attempt) in self.ends or name in self.running or name not in self._specs
             if is_settled or outcome is None or outcome.asked_to_end:
                 continue
-            result = "done" if outcome.code == 0 and not outcome.signal else "failed"
+            result = "done" if outcome.succeeded else "failed"
             run_s = max(0.0, outcome.ended_s - outcome.began_s)
             spans = (Span("running", outcome.began_s, outcome.ended_s),)
             used = outcome.cpu_s, outcome.largest_process_bytes
@@ -373,7 +372,7 @@ class Dispatcher:
         result, reason = self._result(job, outcome)
         estimate, margin = job.estimate
         spans = [Span(span.phase, span.began + self._epoch_s, span.ended + self._epoch_s) for span in job.spans]
-        paused_s = sum(span.ended - span.began for span in spans if span.phase == "paused")
+        paused_s = job.paused_s(now)
         ended = Ended(
             job=job.spec.name,
             attempt=job.attempt,
@@ -410,7 +409,7 @@ class Dispatcher:
 
     @staticmethod
     def _own_result(outcome: Outcome, kept: KeptJob) -> tuple[str, str]:
-        if outcome.code == 0 and not outcome.signal:
+        if outcome.succeeded:
             return "done", ""
         last = kept.last_words()
         return "failed", outcome.text + (f": {last}" if last else "")

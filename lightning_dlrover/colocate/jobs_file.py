@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -64,8 +65,12 @@ class JobSpec:
     @property
     def kind(self) -> str:
         """A hash of command, folder and variables. Jobs with the same one need the same resources."""
-        same = json.dumps([self.command, self.folder, sorted(self.env.items()), self.device])
-        return hashlib.sha256(same.encode()).hexdigest()[:16]
+        return _kind(self.command, self.folder, tuple(sorted(self.env.items())), self.device)
+
+
+@functools.lru_cache(MAX_JOBS)  # a dispatcher asks for it at every look
+def _kind(command: tuple[str, ...], folder: str, env: tuple[tuple[str, str], ...], device: str) -> str:
+    return hashlib.sha256(json.dumps([command, folder, env, device]).encode()).hexdigest()[:16]
 
 
 def read_jobs(path: Path) -> list[JobSpec]:

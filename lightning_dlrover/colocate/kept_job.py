@@ -42,6 +42,10 @@ class Outcome:
     ended_s: float = 0.0
 
     @property
+    def succeeded(self) -> bool:
+        return self.code == 0 and not self.signal
+
+    @property
     def text(self) -> str:
         """The end in words."""
         if self.code is None:
@@ -106,7 +110,6 @@ class KeptJob:
             )
         finally:
             os.sched_setaffinity(0, before)
-        self.is_paused = False
 
     @property
     def keeper_pid(self) -> int:
@@ -114,12 +117,10 @@ class KeptJob:
 
     def pause(self) -> None:
         """Stop all processes of the job."""
-        self.is_paused = True
         self._order(b"pause\n")
 
     def resume(self) -> None:
         """Continue all processes of the job."""
-        self.is_paused = False
         self._order(b"resume\n")
 
     def end(self, grace_s: float) -> None:
@@ -138,13 +139,6 @@ class KeptJob:
         # A keeper that could not write the result ends with the command's exit code.
         code = self._keeper.returncode
         return Outcome(code if code >= 0 else None, 0, False, 0.0, 0)
-
-    def wait(self, timeout_s: float) -> None:
-        """
-        Raises:
-            subprocess.TimeoutExpired: the keeper has not ended.
-        """
-        self._keeper.wait(timeout_s)
 
     def last_words(self) -> str:
         """Return the last lines of the job's output."""

@@ -20,7 +20,7 @@ from lightning_dlrover.planner.cluster import Device, Job, Profile
 from lightning_dlrover.planner.cluster.policy import Floats, SpeedPredictor
 from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
 
-__all__ = ["Knowledge"]
+__all__ = ["CPU", "Knowledge"]
 
 SPREAD = 1.05
 """Peaks of two runs of one command differ by less."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_dlrover.colocate.knowledge import Knowledge
+from lightning_dlrover.colocate.knowledge import CPU, Knowledge
 from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.tenants import Action, Pause, Resume, Start, Tenant, Waiting
@@ -87,7 +87,7 @@ class Scheduler:
     ) -> list[Action]:
         """Return the starts, pauses and resumptions that are due."""
         self._side_by_side = float(max((self.threads(place, 2) for place in places), default=1))
-        able = [job for job in waiting if job.not_before_s <= now and job.device in ("any", "cpu")]
+        able = [job for job in waiting if job.not_before_s <= now]
         wanted = self._wanted(now, places, able, tenants)
         actions: list[Action] = []
         for place in places:
@@ -180,7 +180,7 @@ class Scheduler:
 
     def _cores(self, tenant: Tenant, place: Place) -> float:
         """Return the cores that a running job keeps busy beside others, with its threads there."""
-        known = self._knowledge.profile(tenant.kind, "cpu")
+        known = self._knowledge.profile(tenant.kind, CPU)
         return min(known.use.get("cores", 1.0), self.threads(place, 2)) if known is not None else 1.0
 
     # --- as policies see it --------------------------------------------------------------------------------------------------
@@ -195,16 +195,15 @@ class Scheduler:
 
     def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant]) -> State:
         """Return the state for a policy that chooses among jobs that could all run at once: each has its memory."""
-        kinds = [place.name for place in places]
         jobs = tuple(
             self._job(tenant, [tenant.device], 0, tenant.since_s if tenant.phase == "paused" else now) for tenant in able
         )
-        return State(now, tuple(replace(_device(place), kind=kind) for place, kind in zip(places, kinds, strict=True)), jobs)
+        return State(now, tuple(replace(_device(place), kind=place.name) for place in places), jobs)
 
     def _job(self, of: Waiting | Tenant, kinds: Sequence[str], size: int, waiting_since_s: float | None) -> Job:
         profiles = {}
         for kind in kinds:
-            known = self._knowledge.profile(of.kind, "cpu")
+            known = self._knowledge.profile(of.kind, CPU)
             if known is None:
                 profiles[kind] = Profile(size, 1.0, GUESS)
                 continue
@@ -233,5 +232,7 @@ def _in_order(job: Waiting) -> tuple[int, float, str]:
 
 def _once(actions: Sequence[Action]) -> list[Action]:
     """Return the first action about each job."""
-    seen: set[str] = set()
-    return [action for action in actions if not (action.job in seen or seen.add(action.job))]  # type: ignore[func-returns-value]
+    first: dict[str, Action] = {}
+    for action in actions:
+        first.setdefault(action.job, action)
+    return [*first.values()]

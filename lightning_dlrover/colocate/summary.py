@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_dlrover.colocate.journal import Added, Ended, Opened, Profiled, Rates, Record, Started
+from lightning_dlrover.colocate.journal import Added, Ended, Opened, Profiled, Record, Started
 from lightning_dlrover.report.text_table import text_table
 
 __all__ = ["JobRow", "Summary", "summarize", "summary_text"]
@@ -144,8 +144,3 @@ def summary_text(records: Sequence[Record]) -> str:
         f"mean wait {summary.mean_wait_s:.1f} s{slowdown}"
     )
     return "\n".join([*text_table("<<>>>>>>", rows), total])
-
-
-def speeds_together(records: Sequence[Record]) -> list[Rates]:
-    """Return the measured speeds of jobs side by side."""
-    return [record for record in records if isinstance(record, Rates)]

@@ -36,7 +36,6 @@ class Waiting:
     priority: int
     submitted_s: float
     expected_bytes: int = 0
-    device: str = "any"
     owner: str = ""
     not_before_s: float = 0.0
 
@@ -52,7 +51,6 @@ class Tenant:
         paused_for_memory: it outgrew its charge, and waits for room.
         is_admitted: it may train, though it may be paused.
         since_s: moment since which it has been in its phase.
-        num_steps: steps since its start; 0 for a command that reports none.
         started_s: moment of its start on the dispatcher's clock.
     """
 
@@ -69,7 +67,6 @@ class Tenant:
     paused_for_memory: bool = False
     is_admitted: bool = False
     since_s: float = 0.0
-    num_steps: int = 0
     owner: str = ""
 
     @property

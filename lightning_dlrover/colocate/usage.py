@@ -22,7 +22,6 @@ class TreeUse:
     cpu_s: float
     resident_bytes: int  # pages that several processes share count once
     peak_bytes: int  # largest peak of one process, which the kernel keeps, or the sum now if that is more
-    read_bytes: int
     num_processes: int
 
 
@@ -48,7 +47,7 @@ def families(roots: Iterable[int]) -> dict[int, list[int]]:
 
 def tree_use(pids: Iterable[int]) -> TreeUse:
     """Return the use of processes. Those that end meanwhile are left out."""
-    cpu_s, resident, largest, read, number = 0.0, 0, 0, 0, 0
+    cpu_s, resident, largest, number = 0.0, 0, 0, 0
     pids = list(pids)
     for pid in pids:
         with suppress(OSError, IndexError, ValueError):
@@ -58,11 +57,7 @@ def tree_use(pids: Iterable[int]) -> TreeUse:
             number += 1
             resident += _resident_bytes(pid, int(fields[21]) * PAGE_BYTES, len(pids) > 1)
             largest = max(largest, _peak_bytes(pid))
-            with suppress(OSError):
-                for line in (PROC / str(pid) / "io").read_text().splitlines():
-                    if line.startswith("rchar:"):
-                        read += int(line.split()[1])
-    return TreeUse(cpu_s, resident, max(largest, resident), read, number)
+    return TreeUse(cpu_s, resident, max(largest, resident), number)
 
 
 def _resident_bytes(pid: int, resident: int, shares: bool) -> int:

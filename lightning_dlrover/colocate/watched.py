@@ -27,7 +27,6 @@ class Moment:
     at_s: float  # moment of the newest report, else of the newest measurement
     measured_s: float
     cpu_s: float
-    read_bytes: int
     num_steps: int
     step_s: float
     data_wait_s: float
@@ -53,7 +52,7 @@ class WatchedJob:
     paused_from: Phase = "running"
     paused_for_memory: bool = False
     peak_bytes: int = 0
-    use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0, 0))
+    use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0))
     reports: list[SeatReport] = field(default_factory=list)
     threads: int = 0
     cores: float = 0.0  # cores that it kept busy between the last two measurements
@@ -126,8 +125,8 @@ class WatchedJob:
         if self.reports:
             first = self.reports[0]
             steps = first.num_steps, first.step_s, first.data_wait_s
-            return Moment(first.at_s, self._measured_s, self.use.cpu_s, self.use.read_bytes, *steps)
-        return Moment(self._measured_s, self._measured_s, self.use.cpu_s, self.use.read_bytes, 0, 0.0, 0.0)
+            return Moment(first.at_s, self._measured_s, self.use.cpu_s, *steps)
+        return Moment(self._measured_s, self._measured_s, self.use.cpu_s, 0, 0.0, 0.0)
 
     def tenant(self, need_bytes: int) -> Tenant:
         """Return the job as decisions see it."""
@@ -145,7 +144,6 @@ class WatchedJob:
             paused_for_memory=self.paused_for_memory,
             is_admitted="running" in (self.phase, self.paused_from if self.phase == "paused" else ""),
             since_s=self.phase_since_s,
-            num_steps=self.num_steps,
             owner=self.spec.owner,
         )
 

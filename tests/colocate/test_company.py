@@ -24,7 +24,7 @@ class Pretended:
 
     def seen(self, now: float) -> Companion:
         steps, cpu_s, step_s, wait_s = self._done
-        moment = Moment(now, now, cpu_s, 0, int(steps) if self._reports else 0, step_s, wait_s)
+        moment = Moment(now, now, cpu_s, int(steps) if self._reports else 0, step_s, wait_s)
         return Companion(self.name, self.name, moment, step_bytes=1000, reports=self._reports)
 
 

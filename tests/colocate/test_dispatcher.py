@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from lightning_dlrover import variables
 from lightning_dlrover.colocate.dispatcher import Rules
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, read_records
-from lightning_dlrover.colocate.usage import marked
+from lightning_dlrover.colocate.usage import families, is_program, marked
 
 TIMEOUT_S = 60.0
 
@@ -236,7 +235,11 @@ def test_job_that_is_done_before_it_is_asked_to_end_stays_done(tmp_path: Path) -
         made = dispatcher(tmp_path, journal, [python("parent", leaves_a_child)])
         made.look()
         job = made.running["parent"]
-        run_until(made.look, lambda: job.use.num_processes == 1, "the end of the command", TIMEOUT_S)
-        time.sleep(0.3)
+
+        def is_left_behind() -> bool:
+            below = families([job.kept.keeper_pid])[job.kept.keeper_pid]
+            return len(below) == 1 and is_program(below[0], "sleep")
+
+        eventually(is_left_behind, "the end of the command, which its keeper has reaped")
         made._stop()
     assert results(tmp_path) == {"parent": ["done"]}

@@ -48,12 +48,15 @@ class Pretended:
                 self.put(tenant, "asks", resident_bytes=300 * MIB, need_bytes=need)
             elif tenant.phase == "running":
                 self.ran_s[tenant.name] += 1.0
-                self.put(tenant, "running", num_steps=tenant.num_steps + 5, since_s=tenant.since_s, resident_bytes=need)
+                self.put(tenant, "running", since_s=tenant.since_s, resident_bytes=need)
                 if self.ran_s[tenant.name] >= run_s:
                     del self.tenants[tenant.name]
         running = [tenant for tenant in self.tenants.values() if tenant.phase == "running"]
         self.most_running = max(self.most_running, len(running))
-        if len(running) == len([t for t in self.tenants.values() if t.phase != "paused"]) == 1 and running[0].num_steps >= 10:
+        if (
+            len(running) == len([t for t in self.tenants.values() if t.phase != "paused"]) == 1
+            and self.ran_s[running[0].name] >= 2
+        ):
             self.learn(running[0].kind)
         for action in memory_actions(PLACE.memory_bytes, list(self.tenants.values())):
             self.act(action)
