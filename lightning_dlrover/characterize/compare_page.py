@@ -11,7 +11,7 @@ from lightning_dlrover.characterize.point import Point
 from lightning_dlrover.characterize.results import Result, limit_values, results_of
 from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.characterize.studies import Scope, Study, all_studies
-from lightning_dlrover.report.page import write_whole
+from lightning_dlrover.report.page import render_page, write_whole
 
 __all__ = ["write_comparison"]
 
@@ -33,18 +33,9 @@ def write_comparison(path: Path, one: Measurements, other: Measurements) -> None
 
 
 def _page(one: Measurements, other: Measurements, found: Comparison) -> str:
-    # Imported here: commands that write no page start faster without.
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader("lightning_dlrover", name) for name in ("characterize", "report")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("compare_page.html.j2").render(
+    return render_page(
+        "characterize",
+        "compare_page.html.j2",
         machines=(one.header.machine, other.header.machine),
         summary=found.summary,
         limits=found.limits,

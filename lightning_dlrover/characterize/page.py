@@ -15,7 +15,7 @@ from lightning_dlrover.characterize.point import Point, Visit
 from lightning_dlrover.characterize.results import Result, limit_values, results_of
 from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.characterize.studies import Scope, Study
-from lightning_dlrover.report.page import write_whole
+from lightning_dlrover.report.page import render_page, write_whole
 
 __all__ = ["write_page"]
 
@@ -42,25 +42,15 @@ def write_page(path: Path, measured: Measurements, studies: Sequence[Study], fou
 
 
 def _page(measured: Measurements, studies: Sequence[Study], found: Sequence[Finding], scope: Scope) -> str:
-    # Imported here: commands that write no page start faster without.
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
     from lightning_dlrover.report.pictures import to_svg
 
-    packages = ("characterize", "report")  # the style is the job report's
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader("lightning_dlrover", name) for name in packages]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     results, limits = results_of(measured.visits), limit_values(measured.limits)
     shown = {point: results[point] for study in studies for point in study.points if point in results}
     roofline = roofline_figure(list(shown.values()), limits, scope.cores)
     times = [*(visit.at for visit in measured.visits), *(limit.at for limit in measured.limits)]
-    return environment.get_template("page.html.j2").render(
+    return render_page(
+        "characterize",
+        "page.html.j2",
         machine=measured.header.machine,
         version=measured.header.version,
         began=_date(min(times)),

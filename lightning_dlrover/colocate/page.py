@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_dlrover.colocate.figures import gantt_figure
 from lightning_dlrover.colocate.journal import Added, Opened, Profiled, Rates, Record
 from lightning_dlrover.colocate.summary import Summary, summarize
-from lightning_dlrover.report.page import write_whole
+from lightning_dlrover.report.page import render_page, write_whole
 
 __all__ = ["write_report"]
 
@@ -26,24 +26,14 @@ def write_report(path: Path, records: Sequence[Record]) -> None:
 
 
 def _page(records: Sequence[Record]) -> str:
-    # Imported here: commands that write no page start faster without.
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
     from lightning_dlrover.report.pictures import to_svg
 
-    loader = ChoiceLoader([PackageLoader("lightning_dlrover", "colocate"), PackageLoader("lightning_dlrover", "report")])
-    environment = Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     summary = summarize(records)
     opened = [record for record in records if isinstance(record, Opened)]
     figure = gantt_figure(records)
-    return environment.get_template("page.html.j2").render(
+    return render_page(
+        "colocate",
+        "page.html.j2",
         summary=summary,
         began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(opened[0].at)) if opened else "never",
         facts=_facts(summary),

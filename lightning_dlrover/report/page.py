@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.explain import cost_text
 from lightning_dlrover.report.story import JobStory, outcome_of, tell
 from lightning_dlrover.report.text_table import text_table
 
-__all__ = ["summary_text", "write_report", "write_whole"]
+__all__ = ["render_page", "summary_text", "write_report", "write_whole"]
 
 MAX_COLUMNS = 80
 MAX_LINES = 24
@@ -48,6 +49,23 @@ def write_whole(path: Path, text: str) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def render_page(room: str, template: str, **values: Any) -> str:
+    """Return an HTML page from a template of a room. All pages share the style of the job's report, and escape all text."""
+    # Imported here: commands that write no page start faster without.
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader("lightning_dlrover", name) for name in dict.fromkeys((room, "report"))]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"clock": _clock, "ms": _ms}
+    return environment.get_template(template).render(**values)
 
 
 def summary_text(run_id: str, events: Sequence[EventRecord]) -> str:
@@ -144,22 +162,12 @@ def _drawn(story: JobStory) -> tuple[str | None, str | None, str | None, str | N
 
 
 def _page(story: JobStory) -> str:
-    # Imported here: commands that write no page start faster without.
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     from lightning_dlrover.report.pictures import KIND_COLOURS
 
-    environment = Environment(
-        loader=PackageLoader("lightning_dlrover", "report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"clock": _clock, "ms": _ms}
     throughput, parts, predicted, plans = _drawn(story)
-    return environment.get_template("page.html.j2").render(
+    return render_page(
+        "report",
+        "page.html.j2",
         story=story,
         facts=_facts(story),
         began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(story.started_at)),
