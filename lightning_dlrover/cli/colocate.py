@@ -40,12 +40,11 @@ def colocate_command(options: argparse.Namespace) -> int:
                 )
         except Interrupted as interrupted:
             exit_code = 128 + interrupted.signal_number
-    records = read_records(options.out)
-    summary = summarize(records)
+    summary = summarize(read_records(options.out))
     if exit_code != EXIT_OK:
         left = sum(not job.result for job in summary.jobs)
         complain(f"interrupted; the same command goes on with the {left} jobs that have not ended")
-    show(summary_text(records))
+    show(summary_text(summary))
     show(f"report: {options.out / REPORT}")
     if exit_code == EXIT_OK and summary.num_done < len(summary.jobs):
         return EXIT_FAILED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_dlrover.colocate.figures import gantt_figure
 from lightning_dlrover.colocate.journal import Added, Opened, Profiled, Rates, Record
-from lightning_dlrover.colocate.summary import Summary, summarize
+from lightning_dlrover.colocate.summary import Summary, cells, summarize
 from lightning_dlrover.report.page import render_page, write_whole
 
 __all__ = ["write_report"]
@@ -38,7 +38,7 @@ def _page(records: Sequence[Record]) -> str:
         began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(opened[0].at)) if opened else "never",
         facts=_facts(summary),
         gantt=to_svg(figure, "gantt") if figure is not None else None,
-        jobs=[_job_row(summary, number) for number in range(len(summary.jobs))],
+        jobs=[(job.name, job.result or "not ended", *cells(job), job.reason) for job in summary.jobs],
         kinds=_kinds(records),
         rates=_rates(records),
     )
@@ -53,21 +53,6 @@ def _facts(summary: Summary) -> list[tuple[str, str, str]]:
         ("Mean wait", f"{summary.mean_wait_s:.1f} s", "until the first start"),
         ("Mean slowdown", "-" if summary.mean_slowdown is None else f"{summary.mean_slowdown:.2f}", "against running alone"),
     ]
-
-
-def _job_row(summary: Summary, number: int) -> tuple[str, ...]:
-    job = summary.jobs[number]
-    return (
-        job.name,
-        job.result or "not ended",
-        "-" if job.waited_s is None else f"{job.waited_s:.1f}",
-        f"{job.run_s:.1f}",
-        f"{job.paused_s:.1f}",
-        "-" if job.slowdown is None else f"{job.slowdown:.2f}",
-        f"{job.peak_bytes >> 20}",
-        f"{job.estimate_bytes >> 20}" if job.estimate_bytes else "-",
-        job.reason,
-    )
 
 
 def _names(records: Sequence[Record]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
 from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Journal, read_records
+from lightning_dlrover.colocate.journal import Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.page import write_report
 from lightning_dlrover.colocate.places import places_of
@@ -70,4 +70,4 @@ def run_queue(
         finally:
             shown(dispatcher)
             write_report(folder / REPORT, journal.records)
-    return summarize(read_records(folder))
+        return summarize(journal.records)

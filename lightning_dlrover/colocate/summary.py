@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_dlrover.colocate.journal import Added, Ended, Opened, Profiled, Record, Started
 from lightning_dlrover.report.text_table import text_table
 
-__all__ = ["JobRow", "Summary", "summarize", "summary_text"]
+__all__ = ["JobRow", "Summary", "cells", "summarize", "summary_text"]
 
 MAX_ROWS = 40
 
@@ -120,23 +120,27 @@ def _busy_s(opened: Sequence[Opened], records: Sequence[Record]) -> float:
     return total
 
 
-def summary_text(records: Sequence[Record]) -> str:
+def cells(job: JobRow, unit: str = "") -> tuple[str, ...]:
+    """Return a job's times, slowdown and memory as text.
+
+    Args:
+        unit: stands behind each time, in seconds.
+    """
+    return (
+        "-" if job.waited_s is None else f"{job.waited_s:.1f}{unit}",
+        f"{job.run_s:.1f}{unit}",
+        f"{job.paused_s:.1f}{unit}",
+        "-" if job.slowdown is None else f"{job.slowdown:.2f}",
+        f"{job.peak_bytes >> 20}",
+        f"{job.estimate_bytes >> 20}" if job.estimate_bytes else "-",
+    )
+
+
+def summary_text(summary: Summary) -> str:
     """Return the figures as text: one line for each job, and one for all."""
-    summary = summarize(records)
-    rows = [("job", "result", "waited", "ran", "paused", "slowdown", "peak MiB", "expected MiB")]
+    rows: list[tuple[str, ...]] = [("job", "result", "waited", "ran", "paused", "slowdown", "peak MiB", "expected MiB")]
     for job in summary.jobs[-MAX_ROWS:]:
-        rows.append(
-            (
-                job.name,
-                job.result or "waiting",
-                "-" if job.waited_s is None else f"{job.waited_s:.1f} s",
-                f"{job.run_s:.1f} s",
-                f"{job.paused_s:.1f} s",
-                "-" if job.slowdown is None else f"{job.slowdown:.2f}",
-                f"{job.peak_bytes >> 20}",
-                f"{job.estimate_bytes >> 20}" if job.estimate_bytes else "-",
-            )
-        )
+        rows.append((job.name, job.result or "waiting", *cells(job, " s")))
     slowdown = f", mean slowdown {summary.mean_slowdown:.2f}" if summary.mean_slowdown is not None else ""
     total = (
         f"{summary.num_done} of {len(summary.jobs)} jobs done in {summary.makespan_s:.1f} s with policy {summary.policy}: "
