@@ -15,7 +15,8 @@ from lightning_dlrover.characterize.point import Point, Visit
 from lightning_dlrover.characterize.results import Result, limit_values, results_of
 from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.characterize.studies import Scope, Study
-from lightning_dlrover.report.page import render_page, write_whole
+from lightning_dlrover.report.page import render_page
+from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["write_page"]
 

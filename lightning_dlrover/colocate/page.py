@@ -9,7 +9,8 @@ from pathlib import Path
 from lightning_dlrover.colocate.figures import gantt_figure
 from lightning_dlrover.colocate.journal import Added, Opened, Profiled, Rates, Record
 from lightning_dlrover.colocate.summary import Summary, cells, summarize
-from lightning_dlrover.report.page import render_page, write_whole
+from lightning_dlrover.report.page import render_page
+from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["write_report"]
 

@@ -25,6 +25,7 @@ from types import FrameType
 import psutil
 
 from lightning_dlrover import variables
+from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["main", "notice_file"]
 
@@ -114,10 +115,8 @@ def _stay_beside(command: list[str], settings: _Settings) -> int:
     code = _wait_for(agent.pid)
     code = 128 - code if code < 0 else code
     if file is not None:
-        unfinished = file.with_name(f".{file.name}")
         with contextlib.suppress(OSError):  # a full disk: the scheduler reports the exit code while it remembers the job
-            unfinished.write_text(f"{code}\n")
-            unfinished.replace(file)
+            write_whole(file, f"{code}\n")
     return code
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lightning_dlrover import variables
 from lightning_dlrover.codec import RecordError, from_fields, to_json
+from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["ANSWER", "Answer", "NotAdmittedError", "Seat", "SeatReport", "read_answer", "read_reports", "write_answer"]
 
@@ -162,7 +163,7 @@ class Seat:
             threads=self._threads,
         )
         with suppress(OSError):  # a full disk must not stop training; the dispatcher then knows less
-            _write_whole(self._path, to_json(report))
+            write_whole(self._path, to_json(report))
 
 
 def read_reports(folder: Path) -> list[SeatReport]:
@@ -186,7 +187,7 @@ def write_answer(folder: Path, answer: Answer) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    _write_whole(folder / ANSWER, to_json(answer))
+    write_whole(folder / ANSWER, to_json(answer))
 
 
 def _document(path: Path) -> object:
@@ -200,9 +201,3 @@ def _document(path: Path) -> object:
         return json.loads(text)
     except ValueError as error:
         raise RecordError(f"{path} is not JSON: {error}") from error
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_bytes(data)
-    unfinished.replace(path)

@@ -6,7 +6,6 @@ the job is escaped. Only recorded data is shown, and missing data is named.
 
 from __future__ import annotations
 
-import os
 import textwrap
 import time
 from collections.abc import Sequence
@@ -18,8 +17,9 @@ from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.explain import cost_text
 from lightning_dlrover.report.story import JobStory, outcome_of, tell
 from lightning_dlrover.report.text_table import text_table
+from lightning_dlrover.whole_files import write_whole
 
-__all__ = ["render_page", "summary_text", "write_report", "write_whole"]
+__all__ = ["render_page", "summary_text", "write_report"]
 
 MAX_COLUMNS = 80
 MAX_LINES = 24
@@ -35,20 +35,6 @@ def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None
     page = _page(tell(run_id, events))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, page)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def render_page(room: str, template: str, **values: Any) -> str:
