@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +9,7 @@ from types import TracebackType
 from lightning_dlrover._version import __version__
 from lightning_dlrover.characterize.machine import Machine
 from lightning_dlrover.characterize.point import Limit, Visit
-from lightning_dlrover.codec import RecordError, from_fields, to_json
+from lightning_dlrover.record_file import RecordFile, RecordForm, read_lines
 
 __all__ = ["FILE_NAME", "Header", "Measurements", "Store", "StoreError", "read_store"]
 
@@ -41,11 +38,26 @@ class Measurements:
     visits: list[Visit] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
 
+    def add(self, record: Visit | Limit) -> None:
+        if isinstance(record, Visit):
+            self.visits.append(record)
+        else:
+            self.limits.append(record)
+
+
+FORM = RecordForm(
+    header=Header,
+    records={"visit": Visit, "limit": Limit},
+    format=FORMAT,
+    file_of="a characterization",
+    line_of="a measurement",
+    user="`dlrover characterize`",
+    error=StoreError,
+)
+
 
 class Store:
     """The measurements of one folder, which this process alone may add to. Use as a context manager.
-
-    A last line without an end, as a killed process leaves it, is removed.
 
     Raises:
         StoreError: the folder holds measurements of another machine or release, unreadable ones, or is in use.
@@ -53,19 +65,15 @@ class Store:
     """
 
     def __init__(self, folder: Path, machine: Machine) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        self._file = self.path.open("ab")
+        self._file = RecordFile(self.path, FORM)
         try:
-            self._lock()
-            if self.path.stat().st_size:
-                self._repair()
-            if not self.path.stat().st_size:
-                self.found = Measurements(Header(FORMAT, __version__, machine))
-                self._append(to_json(self.found.header, kind="header"))
-            else:
-                self.found = read_store(folder)
+            if self._file.content:
+                self.found = _measurements(self._file.content, self.path)
                 self._check(machine)
+            else:
+                self.found = Measurements(Header(FORMAT, __version__, machine))
+                self._file.append(self.found.header)
         except BaseException:
             self._file.close()
             raise
@@ -78,30 +86,8 @@ class Store:
 
     def add(self, record: Visit | Limit) -> None:
         """Append a measurement."""
-        if isinstance(record, Visit):
-            self.found.visits.append(record)
-            self._append(to_json(record, kind="visit"))
-        else:
-            self.found.limits.append(record)
-            self._append(to_json(record, kind="limit"))
-
-    def _append(self, line: bytes) -> None:
-        self._file.write(line + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} is in use by another `dlrover characterize`; wait for it, or give another --out"
-            ) from error
-
-    def _repair(self) -> None:
-        data = self.path.read_bytes()
-        if not data.endswith(b"\n"):
-            os.truncate(self.path, data.rfind(b"\n") + 1)
+        self.found.add(record)
+        self._file.append(record)
 
     def _check(self, machine: Machine) -> None:
         header = self.found.header
@@ -126,38 +112,17 @@ def read_store(folder: Path) -> Measurements:
     """
     path = folder / FILE_NAME
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        data = path.read_bytes()
     except FileNotFoundError as error:
         raise StoreError(f"{folder} has no {FILE_NAME}: `dlrover characterize --out {folder}` makes one") from error
-    found: Measurements | None = None
-    for number, line in enumerate(lines, 1):
-        if not line.endswith(b"\n"):
-            break
-        where = f"{path}, line {number}"
-        try:
-            document = json.loads(line)
-            kind = document.pop("kind", "") if isinstance(document, dict) else ""
-            if found is None:
-                found = Measurements(_header(kind, document, where))
-            elif kind == "visit":
-                found.visits.append(from_fields(Visit, document, where))
-            elif kind == "limit":
-                found.limits.append(from_fields(Limit, document, where))
-            else:
-                raise RecordError(f"{where} is {line[:60]!r}, not a measurement")
-        except StoreError:
-            raise
-        except ValueError as error:
-            text = str(error) if str(error).startswith(str(path)) else f"{where} is not JSON: {error}"
-            raise StoreError(f"{text}; remove the line, or give another --out") from error
-    if found is None:
+    return _measurements(data, path)
+
+
+def _measurements(data: bytes, path: Path) -> Measurements:
+    read = read_lines(data, path, FORM)
+    if read[0] is None:
         raise StoreError(f"{path} is empty; remove it, or give another folder")
+    found = Measurements(read[0])
+    for record in read[1]:
+        found.add(record)
     return found
-
-
-def _header(kind: str, document: object, where: str) -> Header:
-    if kind != "header" or not isinstance(document, dict):
-        raise RecordError(f"{where} is not the header of a characterization")
-    if document.get("format") != FORMAT:
-        raise StoreError(f"{where}: format {document.get('format')!r}, this release reads {FORMAT}; give another --out")
-    return from_fields(Header, document, where)

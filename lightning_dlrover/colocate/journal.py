@@ -5,18 +5,14 @@ A dispatcher that was killed leaves the file as it is. The next one reads it and
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
-from lightning_dlrover.codec import RecordError, from_fields, to_json
 from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.record_file import RecordFile, RecordForm, read_lines
 
 __all__ = [
     "FILE_NAME",
@@ -138,46 +134,41 @@ class Ended:
 
 
 Record: TypeAlias = Opened | Added | Started | Profiled | Rates | Ended
-KINDS: Mapping[str, type[Record]] = {
-    "opened": Opened,
-    "added": Added,
-    "started": Started,
-    "profiled": Profiled,
-    "rates": Rates,
-    "ended": Ended,
-}
-NAMES = {record_type: name for name, record_type in KINDS.items()}
+FORM = RecordForm(
+    header=Header,
+    records={
+        "opened": Opened,
+        "added": Added,
+        "started": Started,
+        "profiled": Profiled,
+        "rates": Rates,
+        "ended": Ended,
+    },
+    format=FORMAT,
+    file_of="a queue",
+    line_of="a record of a queue",
+    user="dispatcher",
+    error=JournalError,
+)
 
 
-@dataclass
 class Journal:
     """The journal of one folder, which this process alone may add to. Use as a context manager.
-
-    A last line without an end, as a killed process leaves it, is removed.
 
     Raises:
         JournalError: the folder's journal is unreadable, or in use.
         OSError: the folder cannot be written.
     """
 
-    folder: Path
-    queue: str = ""
-    records: list[Record] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = self.folder / FILE_NAME
-        self._file = self.path.open("ab")
+    def __init__(self, folder: Path) -> None:
+        path = folder / FILE_NAME
+        self._file = RecordFile(path, FORM)
         try:
-            self._lock()
-            data = self.path.read_bytes()
-            whole = data.rfind(b"\n") + 1
-            if whole < len(data):
-                os.truncate(self.path, whole)
-            self.queue, self.records = _parsed(data[:whole], self.path)
-            if not self.queue:
-                self.queue = uuid.uuid4().hex
-                self._append(to_json(Header(FORMAT, self.queue), kind="header"))
+            header, self.records = _read(self._file.content, path)
+            if header is None:
+                header = Header(FORMAT, uuid.uuid4().hex)
+                self._file.append(header)
+            self.queue = header.queue
         except BaseException:
             self._file.close()
             raise
@@ -194,19 +185,8 @@ class Journal:
         Raises:
             OSError: it cannot be written.
         """
-        self._append(to_json(record, kind=NAMES[type(record)]))
+        self._file.append(record)
         self.records.append(record)
-
-    def _append(self, line: bytes) -> None:
-        self._file.write(line + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise JournalError(f"{self.path} is in use by another dispatcher; wait for it, or give another --out") from error
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -220,34 +200,8 @@ def read_records(folder: Path) -> list[Record]:
         data = path.read_bytes()
     except OSError as error:
         raise JournalError(f"{folder} holds no queue: {error}") from error
-    return _parsed(data[: data.rfind(b"\n") + 1], path)[1]
+    return _read(data, path)[1]
 
 
-def _parsed(data: bytes, path: Path) -> tuple[str, list[Record]]:
-    """Return the queue's mark, empty if there is no header, and the records."""
-    queue, records = "", []
-    for number, line in enumerate(data.splitlines(), 1):
-        where = f"{path}, line {number}"
-        try:
-            document = json.loads(line)
-            kind = document.pop("kind", "") if isinstance(document, dict) else ""
-            if number == 1:
-                queue = _header(kind, document, where)
-            elif kind in KINDS:
-                records.append(from_fields(KINDS[kind], document, where))
-            else:
-                raise RecordError(f"{where} is {line[:60]!r}, not a record of a queue")
-        except JournalError:
-            raise
-        except ValueError as error:
-            text = str(error) if str(error).startswith(str(path)) else f"{where} is not JSON: {error}"
-            raise JournalError(f"{text}; remove the line, or give another --out") from error
-    return queue, records
-
-
-def _header(kind: str, document: object, where: str) -> str:
-    if kind != "header" or not isinstance(document, dict):
-        raise RecordError(f"{where} is not the header of a queue")
-    if document.get("format") != FORMAT:
-        raise JournalError(f"{where}: format {document.get('format')!r}, this release reads {FORMAT}; give another --out")
-    return from_fields(Header, document, where).queue
+def _read(data: bytes, path: Path) -> tuple[Header | None, list[Record]]:
+    return read_lines(data, path, FORM)

@@ -1,0 +1,119 @@
+"""Files of records: a header and then records, one line of JSON each, on disk as soon as it is added.
+
+One process adds at a time. A process that was killed may leave a last line without an end, which does not count.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from lightning_dlrover.codec import RecordError, from_fields, to_json
+
+__all__ = ["RecordFile", "RecordForm", "read_lines"]
+
+H = TypeVar("H")
+WAY_OUT = "give another --out"
+
+
+@dataclass(frozen=True)
+class RecordForm(Generic[H]):
+    """The form of a kind of files.
+
+    Args:
+        header: dataclass of the first line, with a field `format`.
+        records: dataclasses of the other lines, by the field `kind` of a line.
+        format: number of the format that this release reads.
+        file_of: the file as messages name it, such as `a queue`.
+        line_of: one line, such as `a record of a queue`.
+        user: the program that adds lines.
+        error: for files that cannot be read or added to.
+    """
+
+    header: type[H]
+    records: Mapping[str, type]
+    format: int
+    file_of: str
+    line_of: str
+    user: str
+    error: type[ValueError]
+
+
+class RecordFile(Generic[H]):
+    """A file that this process alone may add records to. A last line without an end is removed. Close it after use.
+
+    Raises:
+        ValueError: another process has it open; of the form's own type.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, form: RecordForm[H]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._form = form
+        self._kinds = {record_type: kind for kind, record_type in form.records.items()} | {form.header: "header"}
+        self._file = path.open("ab")
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as busy:
+                raise form.error(f"{path} is in use by another {form.user}; wait for it, or {WAY_OUT}") from busy
+            data = path.read_bytes()
+            self.content = data[: data.rfind(b"\n") + 1]
+            """The lines that the file had when it was opened."""
+            if len(self.content) < len(data):
+                os.truncate(path, len(self.content))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, record: Any) -> None:
+        """Add the header or a record; it is on disk when this returns."""
+        self._file.write(to_json(record, kind=self._kinds[type(record)]) + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(data: bytes, path: Path, form: RecordForm[H]) -> tuple[H | None, list[Any]]:
+    """Return the header and the records in `data`; no header if there is no line. A last line without an end is ignored.
+
+    Args:
+        path: the file, for messages.
+
+    Raises:
+        ValueError: a line has another form; of the form's own type.
+    """
+    header: H | None = None
+    records: list[Any] = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        where = f"{path}, line {number}"
+        try:
+            document = json.loads(line)
+            kind = document.pop("kind", "") if isinstance(document, dict) else ""
+            if header is None:
+                header = _header(kind, document, where, form)
+            elif isinstance(kind, str) and kind in form.records:
+                records.append(from_fields(form.records[kind], document, where))
+            else:
+                raise RecordError(f"{where} is {line[:60]!r}, not {form.line_of}")
+        except form.error:
+            raise
+        except ValueError as error:
+            text = str(error) if str(error).startswith(str(path)) else f"{where} is not JSON: {error}"
+            raise form.error(f"{text}; remove the line, or {WAY_OUT}") from error
+    return header, records
+
+
+def _header(kind: object, document: object, where: str, form: RecordForm[H]) -> H:
+    if kind != "header" or not isinstance(document, dict):
+        raise RecordError(f"{where} is not the header of {form.file_of}")
+    if document.get("format") != form.format:
+        raise form.error(f"{where}: format {document.get('format')!r}, this release reads {form.format}; {WAY_OUT}")
+    return from_fields(form.header, document, where)
