@@ -100,8 +100,8 @@ def _train(name: str) -> MemoryResult:
     from colocation_models import HELD_OUT, TUNED
 
     from lightning_dlrover.observe.peak_memory import LoaderShape, MemoryEstimate, estimate_peak
-    from lightning_dlrover.observe.peak_memory.resident import forget_peak, resident
-    from lightning_dlrover.observe.resources import MemoryWatch
+    from lightning_dlrover.observe.peak_memory.resident import resident
+    from lightning_dlrover.observe.resources import MemoryWatch, forget_peak
 
     torch.manual_seed(0)
     work = {**TUNED, **HELD_OUT}[name]()

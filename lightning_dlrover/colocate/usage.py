@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+from lightning_dlrover.observe.cgroups import PROC
+from lightning_dlrover.observe.resources import CLOCK_TICKS_PER_S, status_bytes
 
 __all__ = ["TreeUse", "families", "is_program", "marked", "tree_use"]
 
-PROC = Path("/proc")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -53,10 +53,10 @@ def tree_use(pids: Iterable[int]) -> TreeUse:
         with suppress(OSError, IndexError, ValueError):
             fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
             # User and system time, of this process and of the children that it has waited for.
-            cpu_s += sum(map(int, fields[11:15])) / TICKS_PER_S
+            cpu_s += sum(map(int, fields[11:15])) / CLOCK_TICKS_PER_S
             number += 1
             resident += _resident_bytes(pid, int(fields[21]) * PAGE_BYTES, len(pids) > 1)
-            largest = max(largest, _peak_bytes(pid))
+            largest = max(largest, status_bytes("VmHWM", process=pid).get("VmHWM", 0))
     return TreeUse(cpu_s, resident, max(largest, resident), number)
 
 
@@ -68,13 +68,6 @@ def _resident_bytes(pid: int, resident: int, shares: bool) -> int:
                 if line.startswith("Pss:"):
                     return 1024 * int(line.split()[1])
     return resident
-
-
-def _peak_bytes(pid: int) -> int:
-    for line in (PROC / str(pid) / "status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    return 0
 
 
 def is_program(pid: int, file: str) -> bool:

@@ -25,8 +25,10 @@ __all__ = [
     "available_bytes",
     "available_cores",
     "cpu_use",
+    "forget_peak",
     "memory_limit_bytes",
     "own_memory_limit_bytes",
+    "status_bytes",
 ]
 
 SAMPLE_S = 0.5
@@ -221,7 +223,9 @@ class MemoryWatch:
 
     def take(self) -> MemoryUse:
         """Return the memory used now, and its peak since the last call."""
-        own = _status_bytes("VmRSS", "VmHWM")
+        own = {"VmRSS": 0, "VmHWM": 0}
+        with suppress(OSError):
+            own |= status_bytes("VmRSS", "VmHWM")
         peak = own["VmHWM"] + max(self._peak_of_children, self._of_children)
         self._peak_of_children = 0
         self._forget_peak()
@@ -238,16 +242,29 @@ class MemoryWatch:
     @staticmethod
     def _forget_peak() -> None:
         with suppress(OSError):  # forbidden in some containers; the peak then covers the process's whole life
-            (PROC / "self/clear_refs").write_text("5")
+            forget_peak()
 
 
-def _status_bytes(*names: str) -> dict[str, int]:
-    found = dict.fromkeys(names, 0)
-    with suppress(OSError):
-        for line in (PROC / "self/status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name in found:
-                found[name] = 1024 * int(value.split()[0])
+def forget_peak() -> None:
+    """Set this process's peak to its resident memory of now.
+
+    Raises:
+        OSError: the system forbids it.
+    """
+    (PROC / "self/clear_refs").write_text("5")
+
+
+def status_bytes(*names: str, process: int | str = "self") -> dict[str, int]:
+    """Return sizes from a process's status (proc(5)), those that the kernel states.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    found = {}
+    for line in (PROC / str(process) / "status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in names:
+            found[name] = 1024 * int(value.split()[0])
     return found
 
 

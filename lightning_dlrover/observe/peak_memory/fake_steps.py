@@ -102,12 +102,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._embedding_bag_backward.default:  # fake tensors lose the size of its result
             gradient, indices = args[0], args[1]
             values = indices.numel() * gradient.shape[-1] * gradient.element_size()
-            self._synthetic.append(self._add(values + _num_bytes(indices), "embedding_gradients"))
+            self._synthetic.append(self._add(values + indices.nbytes, "embedding_gradients"))
             self._sparse.append((values, None))
         else:
             values = args[4]
             self.name(values, "embedding_gradients")
-            self._sparse.append((_num_bytes(values), (args[3].untyped_storage(), values.untyped_storage())))
+            self._sparse.append((values.nbytes, (args[3].untyped_storage(), values.untyped_storage())))
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -222,10 +222,6 @@ def embedding_weights(module: nn.Module) -> set[int]:
 
 def _plausible_value(dtype: torch.dtype) -> bool | int | float:
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _nonzero(tensor: Tensor) -> Tensor:

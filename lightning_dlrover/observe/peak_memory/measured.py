@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_dlrover.observe.peak_memory.child import run_in_child
-from lightning_dlrover.observe.peak_memory.resident import forget_peak, resident
+from lightning_dlrover.observe.peak_memory.resident import resident
 from lightning_dlrover.observe.peak_memory.step import Step, run_backward
+from lightning_dlrover.observe.resources import forget_peak
 
 __all__ = ["measure_steps"]
 

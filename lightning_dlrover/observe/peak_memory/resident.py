@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["Resident", "forget_peak", "resident"]
+from lightning_dlrover.observe.resources import status_bytes
 
-STATUS = Path("/proc/self/status")
-CLEAR = Path("/proc/self/clear_refs")
+__all__ = ["Resident", "resident"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +26,5 @@ class Resident:
 
 def resident() -> Resident:
     """Return the figures of this process."""
-    found: dict[str, int] = {}
-    for line in STATUS.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            found[name] = int(value.split()[0]) << 10
+    found = status_bytes("VmRSS", "VmHWM", "RssAnon", "VmData")
     return Resident(found["VmRSS"], found["VmHWM"], found["RssAnon"], found["VmData"])
-
-
-def forget_peak() -> None:
-    """Set this process's peak to its resident memory of now."""
-    CLEAR.write_text("5")

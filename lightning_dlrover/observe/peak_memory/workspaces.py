@@ -40,4 +40,4 @@ def saved_bytes(func: Any, result: Any) -> int:
 
 
 def _num_bytes(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0
+    return tensor.nbytes if isinstance(tensor, Tensor) else 0
