@@ -8,7 +8,6 @@ import torch
 
 from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.progress import remaining_batches
-from lightning_dlrover.observe.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of
 from lightning_dlrover.observe.seat import Seat, SeatReport
 
 if TYPE_CHECKING:
@@ -42,6 +41,9 @@ def keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, may_set_thread
 
 def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> SeatReport:
     """Return the estimated peak of this process; zero bytes and the reason if there is none."""
+    # Imported here: jobs that run by themselves start faster without.
+    from lightning_dlrover.observe.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of
+
     if module.device.type != "cpu":
         return report_of(Unknown(f"the peak of a model on {module.device.type} is not estimated"), trainer.world_size)
     combined = combined_loader(trainer.fit_loop)
