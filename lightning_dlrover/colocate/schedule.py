@@ -120,8 +120,7 @@ class Scheduler:
             is_chosen = tenant.name in wanted or not tenant.is_admitted
             runs = is_chosen if alone is None else tenant.name == alone
             if tenant.phase in ("running", "starting") and not runs:
-                if tenant.phase == "running" or alone is not None:
-                    actions.append(Pause(tenant.name, "others run" if alone is None else f"{alone} is measured alone"))
+                actions.append(Pause(tenant.name, "others run" if alone is None else f"{alone} is measured alone"))
             elif tenant.phase == "paused" and not tenant.paused_for_memory and runs:
                 actions.append(Resume(tenant.name))
         return actions
@@ -150,33 +149,35 @@ class Scheduler:
     def _starts(
         self, now: float, place: Place, tenants: Sequence[Tenant], waiting: Sequence[Waiting], wanted: Sequence[Waiting]
     ) -> list[Action]:
-        """Return which jobs start on a device: those that the policy wants, and some ahead of it where it may pause them."""
+        """Return which jobs start on a device: those that the policy wants, or one ahead of a policy that may pause it."""
+        if self._may_pause:
+            chosen = self._ahead(now, place, tenants, waiting)
+        else:
+            num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in tenants)
+            chosen = sorted(wanted, key=_in_order)[: max(0, place.most_jobs - num_running)]
         free = free_bytes(place.memory_bytes, tenants)
-        num_paused = sum(tenant.phase == "paused" and not tenant.paused_for_memory for tenant in tenants)
-        num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in tenants)
-        num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
-        overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
-        chosen = sorted(wanted, key=_in_order)
-        # A start keeps one core busy. One is always under way, so that there is a choice.
-        busy = num_starting + sum(self._cores(tenant, place) for tenant in tenants if tenant.phase == "running")
-        if self._may_pause and (num_starting == 0 or busy + 1 <= SOFT_LIMIT * place.num_cores):
-            most = place.most_jobs + AHEAD - len(tenants) if num_paused < AHEAD or overdue else 0
-            chosen = [*chosen, *(job for job in sorted(overdue or waiting, key=_in_order) if job not in chosen)][
-                : max(0, min(1, most))
-            ]
-        elif self._may_pause:
-            chosen = []
         actions: list[Action] = []
         for job in chosen:
             charge = min(job.expected_bytes or START_BYTES, place.memory_bytes)
-            if not self._may_pause and num_running + len(actions) >= place.most_jobs:
-                break
             if charge > free:
                 # Nothing overtakes a job that waits for memory, else it might wait forever.
                 break
             free -= charge
             actions.append(Start(job.name, place.name, charge))
         return actions
+
+    def _ahead(self, now: float, place: Place, tenants: Sequence[Tenant], waiting: Sequence[Waiting]) -> list[Waiting]:
+        """Return the job that starts next, so that a policy has a choice; empty with enough to choose from, or without a core."""
+        num_paused = sum(tenant.phase == "paused" and not tenant.paused_for_memory for tenant in tenants)
+        num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
+        # A start keeps one core busy. One is always under way.
+        busy = num_starting + sum(self._cores(tenant, place) for tenant in tenants if tenant.phase == "running")
+        overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
+        if num_starting and busy + 1 > SOFT_LIMIT * place.num_cores:
+            return []
+        if len(tenants) >= place.most_jobs + AHEAD or (num_paused >= AHEAD and not overdue):
+            return []
+        return sorted(overdue or waiting, key=_in_order)[:1]
 
     def _cores(self, tenant: Tenant, place: Place) -> float:
         """Return the cores that a running job keeps busy beside others, with its threads there."""

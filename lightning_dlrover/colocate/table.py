@@ -33,7 +33,8 @@ class LiveTable:
         self._clock = clock
         self._drawn_s = -DRAW_S
         self._live: Any = nullcontext()
-        self._told: set[tuple[str, int, str]] = set()
+        self._started: set[tuple[str, int]] = set()  # jobs and attempts that were shown
+        self._num_ended = 0
         if self._is_terminal:
             from rich.live import Live
 
@@ -60,19 +61,16 @@ class LiveTable:
 
     def _changes(self, dispatcher: Dispatcher) -> list[str]:
         lines = []
-        for job in [*dispatcher.past, *dispatcher.running.values()]:
-            key = job.spec.name, job.attempt, "started"
-            if key not in self._told:
-                self._told.add(key)
+        ended = dispatcher.past[self._num_ended :]
+        self._num_ended = len(dispatcher.past)
+        for job in [*ended, *dispatcher.running.values()]:
+            if (key := (job.spec.name, job.attempt)) not in self._started:
+                self._started.add(key)
                 again = f" again, attempt {job.attempt}" if job.attempt > 1 else ""
                 lines.append(f"{job.spec.name}: started on {job.device}{again}")
-        for job in dispatcher.past:
-            key = job.spec.name, job.attempt, "ended"
-            ended = dispatcher.ends.get((job.spec.name, job.attempt))
-            if ended is not None and key not in self._told:
-                self._told.add(key)
-                lines.append(_end_line(ended))
-        return lines
+        # The end of a job is missing where it could not be written.
+        ends = [dispatcher.ends.get((job.spec.name, job.attempt)) for job in ended]
+        return lines + [_end_line(end) for end in ends if end is not None]
 
 
 def _end_line(ended: Ended) -> str:

@@ -15,8 +15,10 @@ from colocated_jobs import SEATED
 from waiting import eventually
 
 from lightning_dlrover import variables
+from lightning_dlrover.cli import parser
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.colocate.usage import marked
+from lightning_dlrover.planner.cluster import policies
 
 
 def queue_of(tmp_path: Path, jobs: Sequence[dict[str, object]]) -> Path:
@@ -70,6 +72,10 @@ def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     assert "quick: started" not in again.stdout
     assert "long: started on cpu again, attempt 2" in again.stdout
     assert "2 of 2 jobs done" in again.stdout
+
+
+def test_parser_offers_every_policy() -> None:
+    assert set(parser.POLICIES) == set(policies.POLICIES)
 
 
 @pytest.mark.parametrize(
