@@ -167,7 +167,7 @@ class Scheduler:
         return actions
 
     def _ahead(self, now: float, place: Place, tenants: Sequence[Tenant], waiting: Sequence[Waiting]) -> list[Waiting]:
-        """Return the job that starts next, so that a policy has a choice; empty with enough to choose from, or without a core."""
+        """Return the job that starts next, so that a policy has a choice; none with enough of them, or without a free core."""
         num_paused = sum(tenant.phase == "paused" and not tenant.paused_for_memory for tenant in tenants)
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
         # A start keeps one core busy. One is always under way.
