@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_dlrover.planner.cluster.scaling import Scaling
+
 __all__ = ["HOST_RESOURCES", "RESOURCES", "Allocation", "Device", "Job", "Profile", "Running", "State"]
 
 HOST_RESOURCES = ("cores", "memory_bandwidth", "input")
@@ -96,6 +98,9 @@ class Job:
         family: jobs with the same model, such as its name; "" where unknown. Only a hint for predictions.
         batch_size: samples per worker and step; 0 where unknown. Only a hint for predictions.
         exclusive: shares its devices with no other job.
+        scaling: speed by number of devices as far as it is known; None for a job that is not elastic.
+        change_s: expected time without a step when the job starts or its devices change.
+        deadline_s: time by which it should have ended, on the clock of `State.now_s`; None: any.
     """
 
     name: str
@@ -113,6 +118,9 @@ class Job:
     family: str = ""
     batch_size: float = 0.0
     exclusive: bool = False
+    scaling: Scaling | None = None
+    change_s: float = 0.0
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.profiles:
