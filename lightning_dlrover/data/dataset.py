@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dlrover.data.lane_plan import CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
+from lightning_dlrover.data.left_out import LeftOut
 from lightning_dlrover.data.reader import LaneReader
 from lightning_dlrover.data.rows import prepare_default_collate
 from lightning_dlrover.data.source import DataError, Ranges, Shard, Source, WindowedSource
@@ -108,7 +109,7 @@ class Stream(Dataset[Any]):
         prepare_default_collate()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_readers", "_pid")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_readers", "_pid", "_left_out")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -117,6 +118,7 @@ class Stream(Dataset[Any]):
 
     def _forget_readers(self) -> None:
         self._readers: OrderedDict[tuple[Any, ...], LaneReader] = OrderedDict()
+        self._left_out: dict[LeftOut, None] = {}
         self._pid = os.getpid()
 
     # --- shards and their order ---
@@ -325,6 +327,8 @@ class Stream(Dataset[Any]):
         reader = self._reader(seed, layout, window)
         pieces: list[Piece] = [piece for start, stop in ranges for piece in reader.plan.pieces(start, stop)]
         rows = reader.read(pieces)
+        self._left_out |= reader.left_out
+        reader.left_out.clear()
         if not rows:
             raise DataError(
                 f"{self.source!r:.120}: none of the {sum(b - a for a, b in ranges)} rows of a worker's share of a batch can be "
@@ -346,6 +350,12 @@ class Stream(Dataset[Any]):
                 "batch, and join the lists in collate_fn; or write such rows as several ones"
             )
         return samples
+
+    def take_left_out(self) -> tuple[LeftOut, ...]:
+        """Return rows that could not be read, of the blocks that samples were taken from since the last call."""
+        found = tuple(self._left_out)
+        self._left_out.clear()
+        return found
 
     def _reader(self, seed: int, layout: Layout, window: tuple[tuple[str, int, int], ...] | None) -> LaneReader:
         if self._pid != os.getpid():

@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_dlrover.checks.loaders import batching_of
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data.left_out import WithLeftOut
 from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.data.sequence import Fetched, the_only
 from lightning_dlrover.live.loader_workers import LoaderWorkers
 from lightning_dlrover.live.order import SampleOrder, StreamOrder
+from lightning_dlrover.live.rows_left_out import RowsLeftOut
 from lightning_dlrover.live.sequence_order import HandedOut, SequenceOrder, SequenceSettings
 from lightning_dlrover.live.split import Split
 
@@ -67,7 +69,7 @@ class ElasticLoader:
     """Iterates over this worker's share of every global batch of a `DataLoader`.
 
     Attributes that it lacks, such as `batch_size` and `collate_fn`, are read from the user's loader. Its own
-    `order`, `split` and `workers` hide attributes of these names in a subclass of the user's.
+    `order`, `split`, `workers` and `left_out` hide attributes of these names in a subclass of the user's.
 
     Args:
         loader: the user's loader.
@@ -105,6 +107,7 @@ class ElasticLoader:
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
+        self.left_out = RowsLeftOut()  # rows of a stream that could not be read
         self.order: SampleOrder | StreamOrder | SequenceOrder
         self.sequence: SequenceOrder | None = None  # the order of an `IterableDataset`
         reading = loader
@@ -322,6 +325,9 @@ class ElasticLoader:
         peeked, self._peeked = self._peeked, None
         is_next = peeked is not None and peeked[0] == self.cursor
         fetched = peeked[1] if peeked is not None and is_next else self.workers.fetch(self.cursor)
+        if isinstance(fetched, WithLeftOut):
+            self.left_out.add(fetched.left_out)
+            return fetched.batch
         if self.sequence is None:
             return fetched
         assert isinstance(fetched, Fetched)

@@ -37,6 +37,7 @@ from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.searches import Searches
 from lightning_dlrover.live.sequences import compare_next_batches, opened_sequences
 from lightning_dlrover.live.settings import SettingsInForce
+from lightning_dlrover.live.skipped_rows import SkippedReports
 from lightning_dlrover.live.steps import TrainingSteps
 from lightning_dlrover.live.successors import Successors
 from lightning_dlrover.live.table_rounds import RolledBack, TableRounds
@@ -90,6 +91,7 @@ class LiveTraining:
         self.votes = Votes(fit, self.pulse)
         self.fits = Fits(fit)
         self.leaving = Leaving(fit)
+        self.skipped = SkippedReports(fit)
         self._state = JobState(fit, self.validation, self.votes)
         self.checkpoints = JobCheckpoints(fit, self._state)
         self._successors = Successors(fit, self._state, self.checkpoints)
@@ -173,6 +175,7 @@ class LiveTraining:
         self.loaders.keep_step()
         self._pace.step_ended()
         self.position.at_boundary = True
+        self.skipped.publish()
         self._follow_plan()
         if not self.position.has_entered:
             self._enter(loader)

@@ -187,9 +187,9 @@ def write_files(folder: Path, num_rows: int) -> None:
         pq.write_table(table.slice(start, stop - start), folder / f"{number}.parquet", row_group_size=11)
 
 
-def streamed(folder: Path, shuffle: bool) -> Stream:
+def streamed(folder: Path, shuffle: bool, on_error: str = "raise") -> Stream:
     """Return the rows of such files, which come in blocks of a few rows if shuffled."""
-    return stream(parquet(str(folder)), transform=_as_sample, shuffle_rows=64 if shuffle else 0, seed=SEED)
+    return stream(parquet(str(folder), on_error=on_error), transform=_as_sample, shuffle_rows=64 if shuffle else 0, seed=SEED)
 
 
 def _as_sample(row: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
@@ -212,6 +212,7 @@ class ToySettings:
     global_batch_size: int | None = None
     slow_start_s: float = 0.0  # seconds before the worker reaches the training loop
     streams: bool = False  # read from Parquet files in the job's folder
+    on_error: str = "raise"  # for training rows that cannot be read
     iterable: str = ""  # kind of an `IterableDataset`, see `iterables.py`
     row_s: float = 0.0  # seconds that a row of it takes
     max_catch_up_s: float = 60.0
@@ -378,7 +379,7 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
     train: Dataset[Any] = Rows(settings.num_rows)
     val: Dataset[Any] = Rows(settings.num_val_rows)
     if settings.streams:
-        train = streamed(Path(recorder.place.folder) / "train", settings.shuffle)
+        train = streamed(Path(recorder.place.folder) / "train", settings.shuffle, settings.on_error)
         val = streamed(Path(recorder.place.folder) / "val", shuffle=False)
     if settings.iterable:
         train = ITERABLES[settings.iterable](train, settings.shuffle, settings.row_s)
