@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import given
@@ -21,7 +22,7 @@ FOUND = RowsSkipped(1, 0, 0, "a.parquet", [[10, 20]], "broken")
 def test_merged_ranges_hold_the_same_rows(ranges: list[tuple[int, int]]) -> None:
     found = merged(ranges)
     assert {n for first, stop in found for n in range(first, stop)} == {n for a, b in ranges for n in range(a, b)}
-    assert all(stop < first for (_, stop), (first, _) in zip(found, found[1:], strict=False))
+    assert all(stop < first for (_, stop), (first, _) in itertools.pairwise(found))
 
 
 def test_rows_that_several_workers_have_found_count_once() -> None:
