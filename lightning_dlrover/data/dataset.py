@@ -7,6 +7,7 @@ that their rows depend on; a DataLoader by itself asks for numbers.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from lightning_dlrover.data.source import DataError, Ranges, Shard, Source, Wind
 from lightning_dlrover.data.windows import Windows
 
 __all__ = ["Positions", "Stream", "ranges_of", "stream"]
+
+log = logging.getLogger(__name__)
 
 OWN_BATCH_SIZE = 2048
 """Rows of a batch in the layout of a stream that no job has given one. Any batch size works; its divisors are read fastest."""
@@ -47,6 +50,7 @@ class Positions(Sequence[int]):
     layout: Layout
     ranges: tuple[tuple[int, int], ...]  # half-open
     window: tuple[tuple[str, int, int], ...] | None = None  # shards of a growing source in this epoch
+    ahead: tuple[tuple[int, int], ...] = ()  # positions of the same order whose lanes are opened once these rows are read
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
@@ -308,12 +312,24 @@ class Stream(Dataset[Any]):
             DataError: a shard has changed, or cannot be read.
         """
         if isinstance(numbers, Positions):
-            return self._samples(numbers.seed, numbers.layout, numbers.ranges, numbers.window)
+            samples = self._samples(numbers.seed, numbers.layout, numbers.ranges, numbers.window)
+            if numbers.ahead:
+                self.open(replace(numbers, ranges=numbers.ahead))
+            return samples
         epoch, first_row = self._start.tolist()
         ranges = [(first_row + start, first_row + stop) for start, stop in ranges_of(numbers)]
         if first_row:  # a DataLoader asks for as many rows as in a whole epoch
             ranges = [(start, min(stop, len(self))) for start, stop in ranges if start < len(self)]
         return self._samples(self.seed + epoch, self.layout, ranges, self.window)
+
+    def open(self, positions: Positions) -> None:
+        """Read the blocks that these rows are in, so that the rows are there when they are asked for."""
+        reader = self._reader(positions.seed, positions.layout, positions.window)
+        pieces = [piece for start, stop in positions.ranges for piece in reader.plan.pieces(start, stop)]
+        try:
+            reader.open(pieces)
+        except DataError as error:  # these rows may never be asked for; if they are, it is raised again
+            log.debug("lanes could not be opened ahead: %s", error)
 
     def _samples(
         self,

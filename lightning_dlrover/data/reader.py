@@ -124,6 +124,16 @@ class LaneReader:
                 first = stop
         return rows if rows else Rows(parts)
 
+    def open(self, pieces: Sequence[Piece]) -> None:
+        """Read the blocks in which these pieces begin, as far as no other lane has to be closed.
+
+        Raises:
+            DataError: a shard has changed since it was counted.
+        """
+        for piece in pieces:
+            if piece.lane in self._lanes or len(self._lanes) < self._max_open:
+                self._at(piece.lane, self.plan.block_of(piece.lane, piece.first))
+
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()

@@ -28,6 +28,7 @@ from lightning_dlrover.live.fits import Fits
 from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.job_windows import JobWindows
+from lightning_dlrover.live.lanes_ahead import LanesAhead
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.opened_streams import opened_streams, sentence
@@ -92,6 +93,7 @@ class LiveTraining:
         self.fits = Fits(fit)
         self.leaving = Leaving(fit)
         self.skipped = SkippedReports(fit)
+        self._lanes = LanesAhead(fit)
         self._state = JobState(fit, self.validation, self.votes)
         self.checkpoints = JobCheckpoints(fit, self._state)
         self._successors = Successors(fit, self._state, self.checkpoints)
@@ -181,6 +183,7 @@ class LiveTraining:
             self._enter(loader)
         elif loader.cursor < loader.num_epoch_batches:
             self._follow_rounds()
+            self._lanes.look()
         self._strategy.replica.wrap_what_was_unfrozen()
         self.position.at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
@@ -346,7 +349,8 @@ class LiveTraining:
         """Wait until the job needs this worker, then take its state over."""
         self._refuse_data_of_another_job(data)
         try:
-            formation = self.world.admit(b"", fingerprint)
+            with self._lanes.while_waiting():
+                formation = self.world.admit(b"", fingerprint)
         except LeftOutError as left_out:
             self.leaving.leave(left_out)
         self._refuse_data_of_another_job(data)  # again, as the job may have begun only now
