@@ -76,7 +76,7 @@ def test_member_has_opened_its_lanes_before_it_changes_its_place(log: Path) -> N
     for _ in range(6):
         next(loader)
     expected = len(log.read_text().splitlines())
-    assert expected == 8  # each of two loader workers has read four lanes
+    assert expected == 8  # each of two loader workers has read two lanes of each place
     loader.reshard(1, 2)
     for _ in range(6):
         next(loader)
@@ -91,7 +91,7 @@ def test_joiner_has_opened_its_lanes_before_it_gets_the_state(log: Path) -> None
     loader.workers.warm_up()
     loader.open_lanes(epoch=3, cursor=7, seed=11, global_rank=1, world_size=2)
     assert (loader.epoch, loader.cursor, loader.global_rank, loader.world_size) == (0, 0, 0, 1)
-    eventually(lambda: len(log.read_text().splitlines()) == 8, "both loader workers read four lanes")
+    eventually(lambda: len(log.read_text().splitlines()) == 4, "both loader workers read two lanes")
     member.order.take_seed(11)
     member.set_epoch(3)
     member.cursor = 9

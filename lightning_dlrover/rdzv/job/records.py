@@ -419,8 +419,7 @@ class WindowRecord:
 
 @dataclass(frozen=True)
 class PlacesRecord:
-    """Where the training loaders will soon be. Key `places`; written by rank 0 when a round with joiners is about to follow, for
-    these joiners."""
+    """Where the training loaders will soon be, for joiners. Key `places`; rank 0 writes it before a round that has some."""
 
     round: int  # number of that round
     places: list[list[int]]  # for each loader: epoch, batches of it handed out, seed of its order
