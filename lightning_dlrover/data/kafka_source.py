@@ -187,7 +187,7 @@ class Kafka:
             kind = "has no value (a tombstone)" if message.value() is None else "cannot be decoded"
             raise DataError(
                 f"{where} {kind}: {type(error).__name__}: {error}. Leave such messages out with kafka(..., on_error='skip'), "
-                "which logs how many, or let value= return a row that gets weight 0 in the loss"
+                "which counts them, or let value= return a row that gets weight 0 in the loss"
             ) from error
 
 
@@ -214,7 +214,7 @@ def kafka(
         config: further settings of librdkafka, such as ``{"security.protocol": "SASL_SSL", ...}``.
         value: makes a row of a message's value, such as `json.loads`. None: a row is a dictionary with ``value`` and ``key``
             as bytes, ``timestamp`` in milliseconds, ``topic``, ``partition`` and ``offset``.
-        on_error: treatment of a message that `value` raises an exception for: ``"raise"``, or ``"skip"`` it and log that.
+        on_error: treatment of a message that `value` raises an exception for: ``"raise"``, or ``"skip"`` it and count it.
         window_rows: with ``stop=None``, maximum number of offsets in one epoch.
         dry_s: with ``stop=None``, seconds to wait for a new message before training ends.
 
