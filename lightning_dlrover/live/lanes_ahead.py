@@ -12,16 +12,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec
 
 from lightning_dlrover.live.fit_context import FitContext
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.records import PlacesRecord, RoundRecord
 
 __all__ = ["LanesAhead"]
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 LOOK_S = 0.05
 """Seconds between two looks of a joiner for a round that admits it."""
@@ -69,34 +71,39 @@ class LanesAhead:
             thread.join()  # it uses the loaders
 
     def _open_when_admitted(self, is_over: threading.Event) -> None:
+        self._attempt(self._read_a_row)
         done = 0
         while not is_over.wait(LOOK_S):
             newest = self._fit.world.membership.view.round
-            if newest is None or newest.number == done or self._fit.world.worker_id not in newest.members:
-                continue
-            done = newest.number
-            try:
-                record = self._places(newest, is_over)
-                if record is not None:
-                    self._open(newest, record)
-            except Exception as error:  # the main thread meets it again where it can be reported
-                log.debug("lanes could not be opened ahead: %s", error)
+            if newest is not None and newest.number != done and self._fit.world.worker_id in newest.members:
+                done = newest.number
+                self._attempt(self._open, newest, is_over)
+
+    def _attempt(self, run: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            run(*args, **kwargs)
+        except Exception as error:  # the main thread meets it again where it can be reported
+            log.debug("lanes could not be opened ahead: %s", error)
+
+    def _read_a_row(self) -> None:
+        """Let each loader worker read something. The first time takes it several times as long."""
+        for loader in self._fit.loaders.all:
+            if loader.reads_lanes:
+                loader.open_lanes(loader.epoch, 0, loader.order.seed, 0, loader.global_batch_size)
 
     def _places(self, newest: RoundRecord, is_over: threading.Event) -> PlacesRecord | None:
         deadline = time.monotonic() + PLACES_S
         while newest.kind != "start" and time.monotonic() < deadline:
-            try:
-                record = self._fit.world.membership.shared.places()
-            except EtcdError:
-                return None
+            record = self._fit.world.membership.shared.places()
             if record is not None and record.round == newest.number:
                 return record
             if is_over.wait(LOOK_S):
                 return None
         return None
 
-    def _open(self, newest: RoundRecord, record: PlacesRecord) -> None:
+    def _open(self, newest: RoundRecord, is_over: threading.Event) -> None:
+        record = self._places(newest, is_over)
         place = newest.members.index(self._fit.world.worker_id), len(newest.members)
-        for loader, (epoch, cursor, seed) in zip(self._fit.loaders.all, record.places, strict=False):
+        for loader, (epoch, cursor, seed) in zip(self._fit.loaders.all, record.places if record else (), strict=False):
             if loader.reads_lanes:
                 loader.open_lanes(epoch, cursor, seed, *place)
