@@ -222,7 +222,8 @@ class _Simulation:
             run.advance(self.now_s)
             served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
             left = None if run.job.steps_left is None else run.left
-            job = replace(run.job, steps_left=left, served_device_s=served)
+            restarts = progress.changes + progress.starts - 1
+            job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts)
             running.append(Running(job, tuple(device.name for device in run.devices), run.since_s))
         return State(self.now_s, self.devices, tuple(self.waiting.values()), tuple(running))
 
@@ -247,7 +248,11 @@ class _Simulation:
                 progress = self.progress[name]
                 left = None if run.job.steps_left is None else progress.left
                 self.waiting[name] = replace(
-                    run.job, waiting_since_s=self.now_s, served_device_s=progress.served_device_s, steps_left=left
+                    run.job,
+                    waiting_since_s=self.now_s,
+                    served_device_s=progress.served_device_s,
+                    steps_left=left,
+                    restarts=progress.changes + progress.starts,
                 )
         for name in starting:
             self.progress[name].starts += 1
