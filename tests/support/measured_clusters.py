@@ -1,4 +1,4 @@
-"""Folders of measured step times and traces of jobs, written by tests: an application `toy` with a speed that is easy to compute."""
+"""Folders of measured step times and traces of jobs that tests write: an application with a speed that is easy to compute."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.per_node < 1:
-            raise ValueError(
-                f"a cluster of {self.num_nodes} nodes with {self.per_node} devices runs nothing; give both above 0"
-            )
+            raise ValueError(f"a cluster has {self.num_nodes} nodes with {self.per_node} devices each; give both above 0")
 
     @property
     def num_devices(self) -> int:

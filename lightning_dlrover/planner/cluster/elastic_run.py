@@ -37,9 +37,9 @@ def run_elastic(
 def fairness_ratios(outcome: SimulationOutcome, workload: ElasticWorkload) -> Floats:
     """Return the finish-time fairness of each job, in the order of `outcome.finished` (Themis, Mahajan et al., NSDI 2020).
 
-    It is the job's JCT over its JCT alone with a fair share: the devices of the cluster over the mean number of jobs that were
-    in the system during the job's life. Alone, the job has its best size within that share from its submission to its end. Above
-    1, sharing has made it slower than a partition of the cluster would have.
+    It is the job's JCT over its JCT alone with a fair share. That share is the devices of the cluster over the mean number of
+    jobs that were in the system during the job's life. Alone, the job has its best size within that share from its submission
+    on. Above 1, sharing has made it slower than a partition of the cluster would have.
 
     Returns:
         Array of shape ``(num_jobs,)``.

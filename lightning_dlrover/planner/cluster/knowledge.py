@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,10 @@ GUESS_SPREAD = 1.0
 """Spread of the speeds that are assumed before the first window."""
 
 KEPT_WINDOWS = 8
-"""Newest windows of a placement that count."""
+"""Newest windows of a placement that count. For a fit they are merged, as a job's are while nothing changes."""
 
 FEW_PLACEMENTS = 4
-"""Number of placements up to which each new one is a reason to fit again; with more, a quarter more of them are."""
+"""Number of placements up to which each new one is a reason to fit again. With more, it takes half as many more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,12 +141,13 @@ class _Learned:
 
     def _is_news(self) -> bool:
         placements, windows = len(self.windows), sum(map(len, self.windows.values()))
-        enough = self.fitted_placements + max(1, self.fitted_placements // FEW_PLACEMENTS)
+        few = self.fitted_placements < FEW_PLACEMENTS
+        enough = self.fitted_placements + (1 if few else self.fitted_placements // 2)
         return placements >= enough or windows >= 2 * self.fitted_windows
 
     def _fit(self) -> None:
-        samples = [window for windows in self.windows.values() for window in windows]
-        self.fitted_placements, self.fitted_windows = len(self.windows), len(samples)
+        samples = [_merged(windows) for windows in self.windows.values()]
+        self.fitted_placements, self.fitted_windows = len(samples), sum(map(len, self.windows.values()))
         predicted = StepTimeModel.fit(samples).predict_columns(self.columns)
         spread = np.log(predicted.high_s / predicted.step_time_s) / NORMAL_WIDTH
         self.fitted = self.grid.table(1 / predicted.step_time_s, spread)
@@ -157,8 +158,7 @@ class _Learned:
         for (nodes, devices, fullest, emptiest), windows in self.windows.items():
             if fullest - emptiest > 1:
                 continue
-            mean = sum(math.log(window.step_time_s) for window in windows) / len(windows)
-            table.steps_per_s[devices, nodes] = math.exp(-mean)
+            table.steps_per_s[devices, nodes] = 1 / _merged(windows).step_time_s
             table.spread[devices, nodes] = NOISE / math.sqrt(len(windows))
         return table
 
@@ -195,6 +195,20 @@ def _configuration(placement: Placement, global_batch: int) -> Configuration:
         device="gpu",
         fullest_node=max(placement),
         emptiest_node=min(placement),
+    )
+
+
+def _merged(windows: Sequence[StepProfile]) -> StepProfile:
+    """Return one window with the geometric mean of the step times, divided into parts as the newest."""
+    newest = windows[-1]
+    step_s = math.exp(sum(math.log(window.step_time_s) for window in windows) / len(windows))
+    factor = step_s / newest.step_time_s
+    return replace(
+        newest,
+        step_time_s=step_s,
+        forward_s=newest.forward_s * factor,
+        communication_s=newest.communication_s * factor,
+        samples_per_s=newest.samples_per_s / factor,
     )
 
 

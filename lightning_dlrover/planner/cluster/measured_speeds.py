@@ -1,9 +1,9 @@
 """Speed of applications with any placement and global batch, interpolated between measured step times.
 
-A folder holds two files for each application: `NAME-placements.csv`, measured on up to four nodes with every number of devices on
-each, and `NAME-scalability.csv`, measured on more nodes with the devices spread evenly. The global batch is fixed, so a worker's
-local batch depends on the number of workers. A local batch above the largest measured one is accumulated in several passes,
-of which only the last one synchronises.
+A folder holds two files for each application. `NAME-placements.csv` was measured on a few nodes with every number of devices on
+each, `NAME-scalability.csv` on more nodes with the devices spread evenly. The global batch is fixed, so a worker's local batch
+depends on the number of workers. A local batch above the largest measured one is accumulated in several passes, of which only
+the last one synchronises.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _application(folder: Path, name: str) -> MeasuredApplication:
 
 
 def _placements(path: Path) -> list[Placement]:
-    """Return the placement of each row; `read_trace` has checked that each is made of digits above 0, if the column is there."""
+    """Return the placement of each row. `read_trace` has checked that it is made of digits above 0, where there is one."""
     reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
     if "placement" not in (reader.fieldnames or ()):
         raise TraceError(f"{path}:1 has no column placement: one digit for each node, devices on it")

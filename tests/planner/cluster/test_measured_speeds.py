@@ -60,7 +60,7 @@ def test_an_even_placement_differs_by_one_device_at_most(devices: int, nodes: in
 
 
 def test_a_folder_without_measurements_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="holds no file NAME-placements.csv"):
+    with pytest.raises(TraceError, match=r"holds no file NAME-placements\.csv"):
         read_applications(tmp_path)
 
 
