@@ -253,7 +253,8 @@ class _Simulation:
             served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
             left = None if run.job.steps_left is None else run.left
             scaling = run.job.scaling if self.knowledge is None else self.knowledge.scaling(run.job)
-            job = replace(run.job, steps_left=left, served_device_s=served, scaling=scaling)
+            restarts = progress.changes + progress.starts - 1
+            job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts, scaling=scaling)
             running.append(Running(job, run.names, run.since_s))
         return State(self.now_s, self.devices, self._waiting(), tuple(running))
 
@@ -295,7 +296,11 @@ class _Simulation:
                 progress = self.progress[name]
                 left = None if run.job.steps_left is None else progress.left
                 self.waiting[name] = replace(
-                    run.job, waiting_since_s=self.now_s, served_device_s=progress.served_device_s, steps_left=left
+                    run.job,
+                    waiting_since_s=self.now_s,
+                    served_device_s=progress.served_device_s,
+                    steps_left=left,
+                    restarts=progress.changes + progress.starts,
                 )
         for name in starting:
             self.progress[name].starts += 1
