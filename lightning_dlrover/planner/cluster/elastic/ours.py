@@ -13,11 +13,12 @@ have the speedup k^p. With W_i the weights of the jobs with at least as much wor
 so the shortest jobs get most, but all get some while that is efficient. Speedups here are the learned ones, of any shape.
 
 A change costs c_i seconds without a step, and then lasts l_i seconds: until the job ends, but no longer than `HORIZON_S`. The
-present size costs nothing, so sizes stay unless others are better by more than the cost. A waiting job pays for its start at any
-time, so only the difference between its sizes counts. A job that is paused pays for a later start.
+present size costs nothing, so sizes stay unless others are better by more than the cost. A waiting job pays for its start at
+any time, so only the difference between its sizes counts. A job that is paused pays for a later start.
 
-Speeds are uncertain where no job of the family has run. They count `CAUTION` deviations below the expected one, so a job tries a
-new size where that gains in the less favourable case, too. The maximum is exact for clusters of usual size, see `knapsack`.
+Speeds are uncertain where no job of the family has run. They count `CAUTION` deviations below the expected one, so a job
+tries a new size where that gains in the less favourable case, too. The maximum is exact for clusters of usual size, see
+`knapsack`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HORIZON_S = 300.0
 SPEEDUP_EXPONENT = 0.7
 """Exponent p of the speedup for which urgencies are the best ones."""
 
-CAUTION = 0.0
+CAUTION = 0.5
 """Deviations of a speed's logarithm by which uncertain speeds count less."""
 
 
@@ -51,7 +52,8 @@ def ours(share: Share) -> Ints:
 
 def values(share: Share) -> Floats:
     """Return the value of each size for each job, shape ``(num_jobs, num_sizes)``; minus infinity where it is not allowed."""
-    speedups = share.speeds * np.exp(-CAUTION * share.spreads) / np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
+    unit = np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
+    speedups = share.speeds * np.exp(-CAUTION * share.spreads) / unit
     urgency = urgencies(share.work_left, share.weights, SPEEDUP_EXPONENT)
     cost_s = np.array([job.change_s for job in share.jobs])[:, None]
     lasts_s = np.minimum(share.seconds_left, HORIZON_S)
@@ -81,4 +83,4 @@ def _considered(share: Share) -> NDArray[np.bool_]:
     sizes, per_node = share.sizes, share.per_node
     fills = (sizes <= per_node) | (sizes % per_node == 0)
     least = np.maximum(share.fewest, share.floors)[:, None]
-    return share.allowed & (fills | (sizes == least))
+    return np.asarray(share.allowed & (fills | (sizes == least)))
