@@ -3,6 +3,7 @@
     python benchmarks/cluster.py [--traces DIR] [--speeds DIR] [--seeds N] [--curve-seeds N] [--processes N] [--out DIR]
     python benchmarks/cluster.py --quick [--traces DIR] [--speeds DIR]
     python benchmarks/cluster.py --scale [--speeds DIR] [--quick]
+    python benchmarks/cluster.py --dlrover-rm [--load L] [--quick]
 
 DIR of --traces holds `workload-N.csv` in Pollux's form, and DIR of --speeds measured step times (defaults:
 $DLROVER_SHARED_DATA/job_traces/pollux and $DLROVER_SHARED_DATA/step_traces, else those in ../shared/data).
@@ -22,6 +23,8 @@ The last line:
 
 --scale takes one decision of `ours` for 1,000 jobs on 10,000 GPUs, and others on clusters that an integer program can solve.
 The last line holds the time of the decision, its peak memory, and the smallest value of `ours` relative to the optimum.
+
+--dlrover-rm simulates DLRover-RM's four figures with stated inputs, see `cluster_requests.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import os
 import sys
 from pathlib import Path
 
+import cluster_requests
 from cluster_policies import compare
 from cluster_scale import scale
 from jobs import BenchmarkError, describe_machine, result_line
@@ -41,6 +45,13 @@ SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare policies for a cluster of elastic jobs.")
     parser.add_argument("--scale", action="store_true", help="time one decision for 1,000 jobs on 10,000 GPUs")
+    parser.add_argument("--dlrover-rm", action="store_true", help="jobs whose users ask for too much")
+    parser.add_argument(
+        "--load",
+        type=float,
+        default=cluster_requests.LOAD,
+        help="requests that arrive, over the cluster, with --dlrover-rm (default: %(default)s)",
+    )
     parser.add_argument(
         "--traces",
         type=Path,
@@ -67,7 +78,9 @@ def main() -> int:
         parser.error("--seeds, --curve-seeds and --processes must be above 0")
     print(describe_machine())
     try:
-        if options.scale:
+        if options.dlrover_rm:
+            figures = cluster_requests.compare(options.load, quick=options.quick)
+        elif options.scale:
             figures = scale(options.speeds, quick=options.quick)
         else:
             figures = compare(

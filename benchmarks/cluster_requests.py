@@ -1,6 +1,6 @@
 """Simulate DLRover-RM's four figures with stated inputs: jobs whose owners ask for too much, against the same jobs resized.
 
-    python benchmarks/cluster_requests.py [--seeds N] [--jobs N] [--load L]
+    python benchmarks/cluster.py --dlrover-rm [--load L] [--quick]
 
 DLRover-RM (Wang et al., PVLDB 17(12), 2024, and the figures of its repository) reports for the jobs of one company, against
 the users' own settings: completion time -31 %, completion rate +6 points (89 to 95 %), CPU utilisation +15 points and memory
@@ -20,7 +20,6 @@ units and the forecast memory with its margin.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,6 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 
 import numpy as np
-from jobs import describe_machine, result_line
 
 from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile
 from lightning_dlrover.planner.cluster.elastic import make_elastic
@@ -62,6 +60,9 @@ WINDOW_NOISE = 0.03
 IDLE_BELOW = 0.9  # a job that uses less than this share of its cores cannot use more of them
 DECISION_S = 300.0
 
+NUM_JOBS, SEEDS = 300, (0, 1, 2, 3, 4)
+"""The inputs were chosen on seed 100."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -88,7 +89,7 @@ class Request:
         return min(float(CORES_PER_UNIT * units), self.cores)
 
     def speed(self, units: int) -> float:
-        return self.used_cores(units) ** SPEED_EXPONENT
+        return float(self.used_cores(units) ** SPEED_EXPONENT)
 
     @property
     def fails_at_steps(self) -> float:
@@ -271,20 +272,10 @@ def figures(num_jobs: int, seeds: Sequence[int], load: float = LOAD) -> dict[str
     return {name: float(mean(row[name] for row in rows)) for name in rows[0]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=300, help="jobs of each seed (default: 300)")
-    parser.add_argument(
-        "--seeds", type=int, default=5, help="seeds 0 to N - 1; the inputs were chosen on seed 100 (default: 5)"
-    )
-    parser.add_argument("--load", type=float, default=LOAD, help=f"requests that arrive, over the cluster (default: {LOAD})")
-    options = parser.parse_args()
-    print(describe_machine())
-    inputs = [name for name, value in globals().items() if name.isupper() and not name.startswith("_")]
+def compare(load: float = LOAD, *, quick: bool = False) -> dict[str, float]:
+    """Print the inputs and a line for each simulation, and return the figures of the last line."""
+    inputs = [name for name in globals() if name.isupper()]
     print("simulated, with these inputs:", ", ".join(f"{name}={globals()[name]}" for name in inputs))
-    print(f"load {options.load:g}, {options.jobs} jobs")
-    print(result_line(figures(options.jobs, range(options.seeds), options.load)))
-
-
-if __name__ == "__main__":
-    main()
+    num_jobs, seeds = (60, (0,)) if quick else (NUM_JOBS, SEEDS)
+    print(f"load {load:g}, {num_jobs} jobs")
+    return figures(num_jobs, seeds, load)

@@ -61,12 +61,7 @@ def values(share: Share) -> Floats:
     kept = np.where(share.sizes == share.present[:, None], 1.0, lasts_s / np.maximum(lasts_s + cost_s, 1e-9))
     smallest = kept[np.arange(len(share.jobs)), (share.allowed & (share.sizes > 0)).argmax(axis=1)]
     kept = np.where(share.present[:, None] > 0, kept, kept / np.maximum(smallest, 1e-9)[:, None])
-<<<<<<< HEAD
     value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * kept
-    # A job that is paused now pays for its start later.
-=======
-    value = urgency[:, None] * speedups * kept
->>>>>>> policies
     now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
     value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)
     return np.where(_considered(share), value, -np.inf)
