@@ -265,14 +265,21 @@ def figures(num_jobs: int, seeds: Sequence[int]) -> dict[str, float]:
     return {name: float(mean(row[name] for row in rows)) for name in rows[0]}
 
 
+def print_inputs() -> None:
+    """Print all constants of this file."""
+    inputs = [name for name in globals() if name.isupper() and not name.startswith("_")]
+    print("simulated, with these inputs:", ", ".join(f"{name}={globals()[name]}" for name in inputs))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=300, help="jobs of each seed (default: 300)")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N - 1; the inputs were chosen on seed 100 (default: 5)")
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="seeds 0 to N - 1; the inputs were chosen on seed 100 (default: 5)"
+    )
     options = parser.parse_args()
     print(describe_machine())
-    inputs = [name for name, value in globals().items() if name.isupper() and not name.startswith("_")]
-    print("simulated, with these inputs:", ", ".join(f"{name}={globals()[name]}" for name in inputs))
+    print_inputs()
     print(result_line(figures(options.jobs, range(options.seeds))))
 
 
