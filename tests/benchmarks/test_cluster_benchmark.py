@@ -35,8 +35,8 @@ def figures_of(*options: str) -> dict[str, float]:
 def test_every_policy_is_compared_on_every_workload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 50)  # type: ignore[arg-type]
-    monkeypatch.setitem(work.RESTART_S, "toy", 20.0)  # type: ignore[arg-type]
+    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 50)
+    monkeypatch.setitem(work.RESTART_S, "toy", 20.0)
     for number in (1, 2, 3):
         write_trace(tmp_path / f"workload-{number}.csv", num_jobs=3, gap_s=20.0 * number)
     speeds = write_speeds(tmp_path / "speeds", per_node=4)
