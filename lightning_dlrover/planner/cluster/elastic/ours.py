@@ -2,9 +2,10 @@
 
 Sizes maximise the sum of the rates at which jobs come nearer to their ends, each weighed by how many others wait for it:
 
-    sum_i v_i S_i(k_i) l_i / (l_i + c_i)    subject to  sum_i k_i <= devices
+    sum_i v_i (S_i(k_i) - g k_i) l_i / (l_i + c_i)    subject to  sum_i k_i <= devices
 
-S_i(k) is the speed with k devices over that of one device at the job's best efficiency. The urgencies v_i are those of heSRPT
+S_i(k) is the speed with k devices over that of one device at the job's best efficiency. A device has to add at least g,
+`PolicySettings.least_gain`, or it stays free: jobs hold no devices that they leave idle. The urgencies v_i are those of heSRPT
 (Berg, Vesilo and Harchol-Balter, Performance Evaluation 144, 2020), which has the least total completion time where all jobs
 have the speedup k^p. With W_i the weights of the jobs with at least as much work left as job i, and q = 1 / (1 - p),
 
@@ -60,7 +61,7 @@ def values(share: Share) -> Floats:
     kept = np.where(share.sizes == share.present[:, None], 1.0, lasts_s / np.maximum(lasts_s + cost_s, 1e-9))
     smallest = kept[np.arange(len(share.jobs)), (share.allowed & (share.sizes > 0)).argmax(axis=1)]
     kept = np.where(share.present[:, None] > 0, kept, kept / np.maximum(smallest, 1e-9)[:, None])
-    value = urgency[:, None] * speedups * kept
+    value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * kept
     now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
     value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)
     return np.where(_considered(share), value, -np.inf)
