@@ -2,7 +2,7 @@
 
 Sizes maximise the sum of the rates at which jobs come nearer to their ends, each weighed by how many others wait for it:
 
-    value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * kept
+    sum_i v_i (S_i(k_i) - g k_i) l_i / (l_i + c_i)    subject to  sum_i k_i <= devices
 
 S_i(k) is the speed with k devices over that of one device at the job's best efficiency. A device has to add at least g,
 `PolicySettings.least_gain`, or it stays free: jobs hold no devices that they leave idle. The urgencies v_i are those of heSRPT
