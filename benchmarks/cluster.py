@@ -3,16 +3,16 @@
     python benchmarks/cluster.py [--traces DIR] [--speeds DIR] [--seeds N] [--curve-seeds N] [--processes N] [--out DIR]
     python benchmarks/cluster.py --quick [--traces DIR] [--speeds DIR]
     python benchmarks/cluster.py --scale [--speeds DIR] [--quick]
-    python benchmarks/cluster.py --dlrover-rm [--seeds N]
+    python benchmarks/cluster.py --dlrover-rm [--load L] [--quick]
 
 DIR of --traces holds `workload-N.csv` in Pollux's form, and DIR of --speeds measured step times (defaults:
 $DLROVER_SHARED_DATA/job_traces/pollux and $DLROVER_SHARED_DATA/step_traces, else those in ../shared/data).
 
-Without --scale or --dlrover-rm, every policy runs every workload on 16 nodes with 4 GPUs each, at a resize cost of 30 s, with N
-seeds: the first as in the trace, the others with shaken arrivals. Each seed is the same for all policies. Constants of
-policies were chosen on the workloads 1 and 2, so figures are printed for these, for the others, and for all. Then the costs 0.1
-to 60 s, and those of a restart by model, are simulated with --curve-seeds. Finished simulations stay on record in --out, whose
-report has the pictures; the same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads.
+Without --scale, every policy runs every workload on 16 nodes with 4 GPUs each, at a resize cost of 30 s for all, with N seeds:
+the first as in the trace, the others with shaken arrivals. Each seed is the same for all policies. Constants of policies were
+chosen on the workloads 1 and 2, so figures are printed for these, for the others, and for all. Then the costs 0.1 to 60 s, and
+those of a restart by model, are simulated with --curve-seeds. Finished simulations stay on record in --out, whose report has
+the pictures; the same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once.
 
 The last line:
 
@@ -45,7 +45,13 @@ SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare policies for a cluster of elastic jobs.")
     parser.add_argument("--scale", action="store_true", help="time one decision for 1,000 jobs on 10,000 GPUs")
-    parser.add_argument("--dlrover-rm", action="store_true", help="simulate DLRover-RM's four figures")
+    parser.add_argument("--dlrover-rm", action="store_true", help="jobs whose users ask for too much")
+    parser.add_argument(
+        "--load",
+        type=float,
+        default=cluster_requests.LOAD,
+        help="requests that arrive, over the cluster, with --dlrover-rm (default: %(default)s)",
+    )
     parser.add_argument(
         "--traces",
         type=Path,
@@ -73,10 +79,7 @@ def main() -> int:
     print(describe_machine())
     try:
         if options.dlrover_rm:
-            cluster_requests.print_inputs()
-            figures: dict[str, float | int] = dict(
-                cluster_requests.figures(100 if options.quick else 300, range(options.seeds))
-            )
+            figures = cluster_requests.compare(options.load, quick=options.quick)
         elif options.scale:
             figures = scale(options.speeds, quick=options.quick)
         else:

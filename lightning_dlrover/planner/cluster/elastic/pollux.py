@@ -55,7 +55,7 @@ def pollux(share: Share) -> Ints:
         fitness = np.concatenate([fitness, search.costs_of(children)])
         best = np.argsort(fitness, kind="stable")[:POPULATION]
         people, fitness = people[best], fitness[best]
-    return share.sizes[people[0]]
+    return np.asarray(share.sizes[people[0]])
 
 
 def costs(share: Share) -> Floats:
@@ -86,7 +86,7 @@ class _Search:
         present = share.columns_of(share.present)
         self._present = self._round[self._jobs, present]
         # Repair serves jobs with floors first, then those with the least service, as in the artefact.
-        served = [job.served_device_s for job in share.jobs]
+        served = np.array([job.served_device_s for job in share.jobs])
         self._order = np.lexsort((self._jobs, served, share.floors == 0))
 
     def first(self) -> Ints:
@@ -125,4 +125,4 @@ class _Search:
         within = np.diff(np.minimum(more.cumsum(axis=1), spare), axis=1, prepend=0)
         numbers = np.empty_like(people)
         numbers[:, self._order] = within
-        return self._round[self._jobs, self._share.columns_of(numbers + least)]
+        return np.asarray(self._round[self._jobs, self._share.columns_of(numbers + least)])
