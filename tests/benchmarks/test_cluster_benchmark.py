@@ -32,6 +32,7 @@ def figures_of(*options: str) -> dict[str, float]:
     return {name: float(value) for name, value in (pair.split("=") for pair in done.stdout.splitlines()[-1].split())}
 
 
+@pytest.mark.long
 def test_every_policy_is_compared_on_every_workload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +60,7 @@ def test_folders_without_traces_or_speeds_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not SPEEDS.is_dir(), reason=f"no {SPEEDS}: set DLROVER_SHARED_DATA to the folder that holds step_traces")
+@pytest.mark.long
 def test_one_decision_for_a_large_cluster_is_fast_and_near_the_optimum() -> None:
     figures = figures_of("--scale", "--quick", "--speeds", str(SPEEDS))
     assert list(figures) == ["decision_s", "decision_mb", "optimality"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from measured_clusters import write_speeds, write_trace
+from waiting import eventually
 
 from lightning_dlrover.cli import parser
 from lightning_dlrover.cli.main import main
@@ -84,3 +88,21 @@ def test_wrong_options_are_refused(
 
 def test_parser_offers_every_policy_of_the_registry() -> None:
     assert set(parser.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
+
+
+def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    arguments = command(tmp_path, "--policy", "user", "--seeds", "400")
+    run = [sys.executable, "-m", "lightning_dlrover.cli", *arguments]
+    first = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    records = tmp_path / "out" / "simulations.jsonl"
+    eventually(lambda: records.exists() and records.read_bytes().count(b"\n") > 3, "the first simulations")
+    first.send_signal(signal.SIGINT)
+    out, errors = first.communicate(timeout=60)
+    assert first.returncode == 130, out + errors
+    found = re.search(r"interrupted; (\d+) of 400 simulations are on record", errors)
+    assert found, errors
+    kept = records.read_bytes().count(b"\n") - 1
+    assert int(found[1]) == kept < 400
+    run[run.index("400")] = str(kept + 1)
+    assert subprocess.run(run, capture_output=True, timeout=120, check=False).returncode == 0
+    assert records.read_bytes().count(b"\n") - 1 == kept + 1
