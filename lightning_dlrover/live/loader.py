@@ -279,7 +279,9 @@ class ElasticLoader:
 
     def expect_place(self, global_rank: int, world_size: int) -> None:
         """Let loader workers open the lanes of this place, too, whenever they prepare a batch, until `reshard`."""
-        self._expected = (global_rank, world_size) if self.reads_lanes else None
+        if self.reads_lanes:
+            self._expected = global_rank, world_size
+            self.workers.ask_for_more()
 
     def open_lanes(self, epoch: int, cursor: int, seed: int, global_rank: int, world_size: int) -> None:
         """Let loader workers open the lanes of a place that this loader will have, while nothing else uses it.
