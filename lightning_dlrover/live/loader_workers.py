@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_dlrover.data.collating import StreamCollate
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.data.left_out import NamingLeftOut
 from lightning_dlrover.data.sequence import SequenceReader
 from lightning_dlrover.packages import default_package, fabric_submodule
 
@@ -92,7 +92,7 @@ class _Feed(Sampler[Sequence[int]]):
         if num_workers == 0:
             loader.timeout = 0.0
         if isinstance(loader.dataset, Stream):
-            loader.collate_fn = NamingLeftOut(loader.collate_fn, loader.dataset)
+            loader.collate_fn = StreamCollate(loader.collate_fn, loader.dataset)
         loader.in_order = True  # the cursor counts in order, else it could not separate finished batches from open ones
         object.__setattr__(loader, "batch_sampler", self)
         # Loader workers survive a switch, because starting them anew would be its longest part.
