@@ -433,8 +433,9 @@ class LoaderWorkers:
         self._draws_seed = False
         self._num_starts += 1
         feed.deal_as_before()
-        if feed.loader._iterator is not None:
-            feed.loader._iterator._prefetch_factor = feed.loader.prefetch_factor
+        running: Any = feed.loader._iterator
+        if running is not None:
+            running._prefetch_factor = feed.loader.prefetch_factor
         feed.batches = self._iterate(feed.loader, generator)
         if feed.loader.num_workers and not self.users_number:
             _unwatch(feed.batches)
