@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import multiprocessing
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import cast
 
 from lightning_dlrover.planner.cluster.elastic import make_elastic
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
@@ -56,16 +60,55 @@ def _answers(inputs: Inputs, asked: Sequence[Question], make_policy: PolicyMaker
     if processes <= 1 or len(asked) <= 1:
         yield from (answer(inputs, question, make_policy) for question in asked)
         return
-    # Not forked: the threads of a progress bar may hold a lock at that moment.
+    # Not forked: the threads of a progress bar may hold a lock at that moment. Each process has a pipe of its own, so that it
+    # can be ended at any time; a pool shares queues with locks, which a process that was ended in a write never releases.
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(processes, len(asked)), _leave_interrupts) as pool:
-        yield from pool.imap_unordered(functools.partial(_answer, inputs, make_policy), asked)
+    left = deque(asked)
+    workers: dict[Connection, SpawnProcess] = {}
+    try:
+        for _ in range(min(processes, len(asked))):
+            here, there = context.Pipe()
+            workers[here] = context.Process(target=_work, args=(inputs, make_policy, there), daemon=True)
+            workers[here].start()
+            there.close()
+            here.send(left.popleft())
+        while workers:
+            for ready in wait(list(workers)):
+                connection = cast("Connection", ready)
+                found = _received(connection, workers[connection])
+                if left:
+                    connection.send(left.popleft())
+                else:
+                    connection.send(None)
+                    workers.pop(connection).join()
+                yield found
+    finally:
+        for process in workers.values():
+            process.terminate()
+            process.join()
 
 
-def _answer(inputs: Inputs, make_policy: PolicyMaker, question: Question) -> Simulated:
-    return answer(inputs, question, make_policy)
+def _received(connection: Connection, process: SpawnProcess) -> Simulated:
+    try:
+        found = connection.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"a simulating process has ended with exit code {process.exitcode}; if memory is short, use fewer processes"
+        ) from None
+    if isinstance(found, Exception):
+        raise found
+    return cast("Simulated", found)
 
 
-def _leave_interrupts() -> None:
-    """Ignore Ctrl-C, which a terminal sends to all processes: the first process ends the others."""
+def _work(inputs: Inputs, make_policy: PolicyMaker, connection: Connection) -> None:
+    """Answer the questions of a connection until there is none, or the first process is gone."""
+    # A terminal sends Ctrl-C to all processes; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while (question := connection.recv()) is not None:
+            try:
+                found: Simulated | Exception = answer(inputs, question, make_policy)
+            except Exception as error:
+                found = error
+            connection.send(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -90,13 +91,15 @@ def test_parser_offers_every_policy_of_the_registry() -> None:
     assert set(parser.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
 
 
-def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
-    arguments = command(tmp_path, "--policy", "user", "--seeds", "400")
+@pytest.mark.long
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_same_command_goes_on_after_ctrl_c(tmp_path: Path, processes: str) -> None:
+    arguments = command(tmp_path, "--policy", "user", "--seeds", "400", "--processes", processes)
     run = [sys.executable, "-m", "lightning_dlrover.cli", *arguments]
-    first = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     records = tmp_path / "out" / "simulations.jsonl"
     eventually(lambda: records.exists() and records.read_bytes().count(b"\n") > 3, "the first simulations")
-    first.send_signal(signal.SIGINT)
+    os.killpg(first.pid, signal.SIGINT)  # as a terminal does
     out, errors = first.communicate(timeout=60)
     assert first.returncode == 130, out + errors
     found = re.search(r"interrupted; (\d+) of 400 simulations are on record", errors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
 from lightning_dlrover.planner.cluster.workloads import WorkloadError
 from lightning_dlrover.simulate.records import FILE_NAME, Results, ResultsError, Simulated
 from lightning_dlrover.simulate.run import registered_policy, run_study
-from lightning_dlrover.simulate.study import BY_MODEL, Inputs, Question, Trace, answer, questions, read_inputs
+from lightning_dlrover.simulate.study import BY_MODEL, Inputs, PolicyMaker, Question, Trace, answer, questions, read_inputs
 
 CLUSTER = Cluster(2, 2)
 SAMPLES = {"toy": 64 * 100}
@@ -81,6 +83,22 @@ def test_several_processes_give_the_same_answers_as_one(tmp_path: Path) -> None:
     asked = asked_of(traces)[:3]
     with Results(tmp_path / "one") as one, Results(tmp_path / "two") as two:
         assert run_study(inputs, asked, one) == run_study(inputs, asked, two, processes=2)
+
+
+def unusable(name: str, seed: int) -> Policy:
+    raise ValueError(f"no policy {name}")
+
+
+def lost(name: str, seed: int) -> Policy:
+    os._exit(7)
+
+
+@pytest.mark.parametrize("make_policy, message", [(unusable, "no policy user"), (lost, "has ended with exit code 7")])
+def test_a_failure_in_another_process_ends_the_study(tmp_path: Path, make_policy: PolicyMaker, message: str) -> None:
+    inputs, traces = inputs_of(tmp_path)
+    with Results(tmp_path / "out") as results, pytest.raises((ValueError, RuntimeError), match=message):
+        run_study(inputs, asked_of(traces), results, make_policy=make_policy, processes=2)
+    assert not multiprocessing.active_children()
 
 
 def test_a_simulation_holds_every_job_and_all_of_its_time_on_devices(tmp_path: Path) -> None:
