@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["MemoryMargin"]
 
-# Margin without records, as a share of the estimate. Where blocks lie in the heap is chance: the peak of one MLP of the models that
-# the estimator was tuned on was 1.33 times its estimate in one run of three, and 0.94 times in another.
+# Margin without records, as a share of the estimate. Where blocks lie in the heap is chance: the peak of one MLP, of the models
+# that the estimator was tuned on, was 1.33 times its estimate in one run of three, and 0.94 times in another.
 DEFAULT_SHARE = 0.35
 MIN_SHARE = 0.02  # the peaks of two equal runs differ by about this much
 RISK = 0.05  # probability that a job needs more than its estimate and margin
