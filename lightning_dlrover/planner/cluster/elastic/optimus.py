@@ -1,4 +1,4 @@
-"""Optimus: one device at a time to the job whose remaining time it shortens most (Peng et al., EuroSys 2018, section 4.1).
+"""Optimus: one device at a time to the job whose remaining time it shortens most (Peng et al., EuroSys 2018).
 
 Every job first gets its fewest devices, in the order of submission. Then, with Q steps left and a speed f(n), the marginal
 gain of a device is Q / f(n) - Q / f(n + 1), and the largest takes it, until no gain is positive. The interval is that of the

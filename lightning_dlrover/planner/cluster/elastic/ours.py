@@ -25,7 +25,6 @@ tries a new size where that gains in the less favourable case, too. The maximum 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns
 from lightning_dlrover.planner.cluster.elastic.share import Share
@@ -64,7 +63,7 @@ def values(share: Share) -> Floats:
     value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * kept
     now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
     value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)
-    return np.where(_considered(share), value, -np.inf)
+    return np.where(share.filling, value, -np.inf)
 
 
 def urgencies(work: Floats, weights: Floats, exponent: float) -> Floats:
@@ -77,11 +76,3 @@ def urgencies(work: Floats, weights: Floats, exponent: float) -> Floats:
     above, below = total / scale, (total - weights[order]) / scale
     urgency[order] = (above**power - np.maximum(below, 0.0) ** power) ** (1 / power)
     return urgency
-
-
-def _considered(share: Share) -> NDArray[np.bool_]:
-    """Allowed sizes that fill nodes: any within one node, and whole nodes; all sizes of a job that has no such one."""
-    sizes, per_node = share.sizes, share.per_node
-    fills = (sizes <= per_node) | (sizes % per_node == 0)
-    least = np.maximum(share.fewest, share.floors)[:, None]
-    return np.asarray(share.allowed & (fills | (sizes == least)))

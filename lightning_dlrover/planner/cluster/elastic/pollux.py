@@ -1,4 +1,4 @@
-"""Pollux: the generalised mean of goodputs, by genetic search (Qiao et al., OSDI 2021, section 4.2).
+"""Pollux: the generalised mean of goodputs, by genetic search (Qiao et al., OSDI 2021).
 
 The fitness of sizes a_j is the power mean of the speedups over a fair share of the cluster,
 
@@ -10,9 +10,9 @@ profiled. The interval is `INTERVAL_S`.
 
 Differences: Pollux adapts each job's batch size, and goodput is throughput times statistical efficiency. Here the global batch
 never changes, so that efficiency is 1, and goodput is speed. Individuals are numbers of devices, which the shared placement
-puts on few nodes; the artefact's are devices on each node. The artefact begins a search with the population of the last one.
-This function keeps nothing. It begins with the present sizes, a fair share, their mutants, and a climb of concave hulls, and
-ends when `PATIENCE` generations have found nothing better.
+puts on few nodes, so sizes are those that fill nodes; the artefact's are devices on each node. The artefact begins a search
+with the population of the last one. This function keeps nothing. It begins with the present sizes, a fair share, their
+mutants, and a climb of concave hulls, and ends when `PATIENCE` generations have found nothing better.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def costs(share: Share) -> Floats:
     speedups = share.speeds / np.where(base > 0, base, 1.0)[:, None]
     stays = (share.sizes == share.present[:, None]) | (share.present[:, None] == 0)
     speedups = speedups * np.where(stays, 1.0, restart_factors(share)[:, None])
-    allowed = share.allowed & (share.sizes <= growth_limits(share)[:, None])
+    allowed = share.filling & (share.sizes <= growth_limits(share)[:, None])
     cost = share.weights[:, None] * (speedups / share.per_node + LEAST) ** POWER
     return np.where(allowed, cost, np.inf)
 

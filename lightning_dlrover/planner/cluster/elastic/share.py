@@ -74,6 +74,12 @@ class Share:
         return np.asarray(runs | ((sizes == 0) & (self.floors[:, None] == 0)))
 
     @cached_property
+    def filling(self) -> NDArray[np.bool_]:
+        """Allowed sizes that fill nodes: any within a node, whole nodes above, and the fewest devices of the job."""
+        fills = (self.sizes <= self.per_node) | (self.sizes % self.per_node == 0)
+        return np.asarray(self.allowed & (fills | (self.sizes == np.maximum(self.fewest, self.floors)[:, None])))
+
+    @cached_property
     def steps_left(self) -> Floats:
         """Steps that each job has left, infinite where its end is unknown; shape ``(num_jobs,)``."""
         return np.array([np.inf if job.steps_left is None else max(job.steps_left, 1e-9) for job in self.jobs])

@@ -1,4 +1,4 @@
-"""Sia: one configuration for each job, by an integer program (Jayaram Subramanya et al., SOSP 2023, section 3.4).
+"""Sia: one configuration for each job, by an integer program (Jayaram Subramanya et al., SOSP 2023).
 
 With x_ij = 1 where job i gets configuration j, and goodputs G_ij over the job's smallest one,
 

@@ -1,7 +1,7 @@
 """Each job at its most efficient size, first come first served, with EASY backfilling.
 
 The size is the largest with a scaling efficiency s(n) / (n s(1)) of at least `MIN_EFFICIENCY`. Pollux's "tuned jobs" run at
-50 to 80 % of the ideal speedup (Qiao et al., OSDI 2021, section 5.1; `get_configurations` of the artefact). A job keeps the
+50 to 80 % of the ideal speedup (Qiao et al., OSDI 2021; `get_configurations` of the artefact). A job keeps the
 size it starts with. The difference to Pollux's: the batch is given, so only the size is tuned, and by predicted speeds.
 """
 
