@@ -237,7 +237,8 @@ def _utilisation(
     for span in outcome.spans:
         request, seconds = requests[span.job], span.ended_s - span.began_s
         cores += request.used_cores(span.num_devices) * seconds
-        memory += min(request.peak_gib, request.asked_gib) * (1 + START_OF_MEMORY) / 2 * seconds
+        most_gib = min(request.peak_gib, request.asked_gib) if reserved_gib is None else request.peak_gib
+        memory += (min(START_OF_MEMORY * request.peak_gib, most_gib) + most_gib) / 2 * seconds
         asked_cores += (request.asked_cores if reserved_gib is None else CORES_PER_UNIT * span.num_devices) * seconds
         asked_gib += (request.asked_gib if reserved_gib is None else reserved_gib[span.job]) * seconds
     return cores / asked_cores, memory / asked_gib
