@@ -34,6 +34,8 @@ _HOMES = {
     "stacks": "stacks",
     "data": "data",
     "divide": "resize",
+    "brain": "brain",
+    "queue": "brain",
     "list": "show",
     "history": "history",
 }
@@ -82,6 +84,7 @@ def command_function(command: str) -> Callable[[argparse.Namespace], int]:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """Return the errors whose message suffices for the user, without a traceback."""
+    from lightning_dlrover.brain.place import PlaceError
     from lightning_dlrover.components.control.office import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.learn.history import HistoryError
@@ -95,6 +98,7 @@ def _refusals() -> tuple[type[Exception], ...]:
         HistoryError,
         JobNotFoundError,
         ControllerBusyError,
+        PlaceError,
         EtcdError,
         EtcdServerError,
         RecordError,

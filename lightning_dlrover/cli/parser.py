@@ -21,6 +21,7 @@ from lightning_dlrover.cli.options import (
     flag,
     option_of,
 )
+from lightning_dlrover.cli.pool_options import add_brain, add_place_in_pool, add_queue
 
 POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "muri")
 """Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
@@ -51,6 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_stacks(commands)
     _add_data(commands)
     _add_divide(commands)
+    add_brain(commands)
+    add_queue(commands)
     _add_list(commands)
     _add_history(commands)
     return parser
@@ -101,6 +104,7 @@ def _add_run(commands: Commands) -> None:
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
     )
     add_objective_options(run)
+    add_place_in_pool(run)
     add_place_options(run)
     add_node_options(run)
     add_slurm_options(run)
