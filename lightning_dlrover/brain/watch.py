@@ -85,12 +85,12 @@ class Watch:
             num_of_owner[member.owner] = num_of_owner.get(member.owner, 0) + 1
         jobs = {}
         for name in sorted({*members, *grants}):
-            member = members.get(name)
-            weight = member.weight if member is not None else 1.0
-            if member is not None and member.owner in self._owner_weights:
-                weight *= self._owner_weights[member.owner] / num_of_owner[member.owner]
+            known = members.get(name)
+            weight = known.weight if known is not None else 1.0
+            if known is not None and known.owner in self._owner_weights:
+                weight *= self._owner_weights[known.owner] / num_of_owner[known.owner]
             entry = entries.get(pool.grants + name)
-            jobs[name] = self._job(name, member, grants.get(name), entry.mod_revision if entry is not None else 0, weight, now)
+            jobs[name] = self._job(name, known, grants.get(name), entry.mod_revision if entry is not None else 0, weight, now)
         self._learned = {name: learned for name, learned in self._learned.items() if name in jobs}
         return PoolView(jobs, entries.get(pool.brain))
 

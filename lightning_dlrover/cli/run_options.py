@@ -210,6 +210,7 @@ def place_in_pool(options: argparse.Namespace, endpoint: str | None, prefix: str
             "DLROVER_ENDPOINT"
         )
     now = time.time()
+    fewest, most = options.workers
     _, size = node_sizes(options)
     gpus = re.search(r"\d+$", options.gpus or "")
     owner = options.owner
@@ -219,7 +220,8 @@ def place_in_pool(options: argparse.Namespace, endpoint: str | None, prefix: str
     return PoolKeys(options.pool, prefix), MemberRecord(
         socket.gethostname(),
         os.getpid(),
-        *options.workers,
+        fewest,
+        most,
         submitted_at=now,
         cores=float(max(1, size.cpus)),  # nodes on this machine share its cores, and compute with one thread each
         gpus=int(gpus[0]) if gpus else 0,

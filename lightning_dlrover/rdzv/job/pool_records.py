@@ -72,8 +72,8 @@ class MemberRecord:
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers or not self.weight > 0 or self.cores < 0:
             raise ValueError(
-                f"a job of {self.min_workers} to {self.max_workers} workers with {self.cores} cores each and weight {self.weight} "
-                "can have no place: give at least one worker, and a weight above 0"
+                f"a job of {self.min_workers} to {self.max_workers} workers with {self.cores} cores each and weight "
+                f"{self.weight} can have no place: give at least one worker, and a weight above 0"
             )
 
 

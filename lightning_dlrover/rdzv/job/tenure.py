@@ -1,7 +1,7 @@
 """Hold a key that one process at a time may have, and fence its writes with it.
 
-A controller holds its job's key, a brain that of its pool, and a `dlrover run` its job's place in a pool. Each loses the key with
-its lease. The create revision of the key then differs, so a write that arrives late is refused.
+A controller holds its job's key, a brain that of its pool, and a `dlrover run` its job's place in a pool. Each loses the key
+with its lease. The create revision of the key then differs, so a write that arrives late is refused.
 """
 
 from __future__ import annotations
