@@ -112,7 +112,9 @@ class Place:
         try:
             live = {entry.key: entry for entry in self._client.get_prefix(self._keys.live)[1]}
             if not num_alive(live, self._keys):
-                self._client.txn([self._tenure.is_ours], [Delete(self._grant_key)])
+                # Both at once: a job without a grant whose member record is still there waits for a place.
+                member = self._pool.members + self._keys.run_id
+                self._client.txn([self._tenure.is_ours], [Delete(self._grant_key), Delete(member)])
         except EtcdError as error:
             log.info("run %s: its place in pool %s is given back later: %s", self._keys.run_id, self._pool.pool, error)
         self._tenure.give_up()

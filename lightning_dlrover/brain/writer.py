@@ -90,13 +90,8 @@ class Writer:
             since=now,
             submitted_at=seen.job.submitted_s,
         )
-        last = seen.grant
-        if last is not None and (last.state, last.place, last.queued, last.reason) == (
-            "waiting",
-            wait.place,
-            queued,
-            wait.reason,
-        ):
+        last, shown = seen.grant, (grant.state, grant.place, grant.queued, grant.reason)
+        if last is not None and (last.state, last.place, last.queued, last.reason) == shown:
             shift_s = abs(last.expected_at - expected_at)
             if shift_s <= max(SAME_WAIT_S, 0.2 * (wait.expected_s or 0.0)):
                 return False

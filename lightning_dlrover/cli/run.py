@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
+
+SURPLUS_IN_POOL_S = 5.0
+"""Seconds that a node of a job in a pool may outlast its place there. Another job waits for its resources."""
 
 PLACE_TIMEOUT_S = 7 * 24 * 3600.0
 """Seconds to wait for a place in a pool, unless --place-timeout sets another limit."""
@@ -118,6 +122,8 @@ def _run_job(
     spec = _node_spec(options, script, place)
     # An agent with restarts left may be without a worker while it restarts one.
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
+    if asked is not None:
+        patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         _refuse_unusable_job(client, place, is_resumed=(folder / JOB_FILE).exists())

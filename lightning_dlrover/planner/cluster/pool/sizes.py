@@ -81,7 +81,7 @@ def _admitted(
     """Return the waiting jobs whose fewest workers fit beside those of running jobs, and those of them that are overdue."""
     left = free
     for job in running:
-        left -= job.needs.times(fewest_of(job))
+        left -= job.needs.times(job.min_workers)
     admitted: list[PoolJob] = []
     overdue: set[str] = set()
     for job in queue:
@@ -94,11 +94,6 @@ def _admitted(
         elif is_overdue and fewest.fits(free):
             break  # what becomes free is kept for it
     return admitted, overdue
-
-
-def fewest_of(job: PoolJob) -> int:
-    """Return the fewest workers with which a running job goes on."""
-    return min(job.min_workers, job.max_workers)
 
 
 def _kept_within(jobs: Sequence[PoolJob], chosen: Mapping[str, int], overdue: set[str], free: Resources) -> dict[str, int]:

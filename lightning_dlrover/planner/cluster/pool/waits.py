@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, held_by
 from lightning_dlrover.planner.cluster.pool.resources import Resources
-from lightning_dlrover.planner.cluster.pool.sizes import fewest_of, in_queue_order
+from lightning_dlrover.planner.cluster.pool.sizes import in_queue_order
 
 __all__ = ["Wait", "queue_of", "time_text"]
 
@@ -39,7 +39,7 @@ def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_
     free = budget - held_by(job for job in holders if not job.is_flexible)
     for job in holders:
         if job.is_flexible:
-            free -= job.needs.times(fewest_of(job))
+            free -= job.needs.times(job.min_workers)
     ends = [_End(job.name, job.seconds_left(job.held), job.needs.times(_least(job))) for job in holders]
     waits = []
     for place, job in enumerate(queue, start=1):
@@ -59,7 +59,7 @@ class _End:
 
 
 def _least(job: PoolJob) -> int:
-    return fewest_of(job) if job.is_flexible else job.held
+    return job.min_workers if job.is_flexible else job.held
 
 
 def _wait_of(
