@@ -95,6 +95,7 @@ class Job:
         num_devices: as its user asked.
         min_devices: fewest and most devices of an elastic job; 0: `num_devices`.
         served_device_s: seconds times devices that it has had.
+        restarts: times that it was put back to wait, or got other devices while it ran.
         family: jobs with the same model, such as its name; "" where unknown. Only a hint for predictions.
         batch_size: samples per worker and step; 0 where unknown. Only a hint for predictions.
         exclusive: shares its devices with no other job.
@@ -115,6 +116,7 @@ class Job:
     min_devices: int = 0
     max_devices: int = 0
     served_device_s: float = 0.0
+    restarts: int = 0
     family: str = ""
     batch_size: float = 0.0
     exclusive: bool = False

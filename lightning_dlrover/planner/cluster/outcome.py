@@ -9,7 +9,17 @@ import numpy as np
 from lightning_dlrover.planner.cluster.jobs import Job
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["Finished", "SimulationOutcome"]
+__all__ = ["Finished", "SimulationOutcome", "Span"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in which a job had the same devices."""
+
+    job: str
+    began_s: float
+    ended_s: float
+    num_devices: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class SimulationOutcome:
     num_devices: int
     busy_device_s: float
     decisions: int
+    spans: tuple[Span, ...] = ()  # of all jobs, by their ends
 
     @property
     def makespan_s(self) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -54,9 +54,13 @@ class PolicySettings:
         max_wait_s: a job that has waited longer goes before all others, and a device is kept free for it.
         seed: for policies that choose at random. Equal seeds choose alike.
         most_together: most workers of different jobs on one device, where its places allow more.
+        owner_weights: importance of the jobs of each owner; 1 for an owner that is absent.
+        may_pause: whether a running elastic job may be put back to wait. Its devices may change anyway.
     """
 
     speeds: SpeedPredictor = Undisturbed()
     max_wait_s: float = 3600.0
     seed: int = 0
     most_together: int = 4
+    owner_weights: Mapping[str, float] = field(default_factory=dict)
+    may_pause: bool = True

@@ -2,7 +2,8 @@
 
 Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be. It is
 the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there,
-and may know more than the policy does. A job that starts or changes its devices makes no step for as long as that costs.
+and may know more than the policy does: of an elastic job, a policy knows what `Knowledge` has learned. A job that starts or
+changes its devices makes no step for as long as that costs.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
-from lightning_dlrover.planner.cluster.outcome import Finished, SimulationOutcome
+from lightning_dlrover.planner.cluster.outcome import Finished, SimulationOutcome, Span
 from lightning_dlrover.planner.cluster.packing import Packing, why_never
 from lightning_dlrover.planner.cluster.policy import Policy
+from lightning_dlrover.planner.cluster.scaling import Scaling
 from lightning_dlrover.planner.cluster.slowdown import Observation
 
-__all__ = ["Arrival", "Costs", "Learner", "SimulationError", "Truth", "simulate"]
+__all__ = ["Arrival", "Costs", "Knowledge", "Learner", "SimulationError", "Truth", "simulate"]
+
+WINDOW_S = 20.0
+"""Seconds of steps that make a window. On the same devices, the next one ends when twice as many seconds have passed."""
+
+WINDOW_STEPS = 2
+"""Fewest steps of a window."""
 
 
 class SimulationError(ValueError):
@@ -60,9 +68,21 @@ class Learner(Protocol):
         ...
 
 
+class Knowledge(Protocol):
+    """What policies know of the speed of elastic jobs."""
+
+    def ran(self, job: Job, devices: Sequence[Device], /) -> None:
+        """Observe a window of steps of a job on its devices."""
+        ...
+
+    def scaling(self, job: Job, /) -> Scaling:
+        """Return what is known now. The same object as before if nothing has been learned since."""
+        ...
+
+
 @dataclass(frozen=True)
 class Costs:
-    """Seconds without a step."""
+    """Seconds without a step, beside each job's own `change_s`."""
 
     start_s: float = 0.0
     change_s: float = 0.0  # other devices, or more or fewer of them
@@ -78,7 +98,9 @@ class _Run:
     at_s: float
     since_s: float
     ready_s: float
+    names: tuple[str, ...]
     steps_per_s: float = 0.0
+    next_window_s: float = WINDOW_S  # seconds of steps at which the next window ends
     version: int = -1  # number of the valid entry in the heap; others were computed with another speed
 
     def advance(self, now_s: float) -> None:
@@ -110,15 +132,17 @@ def simulate(
     costs: Costs | None = None,
     every_s: float | None = None,
     learner: Learner | None = None,
+    knowledge: Knowledge | None = None,
 ) -> SimulationOutcome:
     """Run all jobs to their ends.
 
     Args:
         every_s: seconds between decisions without a cause; None: only when jobs come and end.
+        knowledge: what the policy sees in `Job.scaling`; None: jobs keep the one that they came with.
     Raises:
         SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.
     """
-    return _Simulation(arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner).run()
+    return _Simulation(arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner, knowledge).run()
 
 
 @dataclass
@@ -130,11 +154,13 @@ class _Simulation:
     costs: Costs
     every_s: float | None
     learner: Learner | None
+    knowledge: Knowledge | None
     now_s: float = 0.0
     waiting: dict[str, Job] = field(default_factory=dict)
     running: dict[str, _Run] = field(default_factory=dict)
     ends: list[tuple[float, str, int]] = field(default_factory=list)  # a heap
     finished: list[Finished] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     version: int = 0
     busy_s: float = 0.0  # devices with a job, times seconds
 
@@ -162,7 +188,9 @@ class _Simulation:
             decisions += 1
             if self.waiting and not self.running and position == len(coming) and self.every_s is None:
                 raise SimulationError(f"the policy lets {sorted(self.waiting)[:5]} wait for ever on free devices")
-        return SimulationOutcome(tuple(self.finished), start_s, self.now_s, len(self.devices), self.busy_s, decisions)
+        return SimulationOutcome(
+            tuple(self.finished), start_s, self.now_s, len(self.devices), self.busy_s, decisions, tuple(self.spans)
+        )
 
     def _check(self) -> None:
         names = [arrival.job.name for arrival in self.arrivals]
@@ -204,7 +232,7 @@ class _Simulation:
             progress = self.progress[run.job.name]
             self.finished.append(
                 Finished(
-                    run.job,
+                    replace(run.job, scaling=progress.arrival.job.scaling),
                     progress.started_s,
                     to_s,
                     progress.served_device_s,
@@ -216,15 +244,36 @@ class _Simulation:
         self._set_speeds(changed)
 
     def _state(self) -> State:
+        for run in self.running.values():
+            self._observe(run)
         running = []
         for run in self.running.values():
             progress = self.progress[run.job.name]
             run.advance(self.now_s)
             served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
             left = None if run.job.steps_left is None else run.left
-            job = replace(run.job, steps_left=left, served_device_s=served)
-            running.append(Running(job, tuple(device.name for device in run.devices), run.since_s))
-        return State(self.now_s, self.devices, tuple(self.waiting.values()), tuple(running))
+            scaling = run.job.scaling if self.knowledge is None else self.knowledge.scaling(run.job)
+            restarts = progress.changes + progress.starts - 1
+            job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts, scaling=scaling)
+            running.append(Running(job, run.names, run.since_s))
+        return State(self.now_s, self.devices, self._waiting(), tuple(running))
+
+    def _waiting(self) -> tuple[Job, ...]:
+        if self.knowledge is not None:
+            for name, job in self.waiting.items():
+                scaling = self.knowledge.scaling(job)
+                if scaling is not job.scaling:
+                    self.waiting[name] = replace(job, scaling=scaling)
+        return tuple(self.waiting.values())
+
+    def _observe(self, run: _Run) -> None:
+        """Let a run show a window if its steps make one."""
+        if self.knowledge is None:
+            return
+        ran_s = self.now_s - run.ready_s
+        if ran_s >= run.next_window_s and ran_s * run.steps_per_s >= WINDOW_STEPS:
+            run.next_window_s = 2 * ran_s
+            self.knowledge.ran(run.job, run.devices)
 
     def _apply(self, allocation: Allocation) -> None:
         wanted = {name: tuple(self.by_name[device] for device in names) for name, names in allocation.items() if names}
@@ -242,36 +291,49 @@ class _Simulation:
             self._stop(run)
             if name in wanted:
                 self.progress[name].changes += 1
-                self._begin(run.job, wanted[name], self.costs.change_s)
+                self._begin(run.job, wanted[name], self.costs.change_s + run.job.change_s)
             else:
                 progress = self.progress[name]
                 left = None if run.job.steps_left is None else progress.left
                 self.waiting[name] = replace(
-                    run.job, waiting_since_s=self.now_s, served_device_s=progress.served_device_s, steps_left=left
+                    run.job,
+                    waiting_since_s=self.now_s,
+                    served_device_s=progress.served_device_s,
+                    steps_left=left,
+                    restarts=progress.changes + progress.starts,
                 )
         for name in starting:
             self.progress[name].starts += 1
-            self._begin(self.waiting.pop(name), wanted[name], self.costs.start_s)
-        self._check_limits()
+            job = self.waiting.pop(name)
+            self._begin(job, wanted[name], self.costs.start_s + job.change_s)
+        self._check_limits(changed)
         self._set_speeds(changed)
 
     def _begin(self, job: Job, devices: tuple[Device, ...], cost_s: float) -> None:
         progress = self.progress[job.name]
         if math.isnan(progress.started_s):
             progress.started_s = self.now_s
-        self.running[job.name] = _Run(job, devices, progress.left, self.now_s, self.now_s, self.now_s + cost_s)
+        names = tuple(device.name for device in devices)
+        self.running[job.name] = _Run(job, devices, progress.left, self.now_s, self.now_s, self.now_s + cost_s, names)
 
     def _stop(self, run: _Run) -> None:
+        self._observe(run)
         run.advance(self.now_s)
+        self.spans.append(Span(run.job.name, run.since_s, self.now_s, len(run.devices)))
         progress = self.progress[run.job.name]
         progress.left = run.left
         progress.served_device_s += len(run.devices) * (self.now_s - run.since_s)
         del self.running[run.job.name]
 
-    def _check_limits(self) -> None:
-        running = tuple(Running(run.job, tuple(d.name for d in run.devices)) for run in self.running.values())
-        packing = Packing(State(self.now_s, self.devices, (), running))
-        for device in self.devices:
+    def _check_limits(self, changed: set[str]) -> None:
+        """Check the nodes of devices that have other workers than before; memory of a node counts on all of its devices."""
+        nodes = {self.by_name[name].node for name in changed}
+        there = [run for run in self.running.values() if any(device.node in nodes for device in run.devices)]
+        checked = [device for device in self.devices if device.node in nodes]
+        others = {d.name: d for run in there for d in run.devices if d.node not in nodes}
+        running = tuple(Running(run.job, run.names) for run in there)
+        packing = Packing(State(self.now_s, (*checked, *others.values()), (), running))
+        for device in checked:
             if packing.free_bytes(device) < 0 or len(packing.members(device)) > device.places:
                 names = [job.name for job in packing.members(device)]
                 raise SimulationError(

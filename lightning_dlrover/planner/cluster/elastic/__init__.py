@@ -1,0 +1,51 @@
+"""Policies for elastic jobs by name. Each chooses sizes in one file; `make_elastic` adds what all of them keep.
+
+That is: the bound on waiting, deadlines, priorities, weights of owners, limits of jobs, and one placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_dlrover.planner.cluster.elastic.autopilot import autopilot
+from lightning_dlrover.planner.cluster.elastic.dlrover import dlrover
+from lightning_dlrover.planner.cluster.elastic.las import las
+from lightning_dlrover.planner.cluster.elastic.optimus import INTERVAL_S as OPTIMUS_EVERY_S
+from lightning_dlrover.planner.cluster.elastic.optimus import optimus
+from lightning_dlrover.planner.cluster.elastic.ours import ours
+from lightning_dlrover.planner.cluster.elastic.pollux import INTERVAL_S as POLLUX_EVERY_S
+from lightning_dlrover.planner.cluster.elastic.pollux import pollux
+from lightning_dlrover.planner.cluster.elastic.share import SizePolicy
+from lightning_dlrover.planner.cluster.elastic.sia import INTERVAL_S as SIA_EVERY_S
+from lightning_dlrover.planner.cluster.elastic.sia import sia
+from lightning_dlrover.planner.cluster.elastic.sizes import with_placement
+from lightning_dlrover.planner.cluster.elastic.srtf import srtf
+from lightning_dlrover.planner.cluster.elastic.tuned import tuned
+from lightning_dlrover.planner.cluster.elastic.user import user
+from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
+
+__all__ = ["ELASTIC_POLICIES", "make_elastic"]
+
+ELASTIC_POLICIES: Mapping[str, SizePolicy] = {
+    "user": SizePolicy(user, preempts=False, rigid=True),
+    "tuned": SizePolicy(tuned, preempts=False),
+    "srtf": SizePolicy(srtf, rigid=True),
+    "las": SizePolicy(las, rigid=True),
+    "dlrover": SizePolicy(dlrover, preempts=False),
+    "autopilot": SizePolicy(autopilot, preempts=False),
+    "optimus": SizePolicy(optimus, every_s=OPTIMUS_EVERY_S),
+    "pollux": SizePolicy(pollux, every_s=POLLUX_EVERY_S),
+    "sia": SizePolicy(sia, every_s=SIA_EVERY_S),
+    "ours": SizePolicy(ours),
+}
+
+
+def make_elastic(name: str, settings: PolicySettings | None = None) -> Policy:
+    """Return the policy with that name.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if name not in ELASTIC_POLICIES:
+        raise ValueError(f"there is no policy {name!r} for elastic jobs; choose one of {', '.join(ELASTIC_POLICIES)}")
+    return with_placement(ELASTIC_POLICIES[name], settings or PolicySettings())

@@ -1,0 +1,69 @@
+"""Ours: least total completion time by learned speeds, remaining work, and the measured cost of a change.
+
+Sizes maximise the sum of the rates at which jobs come nearer to their ends, each weighed by how many others wait for it:
+
+    sum_i v_i S_i(k_i) (1 - c_i / h_i)    subject to  sum_i k_i <= devices
+
+S_i(k) is the speed with k devices over that of one device at the job's best efficiency. The urgencies v_i are those of heSRPT
+(Berg, Vesilo and Harchol-Balter, Performance Evaluation 144, 2020), which has the least total completion time where all jobs
+have the speedup k^p. With W_i the weights of the jobs with at least as much work left as job i, and q = 1 / (1 - p),
+
+    v_i = (W_i^q - (W_i - w_i)^q)^(1 / q)
+
+so the shortest jobs get most, but all get some while that is efficient. Speedups here are the learned ones, of any shape.
+
+A change of a running job costs c_i seconds without a step. It counts against what it gains until the next one, h_i seconds:
+`HORIZON_S`, or the job's end if that comes first. So the present sizes stay unless others are better by more than the cost.
+The maximum is exact for clusters of usual size, see `knapsack`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns
+from lightning_dlrover.planner.cluster.elastic.share import Share
+from lightning_dlrover.planner.cluster.elastic.speeds import Ints
+from lightning_dlrover.planner.cluster.policy import Floats
+
+__all__ = ["ours", "urgencies", "values"]
+
+HORIZON_S = 600.0
+"""Seconds for which sizes are expected to stay."""
+
+SPEEDUP_EXPONENT = 0.7
+"""Exponent p of the speedup for which urgencies are the best ones."""
+
+
+def ours(share: Share) -> Ints:
+    """Return the sizes."""
+    if not len(share.jobs):
+        return np.zeros(0, dtype=np.int64)
+    return share.sizes[best_columns(values(share), share.sizes, share.num_devices)]
+
+
+def values(share: Share) -> Floats:
+    """Return the value of each size for each job, shape ``(num_jobs, num_sizes)``; minus infinity where it is not allowed."""
+    speedups = share.speeds / np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
+    urgency = urgencies(share.work_left, share.weights, SPEEDUP_EXPONENT)
+    cost_s = np.array([job.change_s for job in share.jobs])[:, None]
+    horizon_s = np.minimum(HORIZON_S, np.where(np.isfinite(share.seconds_left), share.seconds_left, HORIZON_S))
+    stays = (share.sizes == share.present[:, None]) | (share.present[:, None] == 0)
+    kept = np.where(stays, 1.0, np.maximum(1 - cost_s / np.maximum(horizon_s, 1e-9), 0.0))
+    value = urgency[:, None] * speedups * kept
+    # A job that is paused now pays for its start later.
+    now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
+    value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)
+    return np.where(share.allowed, value, -np.inf)
+
+
+def urgencies(work: Floats, weights: Floats, exponent: float) -> Floats:
+    """Return heSRPT's weight of the speed of each job, shape ``(num_jobs,)``: the less work, the more."""
+    order = np.lexsort((np.arange(len(work)), -work / weights))
+    total = np.cumsum(weights[order])
+    power = 1 / (1 - exponent)
+    urgency = np.empty(len(work))
+    scale = total[-1] if len(total) else 1.0
+    above, below = total / scale, (total - weights[order]) / scale
+    urgency[order] = (above**power - np.maximum(below, 0.0) ** power) ** (1 / power)
+    return urgency

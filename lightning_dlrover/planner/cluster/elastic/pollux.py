@@ -1,0 +1,128 @@
+"""Pollux: the generalised mean of goodputs, by genetic search (Qiao et al., OSDI 2021, section 4.2).
+
+The fitness of sizes a_j is the power mean of the speedups over a fair share of the cluster,
+
+    fitness = (1/n sum_j (r_j speedup_j(a_j))^p)^(1/p)        p = -1
+
+with a restart factor r_j where the size of a running job changes. A population of `POPULATION` evolves for
+`GENERATIONS`: tournaments, one-point crossover over the jobs, mutation and repair as in the artefact. A job grows to at most
+twice the largest size that was profiled. The interval is `INTERVAL_S`.
+
+Differences: Pollux adapts each job's batch size, and goodput is throughput times statistical efficiency. Here the global batch
+never changes, so that efficiency is 1, and goodput is speed. Individuals are numbers of devices, which the shared placement
+puts on few nodes; the artefact's are devices on each node. It begins a search with the population of the last one; this
+function keeps nothing, so it begins with the present sizes, a fair share, and mutants of both.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_dlrover.planner.cluster.elastic.goodput import growth_limits, restart_factors
+from lightning_dlrover.planner.cluster.elastic.share import Share
+from lightning_dlrover.planner.cluster.elastic.speeds import Ints
+from lightning_dlrover.planner.cluster.policy import Floats
+
+__all__ = ["GENERATIONS", "INTERVAL_S", "POPULATION", "costs", "pollux"]
+
+INTERVAL_S = 60.0
+"""Seconds between decisions."""
+
+POPULATION = 100
+"""Individuals of a generation."""
+
+GENERATIONS = 100
+"""Generations of a search."""
+
+POWER = -1.0
+"""Exponent p of the mean. The lower, the fairer."""
+
+LEAST = 1e-3
+"""Added to each speedup, so that a waiting job has a finite cost."""
+
+
+def pollux(share: Share) -> Ints:
+    """Return the sizes."""
+    if not len(share.jobs):
+        return np.zeros(0, dtype=np.int64)
+    rng = np.random.default_rng((share.settings.seed, int(share.now_s * 1e3)))
+    search = _Search(share, rng)
+    people = search.first()
+    fitness = search.costs_of(people)
+    for _ in range(GENERATIONS):
+        children = search.children(people, fitness)
+        people = np.concatenate([people, children])
+        fitness = np.concatenate([fitness, search.costs_of(children)])
+        best = np.argsort(fitness, kind="stable")[:POPULATION]
+        people, fitness = people[best], fitness[best]
+    return share.sizes[people[0]]
+
+
+def costs(share: Share) -> Floats:
+    """Return (r_j speedup_j)^p of each job at each size, the sum of which is to be small; infinite where it is not allowed."""
+    fair = np.clip(-(-share.num_devices // max(len(share.jobs), 1)), share.fewest, share.most)
+    base = share.speeds_at(fair)
+    speedups = share.speeds / np.where(base > 0, base, 1.0)[:, None]
+    stays = (share.sizes == share.present[:, None]) | (share.present[:, None] == 0)
+    speedups = speedups * np.where(stays, 1.0, restart_factors(share)[:, None])
+    allowed = share.allowed & (share.sizes <= growth_limits(share)[:, None])
+    cost = share.weights[:, None] * (speedups / share.per_node + LEAST) ** POWER
+    return np.where(allowed, cost, np.inf)
+
+
+class _Search:
+    """Individuals are arrays of columns of sizes, shape ``(num_individuals, num_jobs)``."""
+
+    def __init__(self, share: Share, rng: np.random.Generator) -> None:
+        self._share, self._rng = share, rng
+        self._costs = costs(share)
+        allowed = np.isfinite(self._costs)
+        self._least = allowed.argmax(axis=1)
+        self._most = allowed.shape[1] - 1 - allowed[:, ::-1].argmax(axis=1)
+        # The nearest allowed column at or below each, so that mutants can be rounded.
+        columns = np.arange(allowed.shape[1])
+        self._round = np.maximum(np.maximum.accumulate(np.where(allowed, columns, -1), axis=1), self._least[:, None])
+        self._jobs = np.arange(len(share.jobs))
+        present = share.columns_of(share.present)
+        self._present = self._round[self._jobs, present]
+        # Repair serves jobs with floors first, then those with the least service, as in the artefact.
+        served = [job.served_device_s for job in share.jobs]
+        self._order = np.lexsort((self._jobs, served, share.floors == 0))
+
+    def first(self) -> Ints:
+        share = self._share
+        fair = share.columns_of(np.full(len(share.jobs), max(share.num_devices // len(share.jobs), 1), dtype=np.int64))
+        people = np.repeat(np.stack([self._present, self._round[self._jobs, fair]]), POPULATION // 2, axis=0)
+        mutants = self._mutated(people)
+        mutants[0], mutants[POPULATION // 2] = people[0], people[POPULATION // 2]
+        return self._repaired(mutants)
+
+    def costs_of(self, people: Ints) -> Floats:
+        return np.asarray(self._costs[self._jobs, people].sum(axis=1))
+
+    def children(self, people: Ints, fitness: Floats) -> Ints:
+        count = len(people)
+        rivals = self._rng.integers(0, count, size=(2, 2, count))
+        winners = np.where(fitness[rivals[0]] <= fitness[rivals[1]], rivals[0], rivals[1])
+        cut = self._rng.integers(0, len(self._jobs) + 1, size=(count, 1))
+        crossed = np.where(self._jobs < cut, people[winners[0]], people[winners[1]])
+        return self._repaired(self._mutated(crossed))
+
+    def _mutated(self, people: Ints) -> Ints:
+        """Some genes go back to the present size, some to the least; one or two of each individual grow at random."""
+        rng, shape = self._rng, people.shape
+        people = np.where(rng.random(shape) < 0.1, self._present, people)
+        people = np.where(rng.random(shape) < 0.01, self._least, people)
+        grows = rng.random(shape) < 2.0 / shape[1]
+        more = people + np.floor(rng.random(shape) * (self._most - people + 1)).astype(np.int64)
+        return np.where(grows, self._round[self._jobs, np.clip(more, 0, self._round.shape[1] - 1)], people)
+
+    def _repaired(self, people: Ints) -> Ints:
+        """Take devices that are not there from the last jobs in order, down to their least, until the rest suffices."""
+        sizes, least = self._share.sizes, self._share.sizes[self._least]
+        more = (sizes[people] - least)[:, self._order]
+        spare = self._share.num_devices - int(least.sum())
+        within = np.diff(np.minimum(more.cumsum(axis=1), spare), axis=1, prepend=0)
+        numbers = np.empty_like(people)
+        numbers[:, self._order] = within
+        return self._round[self._jobs, self._share.columns_of(numbers + least)]

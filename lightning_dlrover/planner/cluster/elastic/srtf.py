@@ -1,0 +1,22 @@
+"""Shortest remaining time first, preemptive, with the sizes that users asked for.
+
+Jobs take turns by predicted seconds to their end over their weight (Smith's rule); those that do not fit are passed over. A job
+of unknown length is expected to need as much again as it has had.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_dlrover.planner.cluster.elastic.share import Share
+from lightning_dlrover.planner.cluster.elastic.speeds import Ints
+from lightning_dlrover.planner.cluster.elastic.turn_taking import first_fits
+
+__all__ = ["srtf"]
+
+
+def srtf(share: Share) -> Ints:
+    """Return the sizes."""
+    seconds = share.seconds_left[np.arange(len(share.jobs)), share.columns_of(share.asked)] / share.weights
+    order = sorted(range(len(share.jobs)), key=lambda i: (seconds[i], share.jobs[i].submitted_s, share.jobs[i].name))
+    return first_fits(share, order, share.asked)

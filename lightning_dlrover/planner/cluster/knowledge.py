@@ -1,0 +1,244 @@
+"""What a policy knows of the speed of elastic jobs: learned from noisy windows of the simulated run, or all of it.
+
+Jobs of one family share what they have learned, as jobs of one model share their history. Step times are fitted by the model
+that plans real jobs (`perf`), which sees windows only at the placements on which jobs have run. Before the first window of a
+family, all that is assumed is a speed that grows linearly up to one node and no further, with a wide spread.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlrover.perf.columns import Columns, Configuration
+from lightning_dlrover.perf.model import NORMAL_WIDTH, StepTimeModel
+from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.planner.cluster.elastic_jobs import GUESS_STEPS_PER_S, Cluster, Family, placement_of
+from lightning_dlrover.planner.cluster.jobs import Device, Job
+from lightning_dlrover.planner.cluster.measured_speeds import Placement, even_placement
+from lightning_dlrover.planner.cluster.policy import Floats
+from lightning_dlrover.planner.cluster.scaling import Scaling, Speeds
+
+__all__ = ["LearnedKnowledge", "PerfectKnowledge", "ScalingTable"]
+
+NOISE = 0.03
+"""Standard deviation of the logarithm of a window's step time."""
+
+GUESS_SPREAD = 1.0
+"""Spread of the speeds that are assumed before the first window."""
+
+KEPT_WINDOWS = 8
+"""Newest windows of a placement that count. For a fit they are merged, as a job's are while nothing changes."""
+
+FEW_PLACEMENTS = 4
+"""Number of placements up to which each new one is a reason to fit again. With more, it takes half as many more."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScalingTable:
+    """Speeds by number of devices and of nodes; arrays of shape ``(max_devices + 1, num_nodes + 1)``. A `Scaling`."""
+
+    steps_per_s: Floats
+    spread: Floats
+
+    def speeds(self, num_devices: NDArray[np.integer[Any]], num_nodes: NDArray[np.integer[Any]]) -> Speeds:
+        most_devices, most_nodes = self.steps_per_s.shape
+        inside = (num_devices < most_devices) & (num_nodes < most_nodes)
+        devices, nodes = np.where(inside, num_devices, 0), np.where(inside, num_nodes, 0)
+        return Speeds(self.steps_per_s[devices, nodes], self.spread[devices, nodes])
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Sizes that a family can have on a cluster, spread evenly; arrays of shape ``(num_sizes,)``."""
+
+    shape: tuple[int, int]
+    devices: NDArray[np.int_]
+    nodes: NDArray[np.int_]
+
+    @classmethod
+    def of(cls, family: Family, cluster: Cluster) -> _Grid:
+        most_nodes = min(family.max_devices, cluster.num_nodes)
+        sizes = [
+            (devices, nodes)
+            for devices in range(1, family.max_devices + 1)
+            for nodes in range(math.ceil(devices / cluster.per_node), min(devices, most_nodes) + 1)
+        ]
+        devices, nodes = np.array(sizes).T
+        return cls((family.max_devices + 1, most_nodes + 1), devices, nodes)
+
+    def placements(self) -> list[Placement]:
+        return [even_placement(d, n) for d, n in zip(self.devices.tolist(), self.nodes.tolist(), strict=True)]
+
+    def table(self, steps_per_s: Floats, spread: Floats) -> ScalingTable:
+        table = ScalingTable(np.zeros(self.shape), np.zeros(self.shape))
+        table.steps_per_s[self.devices, self.nodes] = steps_per_s
+        table.spread[self.devices, self.nodes] = spread
+        return table
+
+
+class PerfectKnowledge:
+    """Knows the real speed of every size: an oracle."""
+
+    def __init__(self, families: Mapping[str, Family], cluster: Cluster) -> None:
+        self._tables: dict[str, ScalingTable] = {}
+        for name, family in families.items():
+            grid = _Grid.of(family, cluster)
+            speeds = np.array([family.steps_per_s(placement) for placement in grid.placements()])
+            self._tables[name] = grid.table(speeds, np.zeros(len(speeds)))
+
+    def ran(self, job: Job, devices: Sequence[Device]) -> None:
+        """Nothing is left to learn."""
+
+    def scaling(self, job: Job) -> Scaling:
+        return self._tables[job.family]
+
+
+@dataclass
+class _Learned:
+    """Windows of one family and the last fit; keys are (nodes, devices, fullest, emptiest)."""
+
+    family: Family
+    cluster: Cluster
+    grid: _Grid
+    columns: Columns
+    windows: dict[tuple[int, int, int, int], list[StepProfile]] = field(default_factory=dict)
+    fitted_placements: int = 0
+    fitted_windows: int = 0
+    fitted: ScalingTable | None = None
+    table: ScalingTable | None = None  # of the last fit, with what was measured since; None: out of date
+
+    @classmethod
+    def of(cls, family: Family, cluster: Cluster) -> _Learned:
+        grid = _Grid.of(family, cluster)
+        columns = Columns.of([_configuration(placement, family.global_batch) for placement in grid.placements()])
+        return cls(family, cluster, grid, columns)
+
+    def add(self, placement: Placement, rng: random.Random) -> None:
+        time = self.family.application.step_time(placement, self.family.global_batch)
+        factor = rng.lognormvariate(0, NOISE)
+        window = _window(placement, self.family.global_batch, time.step_s * factor, time.sync_s * factor)
+        key = len(placement), sum(placement), max(placement), min(placement)
+        self.windows[key] = [*self.windows.get(key, ()), window][-KEPT_WINDOWS:]
+        self.table = None
+
+    def scaling(self) -> ScalingTable:
+        if self.table is None:
+            if not self.windows:
+                self.table = self._guess()
+                return self.table
+            if self._is_news():
+                self._fit()
+            assert self.fitted is not None
+            self.table = self._with_measured(self.fitted)
+        return self.table
+
+    def _is_news(self) -> bool:
+        placements, windows = len(self.windows), sum(map(len, self.windows.values()))
+        few = self.fitted_placements < FEW_PLACEMENTS
+        enough = self.fitted_placements + (1 if few else self.fitted_placements // 2)
+        return placements >= enough or windows >= 2 * self.fitted_windows
+
+    def _fit(self) -> None:
+        samples = [_merged(windows) for windows in self.windows.values()]
+        self.fitted_placements, self.fitted_windows = len(samples), sum(map(len, self.windows.values()))
+        predicted = StepTimeModel.fit(samples).predict_columns(self.columns)
+        spread = np.log(predicted.high_s / predicted.step_time_s) / NORMAL_WIDTH
+        self.fitted = self.grid.table(1 / predicted.step_time_s, spread)
+
+    def _with_measured(self, fitted: ScalingTable) -> ScalingTable:
+        """Put the measurements at even placements in the place of predictions."""
+        table = ScalingTable(fitted.steps_per_s.copy(), fitted.spread.copy())
+        for (nodes, devices, fullest, emptiest), windows in self.windows.items():
+            if fullest - emptiest > 1:
+                continue
+            table.steps_per_s[devices, nodes] = 1 / _merged(windows).step_time_s
+            table.spread[devices, nodes] = NOISE / math.sqrt(len(windows))
+        return table
+
+    def _guess(self) -> ScalingTable:
+        speeds = GUESS_STEPS_PER_S * np.minimum(self.grid.devices, self.cluster.per_node)
+        return self.grid.table(speeds, np.full(len(speeds), GUESS_SPREAD))
+
+
+class LearnedKnowledge:
+    """Learns the speed of each family from the windows of its jobs. Equal seeds and windows give equal knowledge."""
+
+    def __init__(self, families: Mapping[str, Family], cluster: Cluster, seed: int = 0) -> None:
+        self._families = {name: _Learned.of(family, cluster) for name, family in families.items()}
+        self._rng = random.Random(seed)
+
+    def ran(self, job: Job, devices: Sequence[Device]) -> None:
+        """Observe one window of a job on its devices."""
+        self._families[job.family].add(placement_of(devices), self._rng)
+
+    def scaling(self, job: Job) -> Scaling:
+        return self._families[job.family].scaling()
+
+
+def _configuration(placement: Placement, global_batch: int) -> Configuration:
+    devices = sum(placement)
+    return Configuration(
+        num_workers=devices,
+        num_nodes=len(placement),
+        cores=1.0,
+        local_batch=math.ceil(global_batch / devices),
+        loader_workers=0,
+        intra_op_threads=1,
+        dense_bytes=0,
+        device="gpu",
+        fullest_node=max(placement),
+        emptiest_node=min(placement),
+    )
+
+
+def _merged(windows: Sequence[StepProfile]) -> StepProfile:
+    """Return one window with the geometric mean of the step times, divided into parts as the newest."""
+    newest = windows[-1]
+    step_s = math.exp(sum(math.log(window.step_time_s) for window in windows) / len(windows))
+    factor = step_s / newest.step_time_s
+    return replace(
+        newest,
+        step_time_s=step_s,
+        forward_s=newest.forward_s * factor,
+        communication_s=newest.communication_s * factor,
+        samples_per_s=newest.samples_per_s / factor,
+    )
+
+
+def _window(placement: Placement, global_batch: int, step_s: float, sync_s: float) -> StepProfile:
+    """Return what the profiler would publish: the time of a step, and the part of it that synchronises."""
+    devices = sum(placement)
+    return StepProfile(
+        worker_id="simulated",
+        round_number=0,
+        global_rank=0,
+        num_workers=devices,
+        num_nodes=len(placement),
+        first_step=0,
+        num_steps=1,
+        global_batch=global_batch,
+        local_batch=math.ceil(global_batch / devices),
+        loader_workers=0,
+        intra_op_threads=1,
+        cores=1.0,
+        device="gpu",
+        step_time_s=step_s,
+        data_wait_s=0.0,
+        forward_s=step_s - sync_s,
+        backward_s=0.0,
+        communication_s=sync_s,
+        optimizer_s=0.0,
+        other_s=0.0,
+        samples_per_s=global_batch / step_s,
+        memory_bytes=0,
+        cpu_percent=0.0,
+        fullest_node=max(placement),
+        emptiest_node=min(placement),
+    )

@@ -1,0 +1,156 @@
+"""Whatever the queue, each policy of sizes keeps devices, limits, fixed jobs and the bound on waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from elastic_jobs import GB, Amdahl, check_allocation, cluster, job, numbers, running, spread_speed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlrover.planner.cluster import Job, PolicySettings, Profile, Running, State
+from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES, make_elastic
+from lightning_dlrover.planner.cluster.simulator import Arrival, simulate
+
+PREEMPTING = [name for name, policy in ELASTIC_POLICIES.items() if policy.preempts]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    fewest = draw(st.integers(1, 5))
+    asked = fewest + draw(st.integers(0, 4))
+    return job(
+        f"job-{draw(st.integers(0, 10**9))}",
+        profiles={"gpu": Profile(draw(st.sampled_from([GB, GB, 20 * GB])), draw(st.floats(0.1, 10)))},
+        steps_left=draw(st.none() | st.floats(0.1, 1e6)),
+        submitted_s=draw(st.floats(0, 4000)),
+        priority=draw(st.integers(0, 2)),
+        weight=draw(st.floats(0.5, 4)),
+        owner=draw(st.sampled_from(["", "ads", "search"])),
+        num_devices=asked,
+        min_devices=fewest,
+        max_devices=asked + draw(st.integers(0, 12)),
+        served_device_s=draw(st.floats(0, 1e6)),
+        restarts=draw(st.integers(0, 9)),
+        change_s=draw(st.sampled_from([0.0, 0.5, 30.0])),
+        deadline_s=draw(st.none() | st.floats(0, 1e5)),
+        scaling=draw(
+            st.none()
+            | st.builds(
+                Amdahl, st.floats(0.1, 100), st.floats(0, 0.5), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 1.0])
+            )
+        ),
+    )
+
+
+def devices_of_two_sizes(num_nodes: int, per_node: int) -> tuple[Any, ...]:
+    """The last node's devices have more memory."""
+    devices = cluster(num_nodes, per_node)
+    return tuple(
+        dataclasses.replace(device, memory_bytes=32 * GB) if device.node == f"node{num_nodes - 1}" else device
+        for device in devices
+    )
+
+
+@pytest.mark.parametrize("name", ELASTIC_POLICIES)
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(jobs(), max_size=12, unique_by=lambda one: one.name),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.booleans(),
+    st.data(),
+)
+def test_allocations_keep_devices_limits_and_fixed_jobs(
+    name: str, queue: list[Job], num_nodes: int, per_node: int, may_pause: bool, data: st.DataObject
+) -> None:
+    policy = make_elastic(name, PolicySettings(owner_weights={"ads": 3.0}, may_pause=may_pause))
+    devices = devices_of_two_sizes(num_nodes, per_node)
+    state = State(5000.0, devices, tuple(queue))
+    first = dict(policy(state))
+    check_allocation(state, first)
+    assert first == policy(State(5000.0, devices, tuple(reversed(queue))))
+    stays = [one for one in queue if one.name in first and data.draw(st.booleans())]
+    later = State(
+        data.draw(st.sampled_from([5030.0, 9000.0])),
+        devices,
+        tuple(one for one in queue if one not in stays),
+        tuple(Running(one, first[one.name], 5000.0) for one in stays),
+    )
+    second = dict(policy(later))
+    check_allocation(later, second)
+    for one in stays:
+        if one.fewest_devices == one.most_devices:
+            assert second[one.name] == first[one.name]
+        if not may_pause or not ELASTIC_POLICIES[name].preempts:
+            assert one.name in second
+
+
+@pytest.mark.parametrize("name", ELASTIC_POLICIES)
+def test_no_job_waits_beyond_the_bound_in_a_flood_of_others(name: str) -> None:
+    """A large job stands against a stream of short ones of a higher priority."""
+    arrivals = [
+        Arrival(job(f"small-{i}", submitted_s=10.0 * i, steps_left=40.0, priority=1, num_devices=2), 40.0) for i in range(150)
+    ]
+    wide = job("wide", submitted_s=1.0, steps_left=200.0, num_devices=8, min_devices=6, max_devices=8)
+    fixed = job("fixed", submitted_s=2.0, steps_left=100.0, num_devices=5, min_devices=5, max_devices=5)
+    policy = make_elastic(name, PolicySettings(max_wait_s=200.0))
+    outcome = simulate([*arrivals, Arrival(wide, 200.0), Arrival(fixed, 100.0)], cluster(2), policy, spread_speed, every_s=30.0)
+    started = {done.job.name: done.started_s for done in outcome.finished}
+    assert len(started) == 152
+    # The bound, then jobs that started before and cannot be stopped, and the other one of the two.
+    assert max(started["wide"], started["fixed"]) < 800, started
+
+
+@pytest.mark.parametrize("name", ELASTIC_POLICIES)
+def test_all_jobs_end_in_overload_and_equal_runs_are_equal(name: str) -> None:
+    rng = random.Random(5)
+    arrivals = []
+    for i in range(40):
+        steps = 10 ** rng.uniform(1, 3.5)
+        size = rng.choice([1, 2, 4, 8])
+        one = job(f"j{i}", submitted_s=rng.uniform(0, 600), steps_left=steps, num_devices=size, change_s=5.0)
+        arrivals.append(Arrival(one, steps))
+    results = [
+        simulate(order, cluster(3), make_elastic(name, PolicySettings(seed=1)), spread_speed, every_s=60.0)
+        for order in (arrivals, arrivals[::-1])
+    ]
+    assert len(results[0].finished) == 40
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("name", ELASTIC_POLICIES)
+def test_higher_priority_comes_first(name: str) -> None:
+    low = [job(f"low-{i}", submitted_s=0.0, num_devices=4) for i in range(5)]
+    high = [job(f"high-{i}", submitted_s=5.0, num_devices=4, max_devices=4, priority=1) for i in range(2)]
+    started = make_elastic(name)(State(10.0, cluster(2), (*low, *high)))
+    assert {"high-0", "high-1"} <= set(started)
+
+
+@pytest.mark.parametrize("name", ELASTIC_POLICIES)
+def test_deadline_comes_before_priority(name: str) -> None:
+    others = [job(f"other-{i}", submitted_s=0.0, num_devices=4, max_devices=4, priority=1, steps_left=10.0) for i in range(4)]
+    # Amdahl with 0.1: four devices make 1 / 0.325 steps/s, so 1,000 steps take 325 s.
+    urgent = job("urgent", submitted_s=5.0, num_devices=4, deadline_s=10 + 1.1 * 325 + 1, min_devices=1)
+    started = numbers(make_elastic(name)(State(10.0, cluster(1), (*others, urgent))))
+    if ELASTIC_POLICIES[name].preempts:
+        assert started == {"urgent": 4}
+    else:
+        assert started["urgent"] >= 1
+
+
+@pytest.mark.parametrize("name", PREEMPTING)
+def test_running_jobs_are_not_paused_where_that_is_forbidden(name: str) -> None:
+    devices = cluster(1)
+    long = running(job("long", steps_left=1e6, num_devices=4), [device.name for device in devices])
+    short = [job(f"short-{i}", steps_left=10.0, submitted_s=5000.0, num_devices=1, max_devices=1) for i in range(6)]
+    state = State(5000.0, devices, tuple(short), (long,))
+    assert "long" in make_elastic(name, PolicySettings(may_pause=False))(state)
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'lifo'.*user, tuned"):
+        make_elastic("lifo")
