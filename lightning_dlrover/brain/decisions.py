@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from lightning_dlrover.planner.cluster.pool.elastic_policy import elastic_divider
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
-from lightning_dlrover.planner.cluster.pool.marginal_gain import by_marginal_gain
 from lightning_dlrover.planner.cluster.pool.moves import Move, next_moves
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.planner.cluster.pool.sizes import Divider, in_queue_order, wanted_sizes, why_never
@@ -15,6 +16,7 @@ from lightning_dlrover.planner.cluster.pool.waits import Wait, queue_of
 __all__ = ["Choice", "Rules", "choose", "reason_of"]
 
 DEFAULT_MAX_WAIT_S = 3600.0
+DEFAULT_POLICY = "ours"
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,23 @@ class Rules:
     """What a brain decides by.
 
     Args:
-        policy: name of `divide`, for people.
+        policy: name of a policy for elastic jobs.
         max_wait_s: a job that has waited longer goes before all others.
     """
 
     budget: Resources
-    policy: str = "marginal-gain"
-    divide: Divider = by_marginal_gain
+    policy: str = DEFAULT_POLICY
     max_wait_s: float = DEFAULT_MAX_WAIT_S
     owner_weights: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def divide(self) -> Divider:
+        """The policy.
+
+        Raises:
+            ValueError: there is none with that name.
+        """
+        return elastic_divider(self.policy, self.max_wait_s)
 
 
 @dataclass(frozen=True)

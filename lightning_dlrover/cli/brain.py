@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover.brain.brain import run_brain
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.place import wait_text
-from lightning_dlrover.brain.policies import divider
 from lightning_dlrover.brain.standing import standing_of
 from lightning_dlrover.brain.watch import Watch
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
@@ -34,7 +33,6 @@ def brain_command(options: argparse.Namespace) -> int:
     rules = Rules(
         Resources(**options.budget),
         options.policy,
-        divider(options.policy, options.longest_wait),
         options.longest_wait,
         dict(options.owner_weight),
     )

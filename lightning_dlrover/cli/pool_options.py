@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POOL = "default"
 
-POOL_POLICIES = ("marginal-gain", "first-come")
-"""Policies of `dlrover brain`, as `brain/policies.py` has them; the default first."""
+POOL_POLICIES = ("ours", "user", "tuned", "srtf", "las", "dlrover", "autopilot", "optimus", "pollux", "sia")
+"""Policies of `dlrover brain`, as `planner/cluster/elastic/` has them; the default first."""
 
 
 def add_place_in_pool(run: argparse.ArgumentParser) -> None:

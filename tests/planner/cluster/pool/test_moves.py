@@ -7,14 +7,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster.pool.first_come import first_come
+from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
+from lightning_dlrover.planner.cluster.pool.elastic_policy import elastic_divider
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate, held_by
-from lightning_dlrover.planner.cluster.pool.marginal_gain import by_marginal_gain
 from lightning_dlrover.planner.cluster.pool.moves import next_moves
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.planner.cluster.pool.sizes import Divider, wanted_sizes
 
 MAX_WAIT_S = 100.0
+DIVIDERS = {name: elastic_divider(name, MAX_WAIT_S) for name in ELASTIC_POLICIES if name != "pollux"}
+"""All policies but one, whose genetic search takes a second."""
 
 
 def rates(gains: list[float], fewest: int = 1) -> tuple[Rate, ...]:
@@ -91,7 +93,7 @@ class Pool:
             )
 
 
-@given(st.data(), st.sampled_from([by_marginal_gain, first_come]))
+@given(st.data(), st.sampled_from([*DIVIDERS.values()]))
 def test_no_decision_exceeds_the_budget_whatever_happens_in_between(data: st.DataObject, divide: Divider) -> None:
     pool = Pool(data, divide)
     for _ in range(data.draw(st.integers(1, 12))):
@@ -100,7 +102,7 @@ def test_no_decision_exceeds_the_budget_whatever_happens_in_between(data: st.Dat
         pool.decide(data.draw(st.sampled_from([True, True, False])))
 
 
-@given(st.data(), st.sampled_from([by_marginal_gain, first_come]))
+@given(st.data(), st.sampled_from([*DIVIDERS.values()]))
 def test_decisions_settle_once_processes_follow(data: st.DataObject, divide: Divider) -> None:
     """Every job that should grow does, after as many looks as there are changes: nothing waits for itself."""
     pool = Pool(data, divide)
@@ -121,7 +123,7 @@ def test_job_grows_only_after_the_other_has_shrunk() -> None:
     slow = PoolJob("slow", Resources(1.0), 1, 2, 2, 2, 2, rates=rates([10.0, 0.1]))
     fresh = PoolJob("fresh", Resources(1.0), 1, 2, submitted_s=1.0)
     budget = Resources(2.0)
-    wanted = wanted_sizes([slow, fresh], budget, by_marginal_gain, 2.0)
+    wanted = wanted_sizes([slow, fresh], budget, DIVIDERS["ours"], 2.0)
     assert wanted == {"slow": 1, "fresh": 1}
     moves = next_moves([fresh, slow], budget, wanted)
     assert [(move.name, move.after) for move in moves] == [("slow", 1)]

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster.pool.first_come import first_come
+from lightning_dlrover.planner.cluster.pool.elastic_policy import elastic_divider
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
-from lightning_dlrover.planner.cluster.pool.marginal_gain import by_marginal_gain
 from lightning_dlrover.planner.cluster.pool.resources import UNLIMITED, Resources
 from lightning_dlrover.planner.cluster.pool.sizes import wanted_sizes, why_never
 from lightning_dlrover.planner.cluster.pool.waits import queue_of
 
 CORE = Resources(1.0)
+MAX_WAIT_S = 100.0
+OURS, USER = elastic_divider("ours", MAX_WAIT_S), elastic_divider("user", MAX_WAIT_S)
 
 
 def running(name: str, workers: int, speeds: list[float], most: int = 4, **more: object) -> PoolJob:
@@ -28,8 +29,8 @@ def waiting(name: str, fewest: int = 1, most: int = 4, submitted_s: float = 0.0,
     return PoolJob(name, CORE, fewest, most, submitted_s=submitted_s, priority=priority)
 
 
-def sizes(jobs: list[PoolJob], cores: float, now_s: float = 10.0, max_wait_s: float = 100.0) -> dict[str, int]:
-    return wanted_sizes(jobs, Resources(cores), by_marginal_gain, now_s, max_wait_s)
+def sizes(jobs: list[PoolJob], cores: float, now_s: float = 10.0, max_wait_s: float = MAX_WAIT_S) -> dict[str, int]:
+    return wanted_sizes(jobs, Resources(cores), OURS, now_s, max_wait_s)
 
 
 def test_cores_go_to_the_job_that_gains_more() -> None:
@@ -47,20 +48,21 @@ def test_job_without_a_decision_keeps_its_size() -> None:
 
 
 def test_running_job_shrinks_for_a_waiting_one() -> None:
-    assert sizes([running("alone", 4, [10, 20, 30, 40]), waiting("fresh")], 4) == {"alone": 3, "fresh": 1}
+    assert sizes([running("alone", 4, [10, 20, 30, 40]), waiting("fresh", most=1)], 4) == {"alone": 3, "fresh": 1}
 
 
 def test_small_change_of_predictions_moves_no_job() -> None:
-    a, b = running("a", 2, [10, 19, 28, 36.0]), running("b", 2, [10, 19, 27.9, 36.1])
-    assert sizes([a, b], 4) == {"a": 2, "b": 2}
-    flat = running("b", 2, [10, 12, 14, 16])
-    assert sizes([a, flat], 4) == {"a": 3, "b": 1}
+    long = running("long", 1, [10, 17, 23, 28], samples_left=5000.0, change_s=20.0)
+    short = running("short", 3, [10, 17, 23, 28], samples_left=3000.0, change_s=20.0)
+    assert sizes([long, short], 4) == {"long": 1, "short": 3}
+    other = replace(short, rates=running("short", 3, [10, 17.4, 22.6, 28.5]).rates, samples_left=3100.0)
+    assert sizes([long, other], 4) == {"long": 1, "short": 3}
 
 
 def test_memory_is_kept_though_the_policy_divides_cores() -> None:
     needs = Resources(1.0, memory_mb=1000)
     jobs = [running("a", 1, [10, 20, 30, 40], needs=needs), running("b", 1, [10, 20, 30, 40], needs=needs)]
-    found = wanted_sizes(jobs, Resources(8.0, memory_mb=5000), by_marginal_gain, 0.0)
+    found = wanted_sizes(jobs, Resources(8.0, memory_mb=5000), OURS, 0.0)
     assert sum(found.values()) == 5
 
 
@@ -71,7 +73,7 @@ def test_higher_priority_starts_first_but_a_long_wait_goes_before_it() -> None:
 
 
 def test_small_job_passes_a_large_one_until_that_has_waited_too_long() -> None:
-    jobs = [running("runs", 1, [1.0], most=1), waiting("large", fewest=3), waiting("small", submitted_s=5.0)]
+    jobs = [running("runs", 1, [1.0], most=1), waiting("large", fewest=3), waiting("small", most=1, submitted_s=5.0)]
     assert sizes(jobs, 3, now_s=10.0) == {"runs": 1, "large": 0, "small": 1}
     assert sizes(jobs, 3, now_s=101.0) == {"runs": 1, "large": 0, "small": 0}
 
@@ -85,7 +87,7 @@ def test_flood_of_small_jobs_does_not_starve_a_large_one(fewest: int, cores: int
         now_s = float(second)
         jobs[f"small{second}"] = waiting(f"small{second}", most=1, submitted_s=now_s, priority=5)
         jobs = {n: j for n, j in jobs.items() if not (j.held and now_s - j.since_s >= 10)}
-        found = wanted_sizes([large, *jobs.values()], Resources(cores), first_come, now_s, 100.0)
+        found = wanted_sizes([large, *jobs.values()], Resources(cores), USER, now_s, 100.0)
         if found["large"]:
             started_s = now_s
             break
