@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-from lightning_dlrover.planner.cluster.pool.jobs import Rate
+from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
+from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.planner.memory_growth import least_workers
 from lightning_dlrover.planner.plan import Candidate, Decision
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -67,6 +68,21 @@ class Learned:
             return None
         done = max(0.0, now - decision.at) * by_size.get(num_workers, then)
         return max(0.0, decision.left_s * then - done)
+
+    def as_job(self, name: str, now: float) -> PoolJob:
+        """Return a job outside of any pool as one of a pool, with the size of its newest decision."""
+        size = self.decision.current_workers if self.decision is not None else 1
+        return PoolJob(
+            name,
+            Resources(1.0),
+            1,
+            max(size, 1),
+            granted=size,
+            alive=size,
+            rates=rates_of(self.decision),
+            samples_left=self.samples_left(size, now),
+            change_s=self.change_s,
+        )
 
 
 def rates_of(decision: Decision | None) -> tuple[Rate, ...]:

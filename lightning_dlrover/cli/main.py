@@ -36,6 +36,7 @@ _HOMES = {
     "divide": "resize",
     "brain": "brain",
     "queue": "brain",
+    "what-if": "what_if",
     "list": "show",
     "history": "history",
 }
@@ -78,7 +79,7 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
 def command_function(command: str) -> Callable[[argparse.Namespace], int]:
     """Import a command's module, and return the function that runs the command."""
     module = importlib.import_module(f"lightning_dlrover.cli.{_HOMES[command]}")
-    function: Callable[[argparse.Namespace], int] = getattr(module, f"{command}_command")
+    function: Callable[[argparse.Namespace], int] = getattr(module, f"{command.replace('-', '_')}_command")
     return function
 
 

@@ -21,7 +21,7 @@ from lightning_dlrover.cli.options import (
     flag,
     option_of,
 )
-from lightning_dlrover.cli.pool_options import add_brain, add_place_in_pool, add_queue
+from lightning_dlrover.cli.pool_options import add_brain, add_place_in_pool, add_queue, add_what_if
 
 POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "muri")
 """Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_divide(commands)
     add_brain(commands)
     add_queue(commands)
+    add_what_if(commands)
     _add_list(commands)
     _add_history(commands)
     return parser

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_dlrover.cli import values
-from lightning_dlrover.cli.options import add_etcd_options
+from lightning_dlrover.cli.options import add_etcd_options, add_place_options
 
 if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -87,6 +87,23 @@ def add_queue(commands: Commands) -> None:
     _add_pool(queue)
     queue.add_argument("--json", action="store_true", help="print JSON")
     add_etcd_options(queue)
+
+
+def add_what_if(commands: Commands) -> None:
+    """Add `dlrover what-if`."""
+    text = "predict time and money with another size, another budget, or without a job, and change nothing"
+    command = commands.add_parser("what-if", help=text, description=text)
+    command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
+    command.add_argument("--workers", type=values.setting, metavar="N", help="another number of workers of the job")
+    command.add_argument(
+        "--cluster",
+        nargs=2,
+        metavar=("CHANGE", "UNIT"),
+        help="another budget of the pool: +16 cores, -2 gpus, +64G memory",
+    )
+    command.add_argument("--without", metavar="JOB2", help="leave this job of the pool out")
+    _add_pool(command)
+    add_place_options(command)
 
 
 def _add_pool(parser: argparse.ArgumentParser) -> None:
