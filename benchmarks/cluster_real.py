@@ -46,7 +46,7 @@ class Course:
     def run(self) -> list[Ended]:
         """Submit the jobs at their times, cause the faults at theirs, and wait for all ends."""
         began = time.monotonic()
-        events = [(a.at_s, f"{a.name} is submitted", lambda a=a: self.pool.submit(a)) for a in self.arrivals]  # type: ignore[misc]
+        events = [(a.at_s, f"{a.name} is submitted", lambda a=a: self.pool.submit(a)) for a in self.arrivals]
         for at_s, what, act in sorted([*events, *self.faults], key=lambda event: event[0]):
             left_s = began + at_s - time.monotonic()
             if left_s > 0:

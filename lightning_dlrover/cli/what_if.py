@@ -52,7 +52,7 @@ def _of_job(place: JobPlace, seen: SeenJob | None, learned: Learned, num_workers
             f"for the first time after some steps; `dlrover explain {place.run_id}` shows when it has"
         )
     job = seen.job if seen is not None else learned.as_job(place.run_id, now)
-    rows = [("workers", "samples/s", "to the end", "interval of 90 %", "cost", "")]
+    rows: list[tuple[str, ...]] = [("workers", "samples/s", "to the end", "interval of 90 %", "cost", "")]
     found = []
     for size in dict.fromkeys((job.alive or decision.current_workers, num_workers)):
         expected = prospect(job, decision, size)
@@ -98,7 +98,7 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
     more = cluster_change(options.cluster) if options.cluster is not None else Resources()
     jobs = view.pool_jobs
     before, after = sizes_if(jobs, rules, now, budget + more, options.without or "", by_hand, options.workers or 0)
-    rows = [("job", "workers now", "then", "to the end now", "then")]
+    rows: list[tuple[str, ...]] = [("job", "workers now", "then", "to the end now", "then")]
     for job in jobs:
         new = after.get(job.name, 0)
         now_s, then_s = job.seconds_left(job.held or before.get(job.name, 0)), job.seconds_left(new)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.planner.cluster.elastic import make_elastic
+from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES, make_elastic
 from lightning_dlrover.planner.cluster.jobs import Device, Job, Profile, Running, State
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
@@ -45,14 +45,17 @@ def elastic_divider(name: str, max_wait_s: float) -> Divider:
         ValueError: there is no such policy.
     """
     policy = make_elastic(name, PolicySettings(max_wait_s=max_wait_s, may_pause=False))
+    # What a new job needs is learned by running it, so it gets its fewest workers as soon as others can make room. A rigid
+    # policy makes none.
+    waits_longer_s = 0.0 if ELASTIC_POLICIES[name].rigid else 2 * max_wait_s
 
     def divide(jobs: Sequence[PoolJob], free: Resources, now_s: float) -> Mapping[str, int]:
         on_gpus = [job for job in jobs if job.needs.gpus]
         others = [job for job in jobs if not job.needs.gpus]
-        sizes = _divided(policy, on_gpus, "gpus", free.gpus, now_s)
+        sizes = _divided(policy, on_gpus, "gpus", free.gpus, now_s, waits_longer_s)
         for job in on_gpus:
             free -= job.needs.times(sizes.get(job.name, 0))
-        return sizes | _divided(policy, others, "cores", free.cores, now_s)
+        return sizes | _divided(policy, others, "cores", free.cores, now_s, waits_longer_s)
 
     return divide
 
@@ -94,8 +97,14 @@ def _scaling(rates: tuple[Rate, ...], units: int, most: int) -> RateScaling:
     return RateScaling(tuple(Rate(n, speed, speed / factor, speed * factor) for n, speed in guessed), units)
 
 
-def _divided(policy: Policy, jobs: Sequence[PoolJob], unit: str, amount: float, now_s: float) -> dict[str, int]:
-    """Return the number of workers of each job on devices of one kind."""
+def _divided(
+    policy: Policy, jobs: Sequence[PoolJob], unit: str, amount: float, now_s: float, waits_longer_s: float
+) -> dict[str, int]:
+    """Return the number of workers of each job on devices of one kind.
+
+    Args:
+        waits_longer_s: added to the wait of a job whose speed is unknown, as policies see it.
+    """
     if not jobs:
         return {}
     units = {job.name: max(1, math.ceil(getattr(job.needs, unit))) for job in jobs}
@@ -112,7 +121,8 @@ def _divided(policy: Policy, jobs: Sequence[PoolJob], unit: str, amount: float, 
             running.append(Running(made, tuple(device.name for device in devices[used : used + size]), job.since_s))
             used += size
         elif not job.held:
-            waiting.append(made)
+            since_s = job.submitted_s - (0.0 if job.rates else waits_longer_s)
+            waiting.append(replace(made, waiting_since_s=since_s))
     allocation = policy(State(now_s, devices, tuple(waiting), tuple(running)))
     return {job.name: len(allocation.get(job.name, ())) // units[job.name] for job in jobs}
 
