@@ -60,13 +60,19 @@ def memory_errors(names: Sequence[str] | None = None) -> dict[str, float]:
     Args:
         names: of `colocation_models`; default: all that the estimator has not been tuned on.
     Raises:
-        RuntimeError: a model could not be trained, or has no estimate.
+        RuntimeError: a model could not be trained, or none has an estimate.
     """
     from colocation_models import HELD_OUT
 
     results = []
+    without = 0
     for name in names or HELD_OUT:
-        results.append(found := _in_a_process(name))
+        found = _in_a_process(name)
+        if isinstance(found, str):
+            without += 1
+            print(f"{name:28} {found}", flush=True)
+            continue
+        results.append(found)
         estimate, margin, measured, before = (
             round(each / MIB) for each in (found.estimate, found.margin, found.measured, found.before)
         )
@@ -75,15 +81,19 @@ def memory_errors(names: Sequence[str] | None = None) -> dict[str, float]:
             f"error {found.error:+6.1%}, of the added {found.error_of_added:+5.0%}, {found.source}, {found.took_s:.2f} s",
             flush=True,
         )
+    if not results:
+        raise RuntimeError("no model has an estimate")
     return {
         "memory_error": median(abs(each.error) for each in results),
         "memory_under": max(each.margin_used for each in results),
         "memory_error_of_added": median(abs(each.error_of_added) for each in results),
         "estimate_s": median(each.took_s for each in results),
+        "without_estimate": without,
     }
 
 
-def _in_a_process(name: str) -> MemoryResult:
+def _in_a_process(name: str) -> MemoryResult | str:
+    """Return the figures, or the reason why there is no estimate: a dispatcher would probe that job."""
     command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -91,10 +101,11 @@ def _in_a_process(name: str) -> MemoryResult:
         raise RuntimeError(f"{name} did not train {NUM_STEPS} steps within {TIMEOUT_S:g} s") from error
     if run.returncode:
         raise RuntimeError(f"{name} failed with status {run.returncode}: {run.stderr[-2000:]}")
-    return MemoryResult(**json.loads(run.stdout.splitlines()[-1]))
+    answer = json.loads(run.stdout.splitlines()[-1])
+    return answer if isinstance(answer, str) else MemoryResult(**answer)
 
 
-def _train(name: str) -> MemoryResult:
+def _train(name: str) -> MemoryResult | str:
     """Estimate, train, and measure in this process."""
     import torch
     from colocation_models import HELD_OUT, TUNED
@@ -108,7 +119,7 @@ def _train(name: str) -> MemoryResult:
     loader = LoaderShape(work.loader.num_workers if work.loader is not None else 0)
     found = estimate_peak(work.module, work.optimizers, work.batch(), work.loss, loader=loader)
     if not isinstance(found, MemoryEstimate):
-        raise RuntimeError(f"{name} has no estimate: {found.reason}")
+        return f"no estimate: {found.reason}"
     before = resident().now_bytes
     forget_peak()
     with MemoryWatch(sample_s=0.02) as watch:
@@ -132,7 +143,8 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(asdict(_train(options.one))))
+        found = _train(options.one)
+        print(json.dumps(found if isinstance(found, str) else asdict(found)))
         return
     from colocation_models import TUNED
     from jobs import describe_machine, result_line

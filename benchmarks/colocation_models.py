@@ -352,7 +352,7 @@ def jagged(rows: list[int], batch_size: int, per_sample: int) -> Any:
 
     lengths = torch.full((len(rows) * batch_size,), per_sample)
     values = torch.cat([torch.randint(0, num, (batch_size * per_sample,)) for num in rows])
-    return KeyedJaggedTensor([f"f{i}" for i in range(len(rows))], values, lengths)
+    return KeyedJaggedTensor([f"f{i}" for i in range(len(rows))], values, lengths=lengths)
 
 
 def collection(rows: list[int], dim: int, device: str = "cpu") -> Any:

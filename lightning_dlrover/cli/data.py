@@ -15,10 +15,13 @@ from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError, read_event_file
+from lightning_dlrover.report.skipped import SkippedRows, described_skipped, shown_ranges, skipped_rows
 from lightning_dlrover.report.status import connect, read_job
 from lightning_dlrover.report.streams import ReadStreams, Standing, described, guarantee, read_streams, standing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_dlrover.data.ledger import Ledger
     from lightning_dlrover.rdzv.job.events import StreamOpened
     from lightning_dlrover.rdzv.job.records import EventRecord
@@ -26,12 +29,15 @@ if TYPE_CHECKING:
 MAX_EPOCHS = 20
 """Newest epochs in which a row is looked up."""
 
+MAX_FILES = 10
+"""Files whose skipped rows are shown for people."""
+
 
 def data_command(options: argparse.Namespace) -> int:
     """Show the streams of a job's newest fit, the rows of one step, or the steps of one row."""
     from lightning_dlrover.data.source import DataError
 
-    found, where = _read(options)
+    found, where, events = _read(options)
     try:
         if options.step is not None:
             answer = [_step(stream, found, where, options) for stream in found.streams]
@@ -40,7 +46,9 @@ def data_command(options: argparse.Namespace) -> int:
             answer = _row(found, where, options)
             text = "\n".join(map(_row_text, answer))
         else:
-            answer = [_progress(stream, found, where, options) for stream in found.streams]
+            answer = [
+                _progress(stream, found, where, options) | _skipped(skipped_rows(events, stream)) for stream in found.streams
+            ]
             text = "\n".join(map(_progress_text, answer))
     except DataError as error:
         raise UsageError(f"job {options.job!r}: {error}") from error
@@ -48,8 +56,8 @@ def data_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None]:
-    """Return the streams of a job and its position, from etcd, else from its run folder.
+def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None, Sequence[EventRecord]]:
+    """Return the streams of a job, its position and its history, from etcd, else from its run folder.
 
     Raises:
         JobNotFoundError: neither has the job.
@@ -78,7 +86,7 @@ def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None]:
             f"job {options.job!r} reads no stream, or its training has not begun: this command shows what "
             "lightning_dlrover.data.stream(...) has read in a DataLoader of the job. Rows of an IterableDataset are not listed"
         )
-    return found, standing(found, profiles, events, time.time(), is_training)
+    return found, standing(found, profiles, events, time.time(), is_training), events
 
 
 def _ledger(stream: StreamOpened, options: argparse.Namespace) -> Ledger:
@@ -127,6 +135,23 @@ def _progress(stream: StreamOpened, found: ReadStreams, where: Standing | None, 
     }
 
 
+def _skipped(skipped: SkippedRows) -> dict[str, Any]:
+    return {
+        "rows_skipped": skipped.num_rows,
+        "all_skipped_are_known": skipped.is_complete,
+        "skipped_text": described_skipped(skipped),
+        "skipped": [dataclasses.asdict(each) for each in skipped.files],
+    }
+
+
+def _skipped_lines(answer: dict[str, Any]) -> list[str]:
+    lines = [f"  {answer['skipped_text']}"] if answer["skipped_text"] else []
+    for each in answer["skipped"][:MAX_FILES]:
+        lines.append(f"    {each['file']}: rows {shown_ranges(each['ranges'])}: {each['reason']}")
+    more = len(answer["skipped"]) - MAX_FILES
+    return lines + ([f"    and {more} more files"] if more > 0 else [])
+
+
 def _progress_text(answer: dict[str, Any]) -> str:
     lines = [answer["text"]]
     if answer["epoch"] is None:
@@ -143,6 +168,7 @@ def _progress_text(answer: dict[str, Any]) -> str:
             f"  {answer['rows_per_s']:.0f} rows/s, {answer['epoch_left_s']:.0f} s left of the epoch"
             + (f"; at the pace measured {age_s:.0f} s ago" if age_s >= 1 else "")
         )
+    lines += _skipped_lines(answer)
     if answer["has_finished"]:
         lines.append("  training has finished")
     if answer["files_problem"]:

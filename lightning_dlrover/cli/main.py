@@ -24,6 +24,7 @@ _HOMES = {
     "doctor": "doctor",
     "characterize": "characterize",
     "colocate": "colocate",
+    "simulate": "simulate",
     "scale": "resize",
     "status": "show",
     "report": "reports",

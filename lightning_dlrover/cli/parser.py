@@ -26,6 +26,9 @@ from lightning_dlrover.cli.pool_options import add_brain, add_place_in_pool, add
 POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "muri")
 """Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
 
+ELASTIC_POLICIES = ("user", "tuned", "srtf", "las", "dlrover", "autopilot", "optimus", "pollux", "sia", "ours")
+"""Policies of `dlrover simulate`, as `planner/cluster/elastic` has them."""
+
 if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -42,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_characterize(commands)
     _add_colocate(commands)
+    _add_simulate(commands)
     _add_scale(commands)
     _add_status(commands)
     _add_report(commands)
@@ -206,6 +210,80 @@ def _add_colocate(commands: Commands) -> None:
     )
     command.add_argument(
         "--seed", type=values.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)"
+    )
+
+
+def _add_simulate(commands: Commands) -> None:
+    command = commands.add_parser("simulate", help="replay traces of jobs on a simulated cluster, under several policies")
+    command.description = (
+        "Replay traces of elastic jobs on a simulated cluster, once for each policy, cost of a resize and seed. Jobs run at "
+        "measured speeds; policies learn them from the jobs that have run. Print a table and write an HTML report with "
+        "pictures. Each finished simulation is on record, so the same command goes on after an interruption. Exit code: 0 if "
+        "all have ended, 2 for wrong use or a bad trace."
+    )
+    command.add_argument(
+        "traces",
+        nargs="+",
+        type=Path,
+        metavar="TRACE",
+        help="CSV file of jobs with the columns time, application, num_replicas, batch_size (Pollux's form), or job_id, "
+        "submission_time, duration, num_gpu (ElasticFlow's form, whose models are drawn)",
+    )
+    command.add_argument(
+        "--speeds",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of measured step times, NAME-placements.csv and NAME-scalability.csv for each application",
+    )
+    command.add_argument(
+        "--policy",
+        nargs="+",
+        choices=ELASTIC_POLICIES,
+        default=list(ELASTIC_POLICIES),
+        metavar="NAME",
+        help=f"how devices are divided: {', '.join(ELASTIC_POLICIES)} (default: each of them)",
+    )
+    command.add_argument(
+        "--resize-cost",
+        nargs="+",
+        type=values.resize_cost,
+        default=[30.0],
+        metavar="S",
+        help="seconds without a step when a job starts or its devices change, or by-model: 15 to 250 s, as restarts of each "
+        "model take (default 30)",
+    )
+    command.add_argument(
+        "--nodes", type=values.cluster, default=(16, 4), metavar="NxD", help="nodes and devices of each (default 16x4)"
+    )
+    command.add_argument(
+        "--seeds",
+        type=values.count,
+        default=1,
+        metavar="N",
+        help="simulations of each combination: the first as in the trace, the others with shaken arrivals (default 1)",
+    )
+    command.add_argument(
+        "--shake",
+        type=values.setting,
+        default=0,
+        metavar="SEED",
+        help="first seed; each moves arrivals by up to a minute, seed 0 moves none (default 0)",
+    )
+    command.add_argument(
+        "--every",
+        type=values.duration,
+        default=60.0,
+        metavar="TIME",
+        help="time between decisions, beside those when a job comes or ends (default 60)",
+    )
+    command.add_argument(
+        "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
+    )
+    command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
+    command.add_argument("--processes", type=values.count, default=1, metavar="N", help="simulations at a time (default 1)")
+    command.add_argument(
+        "--out", type=Path, default=Path("simulation"), metavar="DIR", help="folder of records and report (default simulation)"
     )
 
 

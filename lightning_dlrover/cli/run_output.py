@@ -12,6 +12,7 @@ from lightning_dlrover.rdzv.job.events import (
     HangFound,
     MemoryShort,
     RoundFormed,
+    RowsSkipped,
     SequenceOpened,
     SizeRequested,
     StragglerFound,
@@ -37,6 +38,7 @@ SHOWN = {
         HangFound,
         StreamOpened,
         SequenceOpened,
+        RowsSkipped,
     )
 }
 """Kinds of events that `dlrover run` prints."""

@@ -44,6 +44,31 @@ def duration(text: str) -> float:
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
+def cluster(text: str) -> tuple[int, int]:
+    """Nodes and devices of each, from `16x4`."""
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NODESxDEVICES, such as 16x4 for 16 nodes with 4 devices each")
+    return int(match[1]), int(match[2])
+
+
+def resize_cost(text: str) -> float | str:
+    """Seconds from 0 on, or `by-model`."""
+    if text == "by-model":
+        return text
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor by-model")
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or not 0 < int(text) < 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def given(text: str) -> str:
     """Any text but an empty one."""
     if not text:

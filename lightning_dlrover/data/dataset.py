@@ -7,6 +7,7 @@ that their rows depend on; a DataLoader by itself asks for numbers.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +19,15 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dlrover.data.lane_plan import CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
+from lightning_dlrover.data.left_out import LeftOut
 from lightning_dlrover.data.reader import LaneReader
 from lightning_dlrover.data.rows import prepare_default_collate
 from lightning_dlrover.data.source import DataError, Ranges, Shard, Source, WindowedSource
 from lightning_dlrover.data.windows import Windows
 
 __all__ = ["Positions", "Stream", "ranges_of", "stream"]
+
+log = logging.getLogger(__name__)
 
 OWN_BATCH_SIZE = 2048
 """Rows of a batch in the layout of a stream that no job has given one. Any batch size works; its divisors are read fastest."""
@@ -46,6 +50,7 @@ class Positions(Sequence[int]):
     layout: Layout
     ranges: tuple[tuple[int, int], ...]  # half-open
     window: tuple[tuple[str, int, int], ...] | None = None  # shards of a growing source in this epoch
+    ahead: tuple[tuple[int, int], ...] = ()  # positions of the same order whose lanes are opened once these rows are read
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
@@ -108,7 +113,7 @@ class Stream(Dataset[Any]):
         prepare_default_collate()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_readers", "_pid")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_readers", "_pid", "_left_out")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -117,6 +122,7 @@ class Stream(Dataset[Any]):
 
     def _forget_readers(self) -> None:
         self._readers: OrderedDict[tuple[Any, ...], LaneReader] = OrderedDict()
+        self._left_out: dict[LeftOut, None] = {}
         self._pid = os.getpid()
 
     # --- shards and their order ---
@@ -306,12 +312,24 @@ class Stream(Dataset[Any]):
             DataError: a shard has changed, or cannot be read.
         """
         if isinstance(numbers, Positions):
-            return self._samples(numbers.seed, numbers.layout, numbers.ranges, numbers.window)
+            samples = self._samples(numbers.seed, numbers.layout, numbers.ranges, numbers.window)
+            if numbers.ahead:
+                self.open(replace(numbers, ranges=numbers.ahead))
+            return samples
         epoch, first_row = self._start.tolist()
         ranges = [(first_row + start, first_row + stop) for start, stop in ranges_of(numbers)]
         if first_row:  # a DataLoader asks for as many rows as in a whole epoch
             ranges = [(start, min(stop, len(self))) for start, stop in ranges if start < len(self)]
         return self._samples(self.seed + epoch, self.layout, ranges, self.window)
+
+    def open(self, positions: Positions) -> None:
+        """Read the blocks that these rows are in, so that the rows are there when they are asked for."""
+        reader = self._reader(positions.seed, positions.layout, positions.window)
+        pieces = [piece for start, stop in positions.ranges for piece in reader.plan.pieces(start, stop)]
+        try:
+            reader.open(pieces)
+        except DataError as error:  # these rows may never be asked for; if they are, it is raised again
+            log.debug("lanes could not be opened ahead: %s", error)
 
     def _samples(
         self,
@@ -325,6 +343,8 @@ class Stream(Dataset[Any]):
         reader = self._reader(seed, layout, window)
         pieces: list[Piece] = [piece for start, stop in ranges for piece in reader.plan.pieces(start, stop)]
         rows = reader.read(pieces)
+        self._left_out |= reader.left_out
+        reader.left_out.clear()
         if not rows:
             raise DataError(
                 f"{self.source!r:.120}: none of the {sum(b - a for a, b in ranges)} rows of a worker's share of a batch can be "
@@ -346,6 +366,12 @@ class Stream(Dataset[Any]):
                 "batch, and join the lists in collate_fn; or write such rows as several ones"
             )
         return samples
+
+    def take_left_out(self) -> tuple[LeftOut, ...]:
+        """Return rows that could not be read, of the blocks that samples were taken from since the last call."""
+        found = tuple(self._left_out)
+        self._left_out.clear()
+        return found
 
     def _reader(self, seed: int, layout: Layout, window: tuple[tuple[str, int, int], ...] | None) -> LaneReader:
         if self._pid != os.getpid():

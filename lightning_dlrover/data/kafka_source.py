@@ -1,6 +1,7 @@
 """Kafka topics as a source: a shard is a range of one partition's offsets, and a row is a message.
 
-An offset without a message counts as a row that is skipped: compaction leaves such gaps, and so do the ends of transactions.
+An offset without a message is skipped like a row that cannot be read: compaction leaves such gaps, and so do the ends of
+transactions.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Partition(Shard):
     """A range of a partition's offsets."""
 
     first: int = 0  # offset of row 0
+
+    @property
+    def number_of_first_row(self) -> int:
+        return self.first
 
     @property
     def identity(self) -> str:
@@ -155,11 +160,11 @@ class Kafka:
             fetched = self._consumer.fetch(topic, int(number), offset, stop)
             for message in fetched.messages:
                 if message.offset() > offset:
-                    yield Skipped(message.offset() - offset, NO_MESSAGE)
+                    yield Skipped(message.offset() - offset, NO_MESSAGE, are_rows=False)
                 offset = message.offset() + 1
                 yield self._row(message)
             if fetched.upto > offset:
-                yield Skipped(fetched.upto - offset, NO_MESSAGE)
+                yield Skipped(fetched.upto - offset, NO_MESSAGE, are_rows=False)
                 offset = fetched.upto
 
     def _row(self, message: Any) -> Any:
@@ -182,7 +187,7 @@ class Kafka:
             kind = "has no value (a tombstone)" if message.value() is None else "cannot be decoded"
             raise DataError(
                 f"{where} {kind}: {type(error).__name__}: {error}. Leave such messages out with kafka(..., on_error='skip'), "
-                "which logs how many, or let value= return a row that gets weight 0 in the loss"
+                "which counts them, or let value= return a row that gets weight 0 in the loss"
             ) from error
 
 
@@ -209,7 +214,7 @@ def kafka(
         config: further settings of librdkafka, such as ``{"security.protocol": "SASL_SSL", ...}``.
         value: makes a row of a message's value, such as `json.loads`. None: a row is a dictionary with ``value`` and ``key``
             as bytes, ``timestamp`` in milliseconds, ``topic``, ``partition`` and ``offset``.
-        on_error: treatment of a message that `value` raises an exception for: ``"raise"``, or ``"skip"`` it and log that.
+        on_error: treatment of a message that `value` raises an exception for: ``"raise"``, or ``"skip"`` it and count it.
         window_rows: with ``stop=None``, maximum number of offsets in one epoch.
         dry_s: with ``stop=None``, seconds to wait for a new message before training ends.
 

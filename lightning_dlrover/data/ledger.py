@@ -133,7 +133,7 @@ class Ledger:
             for shard in np.unique(in_shards).tolist():
                 rows.setdefault(shard, []).append(numbers[in_shards == shard])
         return [
-            FileRows(shards[shard].key, _ranges(_first_of(shards[shard]) + np.concatenate(rows[shard])))
+            FileRows(shards[shard].key, _ranges(shards[shard].number_of_first_row + np.concatenate(rows[shard])))
             for shard in sorted(rows)
         ]
 
@@ -148,7 +148,7 @@ class Ledger:
         """
         number = self._number_of(file)
         shard = self._known_shards[number]
-        row -= _first_of(shard)
+        row -= shard.number_of_first_row
         if self.opened.ranges is not None and not 0 <= row < shard.rows:
             return []  # another epoch may have it
         if not 0 <= row < shard.rows:
@@ -251,11 +251,6 @@ def _call(source: str) -> tuple[str, list[object], dict[str, object]]:
     except (SyntaxError, ValueError):
         pass
     return "", [], {}
-
-
-def _first_of(shard: Shard) -> int:
-    """Return the number of a shard's first row, for people."""
-    return shard.first if isinstance(shard, Partition) else 0
 
 
 def _ranges(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -124,7 +124,7 @@ class Parquet:
             if self._on_error == "raise":
                 raise DataError(
                     f"{where} cannot be read: {str(error).splitlines()[0]}. Write the file again, or leave such rows out with "
-                    "parquet(..., on_error='skip'), which logs how many"
+                    "parquet(..., on_error='skip'), which counts them"
                 ) from error
             yield Skipped(left, f"{where}: {str(error).splitlines()[0]}")
 
@@ -145,7 +145,7 @@ def parquet(paths: str | Sequence[str], columns: Sequence[str] | None = None, on
     Args:
         paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
         columns: names of the columns to read; None: all.
-        on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and log that.
+        on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and count them.
 
     Raises:
         ValueError: `on_error` is neither.

@@ -9,18 +9,23 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_dlrover.data.lane_plan import LanePlan, Piece
+from lightning_dlrover.data.left_out import LeftOut
 from lightning_dlrover.data.rows import Block, Rows
 from lightning_dlrover.data.source import DataError, Shard, Skipped, Source
 
 __all__ = ["MAX_OPEN_LANES", "LaneReader"]
 
 log = logging.getLogger(__name__)
+
+MAX_NAMED = 100
+"""Ranges of rows of one block that are named as left out. They travel with each batch."""
 
 MAX_OPEN_LANES = 256
 """Maximum number of lanes that a process holds open."""
@@ -69,6 +74,7 @@ class _Lane:
         self.number = -1  # number of the block
         self.block: Block | list[Any] = []
         self.starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `block`; None: nothing was skipped
+        self.left_out: tuple[LeftOut, ...] = ()  # rows of the block that could not be read
         self.cursor: _Cursor | None = None
 
     def close(self) -> None:
@@ -81,12 +87,12 @@ class LaneReader:
     """The lanes of one epoch that a process reads.
 
     Attributes:
-        num_skipped: rows that were to be read but could not be.
+        left_out: rows that could not be read, of the blocks that `read` has taken rows from. Its user clears it.
     """
 
     def __init__(self, source: Source, shards: Sequence[Shard], plan: LanePlan, max_open: int = MAX_OPEN_LANES) -> None:
         self.plan = plan
-        self.num_skipped = 0
+        self.left_out: dict[LeftOut, None] = {}
         self._source = source
         self._shards = shards
         self._max_open = max_open
@@ -108,6 +114,7 @@ class LaneReader:
                 lane = self._at(piece.lane, number)
                 stop = min(piece.stop, end)
                 a, b = first - begin, stop - begin
+                self.left_out.update(dict.fromkeys(lane.left_out))
                 if lane.starts is not None:
                     a, b = int(lane.starts[a]), int(lane.starts[b])
                 if isinstance(lane.block, Block):
@@ -116,6 +123,16 @@ class LaneReader:
                     rows.extend(lane.block[a:b])
                 first = stop
         return rows if rows else Rows(parts)
+
+    def open(self, pieces: Sequence[Piece]) -> None:
+        """Read the blocks in which these pieces begin, as far as no other lane has to be closed.
+
+        Raises:
+            DataError: a shard has changed since it was counted.
+        """
+        for piece in pieces:
+            if piece.lane in self._lanes or len(self._lanes) < self._max_open:
+                self._at(piece.lane, self.plan.block_of(piece.lane, piece.first))
 
     def close(self) -> None:
         for lane in self._lanes.values():
@@ -138,33 +155,48 @@ class LaneReader:
     def _load(self, lane: _Lane, number: int, block: int) -> None:
         first, stop = self.plan.block(number, block)
         skipped: Counter[tuple[str, str]] = Counter()  # rows, by shard and reason
+        left_out: list[LeftOut] = []
         is_there: list[npt.NDArray[np.bool_]] = []  # flags of the rows that could be read
         parts = _Parts(stop - first)
-        for shard, item in self._items(lane, number, first, stop):
+        for shard, row, item in self._items(lane, number, first, stop):
             is_skipped = isinstance(item, Skipped)
             is_there.append(np.full(_length(item), not is_skipped))
             if is_skipped:
-                skipped[shard.key, item.reason] += item.rows
+                skipped[self._shards[shard].key, item.reason] += item.rows
+                if item.are_rows:
+                    self._name(left_out, shard, row, item)
             else:
-                parts.add(shard, item)
+                parts.add(self._shards[shard], item)
         for (key, reason), num_rows in skipped.items():
-            self.num_skipped += num_rows
             log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
-        order, lane.starts = self.plan.order(number, block), None
+        order, lane.starts, lane.left_out = self.plan.order(number, block), None, tuple(left_out)
         if skipped:
             lane.starts, order = _without_skipped(np.concatenate(is_there), order)
         lane.block = parts.joined(order)
 
-    def _items(self, lane: _Lane, number: int, first: int, stop: int) -> Iterator[tuple[Shard, Any]]:
-        """Yield what the source has for these rows of a lane."""
+    def _name(self, left_out: list[LeftOut], number: int, row: int, skipped: Skipped) -> None:
+        """Add rows of a shard that come after those in the list."""
+        shard, last = self._shards[number], left_out[-1] if left_out else None
+        first = shard.number_of_first_row + row
+        if last is not None and (last.shard, last.stop, last.reason) == (number, first, skipped.reason):
+            left_out[-1] = last._replace(stop=first + skipped.rows)
+        elif len(left_out) < MAX_NAMED:
+            left_out.append(LeftOut(number, shard.key, first, first + skipped.rows, skipped.reason))
+        elif len(left_out) == MAX_NAMED:
+            left_out.append(LeftOut(number, shard.key, first, first, skipped.reason))
+
+    def _items(self, lane: _Lane, number: int, first: int, stop: int) -> Iterator[tuple[int, int, Any]]:
+        """Yield what the source has for these rows of a lane: number of the shard, number of the first row in it, item."""
         for shard_number, begin, end in self.plan.intervals(number, first, stop):
             shard, cursor = self._shards[shard_number], lane.cursor
             if cursor is None or cursor.shard is not shard or cursor.row != begin:
                 lane.close()
                 cursor = _Cursor(self._source, shard, begin)
             lane.cursor = None  # after an error its generator is over
+            row = begin
             for item in cursor.take(end - begin):
-                yield shard, item
+                yield shard_number, row, item
+                row += _length(item)
             lane.cursor = cursor
 
 
@@ -244,8 +276,8 @@ def _length(item: Any) -> int:
 
 
 def _before(item: Any, num_rows: int) -> Any:
-    return Skipped(num_rows, item.reason) if isinstance(item, Skipped) else item.slice(0, num_rows)
+    return replace(item, rows=num_rows) if isinstance(item, Skipped) else item.slice(0, num_rows)
 
 
 def _after(item: Any, num_rows: int) -> Any:
-    return Skipped(item.rows - num_rows, item.reason) if isinstance(item, Skipped) else item.slice(num_rows)
+    return replace(item, rows=item.rows - num_rows) if isinstance(item, Skipped) else item.slice(num_rows)

@@ -40,6 +40,11 @@ class Shard:
     version: str = ""  # changes with its content, for example size and time of modification
 
     @property
+    def number_of_first_row(self) -> int:
+        """Number of its first row in records and for people."""
+        return 0
+
+    @property
     def identity(self) -> str:
         """What workers compare, beside the number of rows. The folder of a file may differ from host to host."""
         return PurePath(self.key).name
@@ -58,6 +63,7 @@ class Skipped:
 
     rows: int
     reason: str
+    are_rows: bool = True  # False: no data have these numbers, as in a compacted topic
 
 
 @runtime_checkable

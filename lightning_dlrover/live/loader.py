@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks.loaders import batching_of
-from lightning_dlrover.data.dataset import Stream
+from lightning_dlrover.data.dataset import Positions, Stream
 from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data.left_out import WithLeftOut
 from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.data.sequence import Fetched, the_only
 from lightning_dlrover.live.loader_workers import LoaderWorkers
-from lightning_dlrover.live.order import SampleOrder, StreamOrder
+from lightning_dlrover.live.order import EpochOrder, SampleOrder, StreamOrder
+from lightning_dlrover.live.rows_left_out import RowsLeftOut
 from lightning_dlrover.live.sequence_order import HandedOut, SequenceOrder, SequenceSettings
 from lightning_dlrover.live.split import Split
 
@@ -67,7 +69,7 @@ class ElasticLoader:
     """Iterates over this worker's share of every global batch of a `DataLoader`.
 
     Attributes that it lacks, such as `batch_size` and `collate_fn`, are read from the user's loader. Its own
-    `order`, `split` and `workers` hide attributes of these names in a subclass of the user's.
+    `order`, `split`, `workers` and `left_out` hide attributes of these names in a subclass of the user's.
 
     Args:
         loader: the user's loader.
@@ -105,6 +107,7 @@ class ElasticLoader:
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
+        self.left_out = RowsLeftOut()  # rows of a stream that could not be read
         self.order: SampleOrder | StreamOrder | SequenceOrder
         self.sequence: SequenceOrder | None = None  # the order of an `IterableDataset`
         reading = loader
@@ -129,6 +132,7 @@ class ElasticLoader:
         self._cycles = False
         self._split_fields: tuple[Any, ...] = ()  # fields of the newest `Split`
         self._dealt: Sequence[Any] | None = None  # positions of each batch to come, if they do not follow from rank and size
+        self._expected: tuple[int, int] | None = None  # rank and world size in a round that is about to follow
         self._peeked: tuple[int, Any] | None = None  # a batch that was fetched ahead, and its number
         self._is_made = True
 
@@ -257,10 +261,52 @@ class ElasticLoader:
         if self.sequence is not None and self._training:
             yield from self.sequence.requests(first_batch)
         elif self._dealt is None:
-            yield from self.split.shares(first_batch, lambda lap: self.order.of(self.epoch, lap))
+            for batch, indices in enumerate(self.split.shares(first_batch, self._order_of), first_batch):
+                yield indices if self._expected is None else self._with_lanes_ahead(indices, batch, *self._expected)
         else:
             order = self.order.of(self.epoch)
             yield from (order.at(positions) for positions in self._dealt[first_batch:])
+
+    def _order_of(self, lap: int) -> EpochOrder:
+        return self.order.of(self.epoch, lap)
+
+    # --- lanes of a stream that are opened before they are read ---
+
+    @property
+    def reads_lanes(self) -> bool:
+        """Whether lanes can be opened ahead: loader workers read a stream whose rows do not depend on the epoch."""
+        return isinstance(self.order, StreamOrder) and not self.order.grows and self.num_workers > 0
+
+    def expect_place(self, global_rank: int, world_size: int) -> None:
+        """Let loader workers open the lanes of this place, too, whenever they prepare a batch, until `reshard`."""
+        self._expected = (global_rank, world_size) if self.reads_lanes else None
+
+    def open_lanes(self, epoch: int, cursor: int, seed: int, global_rank: int, world_size: int) -> None:
+        """Let loader workers open the lanes of a place that this loader will have, while nothing else uses it.
+
+        They prepare batches there, which are discarded.
+        """
+        before = self.epoch, self.cursor, self.order.seed, (self.global_rank, self.world_size)
+        try:
+            self.epoch, self.cursor = epoch, cursor
+            self.order.take_seed(seed)
+            self.reshard(global_rank, world_size)
+            self.prepare_next()
+        finally:
+            self.epoch, self.cursor, seed, (self.global_rank, self.world_size) = before
+            self.order.take_seed(seed)
+            self._discard()
+
+    def _with_lanes_ahead(self, indices: Sequence[int], batch: int, global_rank: int, world_size: int) -> Sequence[int]:
+        """Add the shares in another world of this batch, and of the one before that the same loader worker prepares."""
+        if not isinstance(indices, Positions):
+            return indices
+        split = replace(self.split, global_rank=global_rank, world_size=world_size)
+        ranges: list[tuple[int, int]] = []
+        for number in (batch - self.num_workers, batch):
+            ahead = next(split.shares(number, self._order_of), None) if number >= self.cursor else None
+            ranges += ahead.ranges if isinstance(ahead, Positions) else ()
+        return replace(indices, ahead=tuple(ranges))
 
     def keep_step(self, num_batches: int | None, cycles: bool) -> None:
         """Count through an epoch of `num_batches`, set by the longest or the shortest of several loaders; None: not known.
@@ -283,6 +329,7 @@ class ElasticLoader:
         """
         self.global_rank, self.world_size = global_rank, world_size
         self.cursor -= rewind
+        self._expected = None
         self._discard()
 
     def prepare_next(self) -> None:
@@ -322,6 +369,9 @@ class ElasticLoader:
         peeked, self._peeked = self._peeked, None
         is_next = peeked is not None and peeked[0] == self.cursor
         fetched = peeked[1] if peeked is not None and is_next else self.workers.fetch(self.cursor)
+        if isinstance(fetched, WithLeftOut):
+            self.left_out.add(fetched.left_out)
+            return fetched.batch
         if self.sequence is None:
             return fetched
         assert isinstance(fetched, Fetched)

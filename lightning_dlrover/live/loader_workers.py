@@ -29,6 +29,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_dlrover.data.dataset import Stream
+from lightning_dlrover.data.left_out import NamingLeftOut
 from lightning_dlrover.data.sequence import SequenceReader
 from lightning_dlrover.packages import default_package, fabric_submodule
 
@@ -90,6 +91,8 @@ class _Feed(Sampler[Sequence[int]]):
         loader.prefetch_factor = prefetch_factor if num_workers else None
         if num_workers == 0:
             loader.timeout = 0.0
+        if isinstance(loader.dataset, Stream):
+            loader.collate_fn = NamingLeftOut(loader.collate_fn, loader.dataset)
         loader.in_order = True  # the cursor counts in order, else it could not separate finished batches from open ones
         object.__setattr__(loader, "batch_sampler", self)
         # Loader workers survive a switch, because starting them anew would be its longest part.

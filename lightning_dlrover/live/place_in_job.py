@@ -198,6 +198,7 @@ class PlaceInJob:
         if live is None or trainer is None:
             return
         live.leaving.end()
+        live.skipped.publish(is_last=True)
         live.loaders.close()
         live.position.is_in_loops = False
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not live.position.is_standby:

@@ -28,6 +28,7 @@ from lightning_dlrover.live.fits import Fits
 from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.job_windows import JobWindows
+from lightning_dlrover.live.lanes_ahead import LanesAhead
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.opened_streams import opened_streams, sentence
@@ -37,6 +38,7 @@ from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.searches import Searches
 from lightning_dlrover.live.sequences import compare_next_batches, opened_sequences
 from lightning_dlrover.live.settings import SettingsInForce
+from lightning_dlrover.live.skipped_rows import SkippedReports
 from lightning_dlrover.live.steps import TrainingSteps
 from lightning_dlrover.live.successors import Successors
 from lightning_dlrover.live.table_rounds import RolledBack, TableRounds
@@ -90,6 +92,8 @@ class LiveTraining:
         self.votes = Votes(fit, self.pulse)
         self.fits = Fits(fit)
         self.leaving = Leaving(fit)
+        self.skipped = SkippedReports(fit)
+        self._lanes = LanesAhead(fit)
         self._state = JobState(fit, self.validation, self.votes)
         self.checkpoints = JobCheckpoints(fit, self._state)
         self._successors = Successors(fit, self._state, self.checkpoints)
@@ -173,11 +177,13 @@ class LiveTraining:
         self.loaders.keep_step()
         self._pace.step_ended()
         self.position.at_boundary = True
+        self.skipped.publish()
         self._follow_plan()
         if not self.position.has_entered:
             self._enter(loader)
         elif loader.cursor < loader.num_epoch_batches:
             self._follow_rounds()
+            self._lanes.look()
         self._strategy.replica.wrap_what_was_unfrozen()
         self.position.at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
@@ -343,7 +349,8 @@ class LiveTraining:
         """Wait until the job needs this worker, then take its state over."""
         self._refuse_data_of_another_job(data)
         try:
-            formation = self.world.admit(b"", fingerprint)
+            with self._lanes.while_waiting():
+                formation = self.world.admit(b"", fingerprint)
         except LeftOutError as left_out:
             self.leaving.leave(left_out)
         self._refuse_data_of_another_job(data)  # again, as the job may have begun only now

@@ -21,6 +21,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.events import StreamOpened
 from lightning_dlrover.rdzv.job.journal import read, readable_folder
 from lightning_dlrover.rdzv.job.pool_records import POOLS_FOLDER
 from lightning_dlrover.rdzv.job.records import (
@@ -43,6 +44,7 @@ from lightning_dlrover.rdzv.live import rounds
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
+from lightning_dlrover.report.skipped import described_skipped, skipped_rows
 from lightning_dlrover.report.streams import described, described_sequence, read_sequences, read_streams
 from lightning_dlrover.report.surroundings import Surroundings
 
@@ -367,13 +369,17 @@ def show_status(
         "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
         "streams": [
-            *([described(stream) for stream in streams.streams] if (streams := read_streams(events)) else []),
+            *([_show_stream(each, events) for each in streams.streams] if (streams := read_streams(events)) else []),
             *map(described_sequence, read_sequences(events)),
         ],
         "plan": _show_plan(plan) if plan else None,
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,
     }
+
+
+def _show_stream(opened: StreamOpened, events: Sequence[EventRecord]) -> str:
+    return "; ".join(filter(None, (described(opened), described_skipped(skipped_rows(events, opened)))))
 
 
 def _show_workers(view: View, profiles: Mapping[str, StepProfile], now: float) -> list[dict[str, Any]]:

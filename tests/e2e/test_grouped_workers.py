@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.group.left_state import ROOT
-from lightning_dlrover.rdzv.job.records import EventRecord, Keys, decode
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, WorkerRecord, decode
 
 SCRIPT = Path(__file__).with_name("grouped_script.py")
 LOOP = SCRIPT.with_name("grouped_loop.py")
@@ -168,3 +169,46 @@ def test_both_agents_groups_go_on_at_the_step_reached(
     else:
         must_equal(tmp_path, request.getfixturevalue("undisturbed"), killed)
     assert not any(folder.exists() for folder in mine)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_group_without_the_state_waits_for_the_agent_that_keeps_it(
+    start_group: StartAgent, client: EtcdClient, keys: Keys, tmp_path: Path
+) -> None:
+    agents = [start_group("1:2", LOOP) for _ in range(2)]
+    groups = [[line["pid"] for line in group] for group in at_step(tmp_path, 25, 2).values()]
+    folders, parents = zip(*[(own_folder(pid), psutil.Process(pid).parent()) for pid, _ in groups], strict=True)
+    for pid, _ in groups:
+        os.kill(pid, signal.SIGKILL)
+
+    def that_keeps() -> psutil.Process | None:
+        ended = [(folders[n] / "state").exists() and all(map(has_ended, group)) for n, group in enumerate(groups)]
+        return parents[ended.index(True)] if any(ended) else None
+
+    keeper = eventually(that_keeps, "a group ends whose agent keeps the state", 60, 0.002)
+    keeper.suspend()  # its next workers come late
+    (other,) = (n for n in range(2) if parents[n] != keeper)
+    eventually(lambda: all(map(has_ended, groups[other])), "the other group ends", 60)
+    (folders[other] / "state").unlink(missing_ok=True)
+    (tmp_path / "fast").touch()
+    former = {pid for group in groups for pid in group}
+
+    def have_come() -> bool:
+        workers = [decode(WorkerRecord, kv.value, kv.key) for kv in client.get_prefix(keys.workers)[1]]
+        return len([worker for worker in workers if worker.pid not in former]) == 2
+
+    eventually(have_come, "the other agent's next workers come", 60)
+    time.sleep(1.0)
+    keeper.resume()
+    for agent in agents:
+        assert agent.wait(150) == 0, agent.output
+    lines = lines_of(tmp_path, "step")
+    last = max(line["step"] for line in lines if line["pid"] in former)
+    assert sorted({line["step"] for line in lines if line["pid"] not in former}) == list(range(last + 1, NUM_STEPS + 1))
+    assert all(line["count"] == line["step"] for line in lines)

@@ -186,3 +186,22 @@ def test_a_plan_made_for_larger_nodes_is_cut_to_the_cores_of_this_one(
     plan.wait_until_in_force(cores, cores, num_workers=1)
     assert job.finish() == [0]
     assert violations(job, TOY) == []
+
+
+def test_planner_adds_loader_workers_to_a_stream_that_training_waits_for(make_job: MakeJob) -> None:
+    toy = dataclasses.replace(TOY, max_epochs=12, step_s=0.0, streams=True, row_s=0.01, is_tuned=True)
+    job = make_job(toy)
+    toy.write_streams(job.folder)
+    job.start(), job.start()
+    job.wait_for_world(2, since=0)
+
+    def with_more() -> bool:
+        step = job.step
+        return any(r["step"] >= step - 1 and r["world"] == 2 and r["loader_workers"] != [0] for r in job.records("done"))
+
+    job.wait_until(with_more, "loader workers")
+    job.start()
+    job.wait_for_world(3)
+    assert job.finish() == [0, 0, 0]
+    assert violations(job, toy) == []
+    assert any(event.data["loader_workers"][0] > 0 for event in job.events("settings"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from harness import Job, violations
+from spoiled_files import spoil_row_group
 from toy_job import ToySettings
 
 from lightning_dlrover.cli.main import main
@@ -64,6 +65,41 @@ def test_steps_on_record_are_those_that_were_trained(
         assert place["is_done"]
         assert cuts["1.parquet"] + 3 in trained[place["step"]]
     assert [place["epoch"] for place in answer["places"]] == [0, 1]
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_rows_that_cannot_be_read_are_counted_once(
+    make_job: MakeJob, etcd: EmbeddedEtcd, capsys: pytest.CaptureFixture[str], loader_workers: int
+) -> None:
+    settings = ToySettings(
+        num_rows=403, batch_size=32, streams=True, on_error="skip", loader_workers=loader_workers, max_epochs=3
+    )
+    job = make_job(settings)
+    settings.write_streams(job.folder)
+    spoil_row_group(job.folder / "train" / "2.parquet", 3)
+    job.start()
+    second = job.start()
+    job.wait_for_world(2, since=0)
+    job.start()
+    job.wait_for_world(3)
+    second.kill()
+    job.wait_for_world(2)
+    assert job.finish()[::2] == [0, 0]
+
+    first = firsts(job.folder / "train")["2.parquet"] + 33
+    there = [n for n in range(403) if not first <= n < first + 11]
+    trained = trained_rows(job, settings)
+    for epoch in range(3):
+        of_epoch = [trained[step] for step in range(1 + epoch * 13, 14 + epoch * 13)]
+        assert sorted(row for rows in of_epoch for row in rows) == there
+    answer = asked(capsys, etcd, job)
+    assert (answer["rows_skipped"], answer["all_skipped_are_known"]) == (11, True)
+    (skipped,) = answer["skipped"]
+    assert (Path(skipped["file"]).name, skipped["ranges"]) == ("2.parquet", [[33, 44]])
+    assert "row group 3 of" in skipped["reason"]
+    assert main(["data", "--endpoint", etcd.endpoint, job.run_id]) == 0
+    assert "11 rows skipped in " in capsys.readouterr().out
+    assert len(job.events("skipped")) <= 3  # at most one for each worker
 
 
 def firsts(folder: Path) -> dict[str, int]:

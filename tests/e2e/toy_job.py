@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from iterables import ITERABLES
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.data import Stream, parquet, stream
 from lightning_dlrover.live.training import LiveTraining
 
@@ -187,12 +188,19 @@ def write_files(folder: Path, num_rows: int) -> None:
         pq.write_table(table.slice(start, stop - start), folder / f"{number}.parquet", row_group_size=11)
 
 
-def streamed(folder: Path, shuffle: bool) -> Stream:
-    """Return the rows of such files, which come in blocks of a few rows if shuffled."""
-    return stream(parquet(str(folder)), transform=_as_sample, shuffle_rows=64 if shuffle else 0, seed=SEED)
+def streamed(folder: Path, shuffle: bool, on_error: str = "raise", row_s: float = 0.0) -> Stream:
+    """Return the rows of such files, which come in blocks of a few rows if shuffled.
+
+    Args:
+        row_s: seconds that each row takes until the test lets the job hurry.
+    """
+    transform = partial(_as_sample, row_s=row_s, hurry=folder.parent / "hurry")
+    return stream(parquet(str(folder), on_error=on_error), transform, shuffle_rows=64 if shuffle else 0, seed=SEED)
 
 
-def _as_sample(row: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
+def _as_sample(row: dict[str, Any], row_s: float, hurry: Path) -> tuple[Tensor, Tensor, int]:
+    if row_s and not hurry.exists():
+        time.sleep(row_s)
     return torch.tensor(row["x"]), torch.tensor(row["y"]), row["id"]
 
 
@@ -212,8 +220,10 @@ class ToySettings:
     global_batch_size: int | None = None
     slow_start_s: float = 0.0  # seconds before the worker reaches the training loop
     streams: bool = False  # read from Parquet files in the job's folder
+    on_error: str = "raise"  # for training rows that cannot be read
     iterable: str = ""  # kind of an `IterableDataset`, see `iterables.py`
-    row_s: float = 0.0  # seconds that a row of it takes
+    row_s: float = 0.0  # seconds that a row of it, or of a stream, takes
+    is_tuned: bool = False  # let the planner choose loader workers
     max_catch_up_s: float = 60.0
     save_every: int = 0  # batches between checkpoints
     saves_epochs: bool = False  # write a checkpoint at each epoch's end
@@ -373,12 +383,12 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
         accumulate_grad_batches=settings.accumulate,
         val_check_interval=settings.val_every,
         limit_val_batches=None if settings.num_val_rows else 0,
-        **_saving(recorder, settings),
+        **_callbacks(recorder, settings),
     )
     train: Dataset[Any] = Rows(settings.num_rows)
     val: Dataset[Any] = Rows(settings.num_val_rows)
     if settings.streams:
-        train = streamed(Path(recorder.place.folder) / "train", settings.shuffle)
+        train = streamed(Path(recorder.place.folder) / "train", settings.shuffle, settings.on_error, settings.row_s)
         val = streamed(Path(recorder.place.folder) / "val", shuffle=False)
     if settings.iterable:
         train = ITERABLES[settings.iterable](train, settings.shuffle, settings.row_s)
@@ -392,7 +402,10 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
     recorder.write("after_fit", step=trainer.global_step)
 
 
-def _saving(recorder: Recorder, settings: ToySettings) -> dict[str, Any]:
+def _callbacks(recorder: Recorder, settings: ToySettings) -> dict[str, Any]:
+    if settings.is_tuned:
+        tuning = DLRoverCallback(window_s=0.3, plan_every_s=0.5, tune=["loader_workers"], history="off")
+        return {"callbacks": [tuning]}
     if not settings.save_every and not settings.saves_epochs:
         return {}
     folder = Path(recorder.place.folder) / "checkpoints"

@@ -112,7 +112,7 @@ def estimate_peak(
     Args:
         batch: as `step` takes it; its tensors may be on the meta device.
         device: ``cpu``, or ``cuda`` for what one GPU needs.
-        margin: from the errors of earlier estimates; default: 20 % of the estimate.
+        margin: from the errors of earlier estimates; default: 35 % of the estimate.
         deadline_s: seconds for each copy.
         probe_bytes: most that a real step in a copy may allocate; default: half of the available memory.
     """

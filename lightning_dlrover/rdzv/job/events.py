@@ -29,6 +29,7 @@ __all__ = [
     "PlannerEvent",
     "RecordIgnored",
     "RoundFormed",
+    "RowsSkipped",
     "SequenceOpened",
     "SettingsApplied",
     "SizeGiven",
@@ -342,6 +343,19 @@ class StreamOpened(Event):
     # First row of each shard and the row after the last, of a source whose rows come and go.
     ranges: dict[str, list[int]] | None = None
     grows: bool | None = None  # True: these are the rows of one epoch, and each has a record of its own
+
+
+@dataclass(frozen=True)
+class RowsSkipped(Event):
+    """Rows that a worker's batches of a stream leave out. Several workers, and each epoch, may find the same rows."""
+
+    KIND = "skipped"
+    fit: int
+    number: int  # index of the training loader
+    shard: int  # index of the file or partition
+    file: str  # its name on this worker's host
+    ranges: list[list[int]]  # first row and the row after the last; none: further rows are not on record
+    reason: str  # reason of the first ones
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ __all__ = [
     "NodeRecord",
     "NodesRecord",
     "Notice",
+    "PlacesRecord",
     "PlanRecord",
     "RecordError",
     "RoundRecord",
@@ -111,6 +112,7 @@ class Keys:
     events = _Key("events/")
     profiles = _Key("profiles/")
     stacks = _Key("stacks/")  # one key per worker, with its newest stack traces
+    places = _Key("places")  # read by joiners only
     windows = _Key("windows/")  # one key per window of a stream, by stream, fit and epoch
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
 
@@ -418,6 +420,14 @@ class WindowRecord:
     epoch: int
     ranges: dict[str, list[int]]  # first row of each shard, and the row after the last
     created_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlacesRecord:
+    """Where the training loaders will soon be, for joiners. Key `places`; rank 0 writes it before a round that has some."""
+
+    round: int  # number of that round
+    places: list[list[int]]  # for each loader: epoch, batches of it handed out, seed of its order
 
 
 @dataclass(frozen=True)

@@ -120,14 +120,29 @@ def awaited(view: View) -> list[str]:
     if not view.survivors:
         pending = view.in_state("standby")
         if pending or view.in_state("ready"):
-            return pending
+            return pending + _keepers_of_state(view)
         starting = view.in_state("starting")
         registered = {view.workers[w].agent_id for w in starting}
-        return [a.agent_id for a in view.agents.values() if a.state == "running" and a.agent_id not in registered]
+        agents = [a.agent_id for a in view.agents.values() if a.state == "running" and a.agent_id not in registered]
+        return agents + [agent for agent in _keepers_of_state(view) if agent not in agents]
     if view.failed and not view.lost:
         failed = set(view.failed)
         return [w for w in view.holders if w not in failed]
     return []
+
+
+def _keepers_of_state(view: View) -> list[str]:
+    """Return agents that may keep the state of a stopped job in their host's memory for workers that are not there yet.
+
+    A round without these workers would begin the job anew: the state is read only in a round in which no worker has one.
+    """
+    if view.round is None or view.round.kind != "stop":
+        return []
+    # Workers that start while others are further on become `standby` first.
+    new = view.in_state("standby", "ready") or view.in_state("starting")
+    here = {view.workers[w].agent_id for w in new}
+    # An agent is `waiting` for a moment only: it joins a live job at once.
+    return [a.agent_id for a in view.agents.values() if a.num_workers > 1 and a.state != "finished" and a.agent_id not in here]
 
 
 def lacks_workers(view: View) -> bool:

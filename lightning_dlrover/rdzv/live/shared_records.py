@@ -19,6 +19,7 @@ from lightning_dlrover.rdzv.job.records import (
     CheckpointRequest,
     JobRecord,
     NodesRecord,
+    PlacesRecord,
     PlanRecord,
     SearchRecord,
     StacksRecord,
@@ -110,6 +111,22 @@ class SharedRecords:
             f"run {self._keys.run_id}: result of search {number}", lambda: self.journal.client.put(key, payload)
         )
         self._wake()
+
+    def put_places(self, record: PlacesRecord) -> None:
+        """Queue where the loaders are; never waits for etcd. A record that etcd does not hold yet is replaced."""
+        payload = encode(record)
+        self.outbox.add_change(
+            f"run {self._keys.run_id}: places in the data", lambda: self.journal.client.put(self._keys.places, payload)
+        )
+        self._wake()
+
+    def places(self) -> PlacesRecord | None:
+        """Read from etcd where the loaders were before the newest round with joiners.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        return self.journal.get(PlacesRecord, self._keys.places, readable).record
 
     def window(
         self, name: str, change: Callable[[WindowRecord | None], WindowRecord | None], timeout_s: float, outdated: str = ""

@@ -445,6 +445,26 @@ def test_the_first_round_waits_for_every_announced_agent() -> None:
     assert late.members == ["w0"]
 
 
+@pytest.mark.parametrize("state", ["starting", "standby", "ready"])
+@pytest.mark.parametrize("other", ["running", "waiting"])
+def test_a_stopped_job_waits_for_agents_that_may_keep_its_state(state: str, other: str) -> None:
+    stop = RoundRecord(4, [], "every worker was asked to leave", "stop", planned=True)
+    agents = {name: AgentRecord(f"agent-{name}", "host", 1, 2, "running") for name in ("w0", "w1")}
+    agents["w1"] = replace(agents["w1"], state=other)  # type: ignore[arg-type]
+    leaving = worker("w1", "active", 3)
+    seen = View(job=JOB, round=stop, workers={"w0": worker("w0", state, 0), "w1": leaving}, agents=agents)
+    assert "agent-w1" in awaited(seen)
+    assert next_round(seen, 1.0) is None
+    with_both = replace(seen, workers={"w0": worker("w0", "ready", 0), "w1": worker("w1", "ready", 0)})
+    found = next_round(with_both, 0.0)
+    assert found is not None
+    assert found.members == ["w0", "w1"]
+    ended = replace(seen, workers={"w0": worker("w0", "ready", 0)}, agents={"w0": agents["w0"]})
+    assert next_round(ended, 0.0) is not None
+    single = replace(seen, workers=ended.workers, agents={**agents, "w1": replace(agents["w1"], num_workers=1)})
+    assert next_round(single, 0.0) is not None
+
+
 def test_a_finished_job_has_no_further_rounds() -> None:
     assert next_round(view("012", gone="0", others="3", job=replace(JOB, phase="finished")), 1e9) is None
 

@@ -20,6 +20,7 @@ The maximum is exact for clusters of usual size, see `knapsack`.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns
 from lightning_dlrover.planner.cluster.elastic.share import Share
@@ -47,14 +48,16 @@ def values(share: Share) -> Floats:
     speedups = share.speeds / np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
     urgency = urgencies(share.work_left, share.weights, SPEEDUP_EXPONENT)
     cost_s = np.array([job.change_s for job in share.jobs])[:, None]
-    horizon_s = np.minimum(HORIZON_S, np.where(np.isfinite(share.seconds_left), share.seconds_left, HORIZON_S))
-    stays = (share.sizes == share.present[:, None]) | (share.present[:, None] == 0)
-    kept = np.where(stays, 1.0, np.maximum(1 - cost_s / np.maximum(horizon_s, 1e-9), 0.0))
+    lasts_s = np.minimum(share.seconds_left, HORIZON_S)
+    kept = np.where(share.sizes == share.present[:, None], 1.0, lasts_s / np.maximum(lasts_s + cost_s, 1e-9))
+    # A job that waits pays for its start at any time, so only the difference between sizes counts.
+    smallest = kept[np.arange(len(share.jobs)), np.where(share.allowed, share.sizes > 0, False).argmax(axis=1)]
+    kept = np.where(share.present[:, None] > 0, kept, kept / np.maximum(smallest, 1e-9)[:, None])
     value = urgency[:, None] * speedups * kept
     # A job that is paused now pays for its start later.
     now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
     value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)
-    return np.where(share.allowed, value, -np.inf)
+    return np.where(_considered(share), value, -np.inf)
 
 
 def urgencies(work: Floats, weights: Floats, exponent: float) -> Floats:
@@ -67,3 +70,11 @@ def urgencies(work: Floats, weights: Floats, exponent: float) -> Floats:
     above, below = total / scale, (total - weights[order]) / scale
     urgency[order] = (above**power - np.maximum(below, 0.0) ** power) ** (1 / power)
     return urgency
+
+
+def _considered(share: Share) -> NDArray[np.bool_]:
+    """Allowed sizes that fill nodes: any within one node, and whole nodes; all sizes of a job that has no such one."""
+    sizes, per_node = share.sizes, share.per_node
+    fills = (sizes <= per_node) | (sizes % per_node == 0)
+    least = np.maximum(share.fewest, share.floors)[:, None]
+    return share.allowed & (fills | (sizes == least))

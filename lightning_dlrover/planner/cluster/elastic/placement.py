@@ -1,31 +1,38 @@
 """Turn sizes into devices: on as few nodes as can be, and where jobs are already.
 
 A running job whose size stays keeps its devices. All other devices are free; jobs that start or change take them, the largest
-first: whole nodes, then the node with the smallest sufficient rest. A job that is split over more nodes than it needs gets room
-on one node if small jobs there can go elsewhere, and if that gains more than it costs.
+first: whole nodes, then the node with the smallest sufficient rest. `consolidation` then mends jobs that are split over more
+nodes than they need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_dlrover.planner.cluster.jobs import Device
+from lightning_dlrover.planner.cluster.elastic.consolidation import consolidate
+from lightning_dlrover.planner.cluster.elastic.nodes import Nodes
+from lightning_dlrover.planner.cluster.jobs import Device, Job
 
 __all__ = ["place"]
 
 
 def place(
-    devices: Sequence[Device], per_node: int, numbers: Mapping[str, int], running: Mapping[str, Sequence[str]]
+    devices: Sequence[Device],
+    per_node: int,
+    jobs: Mapping[str, Job],
+    numbers: Mapping[str, int],
+    running: Mapping[str, Sequence[str]],
 ) -> dict[str, tuple[str, ...]]:
     """Return the devices of each job that gets some.
 
     Args:
         devices: all alike, each for one worker.
         per_node: devices of a whole node.
+        jobs: at least those of `numbers`.
         numbers: devices of each job; together as many as there are, at most.
         running: the present devices of jobs that have some.
     """
-    nodes = _Nodes(devices, per_node)
+    nodes = Nodes(devices, per_node)
     placed: dict[str, tuple[str, ...]] = {}
     for name, number in numbers.items():
         present = running.get(name, ())
@@ -36,71 +43,5 @@ def place(
         if name not in placed:
             placed[name] = nodes.find(numbers[name], running.get(name, ()))
             nodes.take(placed[name])
+    consolidate(nodes, per_node, jobs, placed, running)
     return placed
-
-
-class _Nodes:
-    """Free devices by node, and nodes by the number of their free devices. Orders are those of the state, so equal states
-    give equal placements."""
-
-    def __init__(self, devices: Sequence[Device], per_node: int) -> None:
-        self._per_node = per_node
-        self._node_of = {device.name: device.node for device in devices}
-        self._free: dict[str, dict[str, None]] = {}
-        for device in devices:
-            self._free.setdefault(device.node, {})[device.name] = None
-        self._by_count: dict[int, dict[str, None]] = {}
-        for node, free in self._free.items():
-            self._by_count.setdefault(len(free), {})[node] = None
-
-    def are_free(self, names: Sequence[str]) -> bool:
-        """Return whether devices exist, differ, and have no worker yet."""
-        return len(set(names)) == len(names) and all(
-            name in self._node_of and name in self._free[self._node_of[name]] for name in names
-        )
-
-    def take(self, names: Sequence[str]) -> None:
-        """Take devices that are free."""
-        for name in names:
-            node = self._node_of[name]
-            count = len(self._free[node])
-            del self._by_count[count][node]
-            del self._free[node][name]
-            self._by_count.setdefault(count - 1, {})[node] = None
-
-    def find(self, number: int, own: Sequence[str]) -> tuple[str, ...]:
-        """Return so many free devices on few nodes, rather those that the job has already.
-
-        Raises:
-            ValueError: fewer are free.
-        """
-        own_nodes: dict[str, int] = {}
-        for name in own:
-            if name in self._node_of and name in self._free[self._node_of[name]]:
-                own_nodes[self._node_of[name]] = own_nodes.get(self._node_of[name], 0) + 1
-        found: list[str] = []
-        used: dict[str, None] = {}
-        while len(found) < number:
-            node = self._best_node(number - len(found), own_nodes, used)
-            if node is None:
-                raise ValueError(f"{number} devices are needed, and only {len(found)} are free")
-            used[node] = None
-            free = self._free[node]
-            mine = [name for name in own if self._node_of.get(name) == node and name in free]
-            others = [name for name in free if name not in mine]
-            found += [*mine, *others][: number - len(found)]
-        return tuple(found)
-
-    def _best_node(self, number: int, own: Mapping[str, int], used: Mapping[str, None]) -> str | None:
-        """The node with the fewest free devices that suffice for a whole node or all that is missing, else with the most."""
-        wanted = min(number, self._per_node)
-        counts = sorted(count for count, nodes in self._by_count.items() if count and nodes)
-        for count in [*(c for c in counts if c >= wanted), *(c for c in reversed(counts) if c < wanted)]:
-            nodes = self._by_count[count]
-            mine = [node for node in own if node in nodes and node not in used]
-            if mine:
-                return max(mine, key=lambda node: own[node])
-            for node in nodes:
-                if node not in used:
-                    return node
-        return None

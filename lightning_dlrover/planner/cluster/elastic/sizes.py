@@ -33,7 +33,7 @@ def with_placement(sizes: SizePolicy, settings: PolicySettings) -> Policy:
         for pool in _pools(state, fixed):
             numbers = _divide(pool, state.now_s, sizes, settings, tables) if pool.jobs else {}
             running = {name: run.devices for name, run in pool.running.items()}
-            allocation.update(place(pool.devices, pool.per_node, numbers, running))
+            allocation.update(place(pool.devices, pool.per_node, {job.name: job for job in pool.jobs}, numbers, running))
         return allocation
 
     return decide

@@ -1,0 +1,69 @@
+"""`dlrover simulate`: replay traces of jobs on a simulated cluster, under one policy after the other."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from lightning_dlrover.cli.errors import EXIT_OK
+from lightning_dlrover.output import complain, show
+from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
+from lightning_dlrover.planner.cluster.work import SAMPLES, read_work
+from lightning_dlrover.simulate.page import REPORT, write_report
+from lightning_dlrover.simulate.records import Results, Simulated
+from lightning_dlrover.simulate.run import run_study
+from lightning_dlrover.simulate.study import questions, read_inputs
+from lightning_dlrover.simulate.summary import summarize, table_text
+
+
+def simulate_command(options: argparse.Namespace) -> int:
+    """Run the simulations that are not on record, print their figures and write the report."""
+    samples = dict(SAMPLES) | (read_work(options.work) if options.work is not None else {})
+    inputs, traces = read_inputs(
+        options.traces,
+        options.speeds,
+        Cluster(*options.nodes),
+        samples=samples,
+        every_s=options.every,
+        oracle=options.oracle,
+    )
+    seeds = range(options.shake, options.shake + options.seeds)
+    asked = questions(traces, options.policy, options.resize_cost, seeds)
+    with Results(options.out) as results:
+        try:
+            with _progress(len(asked), sum(q.key(inputs) in results.by_key for q in asked)) as ended:
+                simulations = run_study(inputs, asked, results, processes=options.processes, ended=ended)
+        except KeyboardInterrupt:
+            done = sum(q.key(inputs) in results.by_key for q in asked)
+            complain(
+                f"interrupted; {done} of {len(asked)} simulations are on record, and the same command goes on with the rest"
+            )
+            return 128 + signal.SIGINT
+    report = options.out / REPORT
+    write_report(report, inputs, simulations)
+    show(table_text(summarize(simulations), shutil.get_terminal_size((120, 24)).columns))
+    show(f"report: {report}")
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[Simulated], None]]:
+    """Show a progress bar on a terminal; yield a function to call after each simulation."""
+    if not sys.stderr.isatty():
+        yield lambda simulated: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulations", total=total, completed=done)
+
+        def ended(simulated: Simulated) -> None:
+            bar.update(task, advance=1, description=f"{simulated.trace}, {simulated.policy}")
+
+        yield ended

@@ -1,0 +1,56 @@
+"""Rows that could not be read, on their way from the process that reads them to the one that trains.
+
+They travel with each batch that takes rows from their block. So those of a batch that is prepared and then discarded, as when
+workers change, are named again with the batch in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["LeftOut", "NamingLeftOut", "WithLeftOut"]
+
+
+class LeftOut(NamedTuple):
+    """Consecutive rows of a shard that are left out of batches."""
+
+    shard: int  # number of the shard
+    key: str  # its name
+    first: int  # number of the first row; in a Kafka topic its offset
+    stop: int  # number of the row after the last one; `first`: further rows of the block are not named
+    reason: str
+
+    @property
+    def is_cut_short(self) -> bool:
+        return self.first == self.stop
+
+
+class WithLeftOut(NamedTuple):
+    """A batch, and the rows left out of its blocks. A named tuple, as a DataLoader pins the memory of its parts."""
+
+    batch: Any
+    left_out: tuple[LeftOut, ...]
+
+
+class _Dataset(Protocol):
+    def take_left_out(self) -> tuple[LeftOut, ...]:
+        """Return the rows left out since the last call."""
+
+
+class NamingLeftOut:
+    """A collate function for a stream: the batch of the user's function, `WithLeftOut` if rows were left out.
+
+    Args:
+        inner: the user's collate function.
+        dataset: the stream, in the process that calls this function.
+    """
+
+    def __init__(self, inner: Callable[[Any], Any], dataset: _Dataset) -> None:
+        self._inner = inner
+        self._dataset = dataset
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._inner(samples)
+        left_out = self._dataset.take_left_out()
+        return WithLeftOut(batch, left_out) if left_out else batch
