@@ -120,7 +120,7 @@ class PoolOfJobs:
 
     def workers(self) -> dict[str, int]:
         """Training processes of each job now."""
-        return {name: _num_workers(job.process.pid) for name, job in self.jobs.items() if job.process.poll() is None}
+        return {name: _num_workers(job.process.pid) for name, job in list(self.jobs.items()) if job.process.poll() is None}
 
     def wait_for(self, what: str, found: object, timeout_s: float) -> None:
         """Poll a function until it returns true.

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
@@ -68,9 +68,6 @@ DEFAULT_RETUNE_COST_S = 0.2
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3
 WINDOWS_OF_LOAD = 5  # windows in the median of other programs' load on this machine
-
-_NOTHING_BUT_WORKERS: Mapping[str, tuple[int, ...]] = {"loader_workers": (), "intra_op_threads": (), "prefetch_factors": ()}
-"""Fields of `Limits` that leave all settings but the number of workers as they are."""
 
 PATIENCE_WITH_A_PLAN_S = 120.0
 """Seconds that a plan may take to be carried out before the next one: new nodes may queue, and must start."""
@@ -345,7 +342,7 @@ class Analyst:
             return
         # Recommendations are not carried out automatically, so an earlier identical one is no reason to withhold it.
         # The brain of a pool compares numbers of workers, so other settings must not fill the few candidates on record.
-        advice = decide(replace(limits, **_NOTHING_BUT_WORKERS) if in_pool else limits, ())
+        advice = decide(_workers_alone(limits) if in_pool else limits, ())
         tuned = advice
         if membership is not None and not by_hand:
             here = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
@@ -519,6 +516,11 @@ def _window_of(settings: Settings, step_time_s: float, like: StepProfile) -> Ste
         at=time.time(),
         **parts,
     )
+
+
+def _workers_alone(limits: Limits) -> Limits:
+    """Return limits that leave all settings but the number of workers as they are."""
+    return replace(limits, loader_workers=(), intra_op_threads=(), prefetch_factors=())
 
 
 def _within(proposed: PlanRecord, plan: PlanRecord) -> PlanRecord:
