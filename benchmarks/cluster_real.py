@@ -27,12 +27,12 @@ from jobs import Workspace, describe_machine, result_line
 CORES = 2
 END_TIMEOUT_S = 900.0
 JOBS = (
-    Arrival("long", 0.0, 2000),
-    Arrival("short", 15.0, 400),
-    Arrival("medium", 25.0, 700),
-    Arrival("late", 60.0, 500),
+    Arrival("long", 0.0, 9000),
+    Arrival("short", 15.0, 800),
+    Arrival("medium", 25.0, 1500),
+    Arrival("late", 60.0, 1200),
 )
-"""Jobs with their steps; a step takes some 30 ms on one idle core."""
+"""Jobs with their steps; a step takes some 30 ms on one idle core. As in traces of clusters, one job is most of the work."""
 
 
 @dataclass

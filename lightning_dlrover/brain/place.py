@@ -99,13 +99,14 @@ class Place:
                     )
 
     def keep(self) -> None:
-        """Take the place again if its lease was lost, as in an outage of etcd. Call regularly.
-
-        Raises:
-            PlaceError: another process has taken it.
-        """
-        with contextlib.suppress(EtcdError):  # the next call repeats it
+        """Take the place again if its lease was lost, as in an outage of etcd. Call regularly."""
+        try:
             self._tenure.take_back()
+        except EtcdError:
+            pass  # the next call repeats it
+        except PlaceError as error:
+            # An attempt before this one, whose answer was lost, may hold it until its lease expires. Training must go on.
+            log.info("run %s: its place in pool %s is taken again later: %s", self._keys.run_id, self._pool.pool, error)
 
     def leave(self) -> None:
         """Give the place back: at once if nothing of the job runs any more, else as soon as that is so."""
