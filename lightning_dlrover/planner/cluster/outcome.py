@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Finished:
-    """A job that has ended."""
+    """A job that has ended, or failed."""
 
     job: Job
     started_s: float
@@ -32,7 +32,8 @@ class Finished:
     served_device_s: float
     starts: int  # 1 more than it was put back to wait
     changes: int  # times that its devices changed while it ran
-    steps: float
+    steps: float  # made for good
+    is_whole: bool = True  # False: it failed before its last step
 
     @property
     def completion_s(self) -> float:

@@ -56,6 +56,7 @@ class PolicySettings:
         most_together: most workers of different jobs on one device, where its places allow more.
         owner_weights: importance of the jobs of each owner; 1 for an owner that is absent.
         may_pause: whether a running elastic job may be put back to wait. Its devices may change anyway.
+        least_gain: a device that adds less than this fraction of a device's speed at its job's best efficiency stays free.
     """
 
     speeds: SpeedPredictor = Undisturbed()
@@ -64,3 +65,4 @@ class PolicySettings:
     most_together: int = 4
     owner_weights: Mapping[str, float] = field(default_factory=dict)
     may_pause: bool = True
+    least_gain: float = 0.05

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
+from lightning_dlrover.planner.cluster.losses import Fragility, NodeLoss
 from lightning_dlrover.planner.cluster.outcome import Finished, SimulationOutcome, Span
 from lightning_dlrover.planner.cluster.packing import Packing, why_never
 from lightning_dlrover.planner.cluster.policy import Policy
@@ -41,10 +42,12 @@ class Arrival:
     Args:
         job: as the policy sees it; while it runs, `steps_left` is kept where it is known.
         steps: until the job ends.
+        fragility: what lost nodes do to it.
     """
 
     job: Job
     steps: float
+    fragility: Fragility = field(default_factory=Fragility)
 
 
 class Truth(Protocol):
@@ -116,11 +119,18 @@ class _Progress:
     """Progress of a job, kept while it waits, too."""
 
     arrival: Arrival
-    left: float
+    left: float  # until it ends, or fails
+    beyond: float = 0.0  # steps that it will not make, as it fails before
+    losses: int = 0
     started_s: float = math.nan
     served_device_s: float = 0.0
     starts: int = 0
     changes: int = 0
+
+
+def _progress(arrival: Arrival) -> _Progress:
+    possible = min(arrival.steps, arrival.fragility.fails_at_steps)
+    return _Progress(arrival, possible, arrival.steps - possible)
 
 
 def simulate(
@@ -133,16 +143,20 @@ def simulate(
     every_s: float | None = None,
     learner: Learner | None = None,
     knowledge: Knowledge | None = None,
+    losses: Iterable[NodeLoss] = (),
 ) -> SimulationOutcome:
     """Run all jobs to their ends.
 
     Args:
         every_s: seconds between decisions without a cause; None: only when jobs come and end.
         knowledge: what the policy sees in `Job.scaling`; None: jobs keep the one that they came with.
+        losses: lost nodes in order of time, perhaps without an end.
     Raises:
         SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.
     """
-    return _Simulation(arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner, knowledge).run()
+    return _Simulation(
+        arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner, knowledge, iter(losses)
+    ).run()
 
 
 @dataclass
@@ -155,6 +169,7 @@ class _Simulation:
     every_s: float | None
     learner: Learner | None
     knowledge: Knowledge | None
+    losses: Iterator[NodeLoss]
     now_s: float = 0.0
     waiting: dict[str, Job] = field(default_factory=dict)
     running: dict[str, _Run] = field(default_factory=dict)
@@ -166,7 +181,8 @@ class _Simulation:
 
     def run(self) -> SimulationOutcome:
         self._check()
-        self.progress = {a.job.name: _Progress(a, a.steps) for a in self.arrivals}
+        self.progress = {a.job.name: _progress(a) for a in self.arrivals}
+        self.loss = next(self.losses, None)
         self.by_name = {device.name: device for device in self.devices}
         self.group_since_s = dict.fromkeys(self.by_name, 0.0)
         coming = sorted(self.arrivals, key=lambda a: (a.job.submitted_s, a.job.name))
@@ -175,10 +191,12 @@ class _Simulation:
         position = decisions = 0
         while position < len(coming) or self.running or self.waiting:
             comes_s = coming[position].job.submitted_s if position < len(coming) else math.inf
-            next_s = min(comes_s, self._next_end_s(), next_tick_s if self.running or self.waiting else math.inf)
+            loss_s = self.loss.at_s if self.loss is not None and self.running else math.inf
+            next_s = min(comes_s, self._next_end_s(), loss_s, next_tick_s if self.running or self.waiting else math.inf)
             if next_s == math.inf:
                 raise SimulationError(f"the policy lets {sorted(self.waiting)[:5]} wait for ever on free devices")
             self._advance(next_s)
+            self._lose(next_s)
             while position < len(coming) and coming[position].job.submitted_s <= next_s:
                 self.waiting[coming[position].job.name] = coming[position].job
                 position += 1
@@ -224,24 +242,52 @@ class _Simulation:
         while self._next_end_s() <= to_s:
             run = self.running[heapq.heappop(self.ends)[1]]
             run.version = -1
+            run.left = 0.0
             ended.append(run)
         changed = {device.name for run in ended for device in run.devices}
         self._show(changed)
         for run in ended:
-            self._stop(run)
-            progress = self.progress[run.job.name]
-            self.finished.append(
-                Finished(
-                    replace(run.job, scaling=progress.arrival.job.scaling),
-                    progress.started_s,
-                    to_s,
-                    progress.served_device_s,
-                    progress.starts,
-                    progress.changes,
-                    progress.arrival.steps,
-                )
-            )
+            self._end(run)
         self._set_speeds(changed)
+
+    def _end(self, run: _Run) -> None:
+        self._stop(run)
+        progress = self.progress[run.job.name]
+        self.finished.append(
+            Finished(
+                replace(run.job, scaling=progress.arrival.job.scaling),
+                progress.started_s,
+                self.now_s,
+                progress.served_device_s,
+                progress.starts,
+                progress.changes,
+                progress.arrival.steps - progress.beyond - progress.left,
+                is_whole=not progress.beyond and not progress.left,
+            )
+        )
+
+    def _lose(self, until_s: float) -> None:
+        """Take the jobs on lost nodes back to their last checkpoints, and end those that have lost too often."""
+        while self.loss is not None and self.loss.at_s <= until_s:
+            node = self.loss.node
+            self.loss = next(self.losses, None)
+            hit = [run for run in self.running.values() if any(device.node == node for device in run.devices)]
+            self._show({device.name for run in hit for device in run.devices})
+            for run in hit:
+                self._fall_back(run)
+            self._set_speeds({device.name for run in hit for device in run.devices})
+
+    def _fall_back(self, run: _Run) -> None:
+        progress = self.progress[run.job.name]
+        fragility = progress.arrival.fragility
+        run.advance(self.now_s)
+        progress.losses += 1
+        if progress.losses > fragility.most_losses:
+            self._end(run)
+            return
+        if fragility.checkpoint_s:
+            run.left += run.steps_per_s * (max(self.now_s - run.ready_s, 0.0) % fragility.checkpoint_s)
+        run.ready_s = self.now_s + fragility.restart_s
 
     def _state(self) -> State:
         for run in self.running.values():
@@ -251,7 +297,7 @@ class _Simulation:
             progress = self.progress[run.job.name]
             run.advance(self.now_s)
             served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
-            left = None if run.job.steps_left is None else run.left
+            left = None if run.job.steps_left is None else run.left + progress.beyond
             scaling = run.job.scaling if self.knowledge is None else self.knowledge.scaling(run.job)
             restarts = progress.changes + progress.starts - 1
             job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts, scaling=scaling)
@@ -294,7 +340,7 @@ class _Simulation:
                 self._begin(run.job, wanted[name], self.costs.change_s + run.job.change_s)
             else:
                 progress = self.progress[name]
-                left = None if run.job.steps_left is None else progress.left
+                left = None if run.job.steps_left is None else progress.left + progress.beyond
                 self.waiting[name] = replace(
                     run.job,
                     waiting_since_s=self.now_s,

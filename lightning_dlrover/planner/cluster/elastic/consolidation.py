@@ -22,6 +22,9 @@ LASTS_S = 600.0
 MOST_MENDED = 32
 """Split jobs that one decision looks at, the largest first. Bounds its time."""
 
+MOST_NODES = 16
+"""Nodes that are tried to make room for a part of a split job, those with the fewest devices to move first."""
+
 
 def consolidate(
     nodes: Nodes,
@@ -86,7 +89,7 @@ def _make_room(
                 missing -= len(placed[other])
         if missing <= 0:
             options.append((sum(len(placed[other]) for other in leave), node, leave))
-    for _, node, leave in sorted(options):
+    for _, node, leave in sorted(options)[:MOST_NODES]:
         if _leave(nodes, node, leave, placed, moves):
             return node
     return None

@@ -88,15 +88,14 @@ class Nodes:
         return tuple(found)
 
     def _best_node(self, number: int, own: Mapping[str, int], used: Mapping[str, None]) -> str | None:
-        """The node with the fewest free devices that suffice for a whole node or all that is missing, else with the most."""
+        """A node with room for a whole node's part or all that is missing, rather one of the job's own; else the emptiest."""
         wanted = min(number, self._per_node)
+        mine = [node for node in own if node not in used and len(self._free[node]) >= wanted]
+        if mine:
+            return min(mine, key=lambda node: (-own[node], len(self._free[node])))
         counts = sorted(count for count, nodes in self._by_count.items() if count and nodes)
         for count in [*(c for c in counts if c >= wanted), *(c for c in reversed(counts) if c < wanted)]:
-            nodes = self._by_count[count]
-            mine = [node for node in own if node in nodes and node not in used]
-            if mine:
-                return max(mine, key=lambda node: own[node])
-            for node in nodes:
+            for node in self._by_count[count]:
                 if node not in used:
                     return node
         return None

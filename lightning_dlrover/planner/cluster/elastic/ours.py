@@ -2,9 +2,10 @@
 
 Sizes maximise the sum of the rates at which jobs come nearer to their ends, each weighed by how many others wait for it:
 
-    sum_i v_i S_i(k_i) (1 - c_i / h_i)    subject to  sum_i k_i <= devices
+    sum_i v_i (S_i(k_i) - g k_i) (1 - c_i / h_i)    subject to  sum_i k_i <= devices
 
-S_i(k) is the speed with k devices over that of one device at the job's best efficiency. The urgencies v_i are those of heSRPT
+S_i(k) is the speed with k devices over that of one device at the job's best efficiency. A device has to add at least g,
+`PolicySettings.least_gain`, or it stays free: jobs hold no devices that they leave idle. The urgencies v_i are those of heSRPT
 (Berg, Vesilo and Harchol-Balter, Performance Evaluation 144, 2020), which has the least total completion time where all jobs
 have the speedup k^p. With W_i the weights of the jobs with at least as much work left as job i, and q = 1 / (1 - p),
 
@@ -53,7 +54,7 @@ def values(share: Share) -> Floats:
     # A job that waits pays for its start at any time, so only the difference between sizes counts.
     smallest = kept[np.arange(len(share.jobs)), np.where(share.allowed, share.sizes > 0, False).argmax(axis=1)]
     kept = np.where(share.present[:, None] > 0, kept, kept / np.maximum(smallest, 1e-9)[:, None])
-    value = urgency[:, None] * speedups * kept
+    value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * kept
     # A job that is paused now pays for its start later.
     now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
     value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)

@@ -29,6 +29,6 @@ def efficient_sizes(share: Share, min_efficiency: float) -> Ints:
     runs = share.allowed & (share.sizes > 0)
     per_device = np.where(runs, share.speeds / np.maximum(share.sizes, 1), 0.0)
     smallest = per_device[np.arange(len(share.jobs)), runs.argmax(axis=1)]
-    good = runs & (per_device >= min_efficiency * smallest[:, None])
+    good = runs & (per_device >= (1 - 1e-9) * min_efficiency * smallest[:, None])
     last = len(share.sizes) - 1 - good[:, ::-1].argmax(axis=1)
     return np.asarray(np.where(good.any(axis=1), share.sizes[last], share.fewest), dtype=np.int64)

@@ -1,0 +1,189 @@
+"""Every policy on every workload, paired by seeds: JCT at equal costs, and over the cost of a resize."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jobs import BenchmarkError
+
+from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
+from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
+from lightning_dlrover.simulate.page import REPORT, write_report
+from lightning_dlrover.simulate.records import Results, Simulated
+from lightning_dlrover.simulate.run import run_study
+from lightning_dlrover.simulate.study import BY_MODEL, Cost, Inputs, Question, Trace, questions, read_inputs
+
+__all__ = ["compare"]
+
+OURS, SIA, POLLUX = "ours", "sia", "pollux"
+EQUAL_S, LIVE_S = 30.0, 0.5
+CURVE: tuple[Cost, ...] = (0.1, LIVE_S, 1.0, 10.0, 60.0, BY_MODEL)
+CHOSEN_ON = ("workload-1", "workload-2")
+"""Workloads on which constants of policies were chosen."""
+QUICK_JOBS = 40
+
+
+@dataclass(frozen=True)
+class Found:
+    """Simulations by cost, policy and workload."""
+
+    by_place: Mapping[tuple[str, str, str], Sequence[Simulated]]
+    workloads: tuple[str, ...]
+
+    def mean_s(self, cost: str, policy: str, workloads: Collection[str]) -> float:
+        """Return the mean JCT, each workload and seed alike."""
+        return statistics.fmean(s.mean_completion_s for name in workloads for s in self.by_place[cost, policy, name])
+
+    def p99_s(self, cost: str, policy: str, workloads: Collection[str]) -> float:
+        return statistics.fmean(s.p99_completion_s for name in workloads for s in self.by_place[cost, policy, name])
+
+    def best_other(self, cost: str, workloads: Collection[str]) -> str:
+        """Return the policy with the lowest mean JCT but ours."""
+        return min((p for p in ELASTIC_POLICIES if p != OURS), key=lambda policy: self.mean_s(cost, policy, workloads))
+
+    def wins(self, cost: str, workloads: Collection[str]) -> list[str]:
+        return [
+            name
+            for name in workloads
+            if self.mean_s(cost, OURS, [name]) < self.mean_s(cost, self.best_other(cost, [name]), [name])
+        ]
+
+
+def compare(
+    traces: Path,
+    speeds: Path,
+    out: Path,
+    *,
+    num_seeds: int,
+    curve_seeds: int,
+    processes: int,
+    quick: bool,
+) -> dict[str, float | int]:
+    """Run all simulations that are not on record, print tables, write the report, and return the figures of the last line.
+
+    Raises:
+        ValueError: a trace or a file of step times cannot be used.
+    """
+    paths = sorted(traces.glob("workload-*.csv"), key=_number)
+    if not paths:
+        raise BenchmarkError(f"{traces} holds no workload-N.csv: name the folder of Pollux's workloads with --traces")
+    inputs, read = read_inputs(paths, speeds, Cluster(16, 4))
+    if quick:
+        num_seeds = curve_seeds = 1
+        read = [_shortened(trace) for trace in (read[0], read[-1])]
+    names = tuple(trace.name for trace in read)
+    asked = questions(read, list(ELASTIC_POLICIES), [EQUAL_S], range(num_seeds))
+    asked += questions(read, list(ELASTIC_POLICIES), [LIVE_S, BY_MODEL] if quick else CURVE, range(curve_seeds))
+    print(f"{len(asked)} simulations: {len(names)} workloads, {len(ELASTIC_POLICIES)} policies, 16 nodes with 4 GPUs each")
+    simulations = _run(inputs, asked, out, processes)
+    found = _grouped(simulations, names)
+    _print_equal(found)
+    _print_curve(simulations, names)
+    return _figures(found)
+
+
+def _run(inputs: Inputs, asked: Sequence[Question], out: Path, processes: int) -> list[Simulated]:
+    with Results(out) as results, _counted(len(asked)) as ended:
+        simulations = run_study(inputs, asked, results, processes=processes, ended=ended)
+    write_report(out / REPORT, inputs, simulations)
+    print(f"report: {out / REPORT}")
+    return simulations
+
+
+@contextmanager
+def _counted(total: int) -> Iterator[object]:
+    """Print how many simulations have run, once a minute."""
+    count, shown_s, began_s = 0, time.monotonic(), time.monotonic()
+
+    def ended(simulated: Simulated) -> None:
+        nonlocal count, shown_s
+        count += 1
+        if time.monotonic() - shown_s >= 60:
+            shown_s = time.monotonic()
+            print(f"  {count} of at most {total} simulations after {(shown_s - began_s) / 60:.0f} min", flush=True)
+
+    yield ended
+
+
+def _grouped(simulations: Sequence[Simulated], names: tuple[str, ...]) -> Found:
+    groups: defaultdict[tuple[str, str, str], list[Simulated]] = defaultdict(list)
+    for simulated in simulations:
+        groups[simulated.cost, simulated.policy, simulated.trace].append(simulated)
+    return Found(groups, names)
+
+
+def _print_equal(found: Found) -> None:
+    cost = f"{EQUAL_S:g}"
+    print(f"\nmean JCT / p99 JCT in hours at {cost} s for all, mean over seeds, +- deviation of the mean JCT between seeds")
+    print(f"{'policy':10}" + "".join(f"{name:>22}" for name in found.workloads))
+    for policy in ELASTIC_POLICIES:
+        print(f"{policy:10}" + "".join(f"{_cell(found.by_place[cost, policy, name]):>22}" for name in found.workloads))
+    groups = {
+        "those of the constants": [name for name in found.workloads if name in CHOSEN_ON],
+        "the others": [name for name in found.workloads if name not in CHOSEN_ON],
+        "all": list(found.workloads),
+    }
+    print("\nJCT of ours over that of each policy, and p99 over p99: ratios of means")
+    print(f"{'workloads':24}" + "".join(f"{policy:>14}" for policy in ELASTIC_POLICIES if policy != OURS))
+    for title, names in groups.items():
+        if names:
+            print(f"{title:24}" + "".join(f"{_ratios(found, cost, p, names):>14}" for p in ELASTIC_POLICIES if p != OURS))
+    seeds = [
+        all(ours.mean_completion_s < found.by_place[cost, p, name][i].mean_completion_s for p in ELASTIC_POLICIES if p != OURS)
+        for name in found.workloads
+        for i, ours in enumerate(found.by_place[cost, OURS, name])
+    ]
+    print(f"ours is best in {sum(seeds)} of {len(seeds)} pairs of workload and seed")
+
+
+def _cell(simulations: Sequence[Simulated]) -> str:
+    means = [s.mean_completion_s / 3600 for s in simulations]
+    p99 = statistics.fmean(s.p99_completion_s for s in simulations) / 3600
+    deviation = f" +- {statistics.stdev(means):.3f}" if len(means) > 1 else ""
+    return f"{statistics.fmean(means):.3f}{deviation} / {p99:.2f}"
+
+
+def _ratios(found: Found, cost: str, policy: str, names: Sequence[str]) -> str:
+    mean = found.mean_s(cost, OURS, names) / found.mean_s(cost, policy, names)
+    return f"{mean:.3f} {found.p99_s(cost, OURS, names) / found.p99_s(cost, policy, names):.2f}"
+
+
+def _print_curve(simulations: Sequence[Simulated], names: Collection[str]) -> None:
+    """Print mean JCT over the cost, of the seeds that every cost has."""
+    seeds = set.intersection(*({s.seed for s in simulations if s.cost == cost} for cost in {s.cost for s in simulations}))
+    common = _grouped([s for s in simulations if s.seed in seeds], tuple(names))
+    costs = sorted({s.cost for s in simulations}, key=lambda cost: float("inf") if cost == BY_MODEL else float(cost))
+    print(f"\nmean JCT in hours over the cost of a resize, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}")
+    print(f"{'policy':10}" + "".join(f"{cost if cost == BY_MODEL else cost + ' s':>10}" for cost in costs))
+    for policy in ELASTIC_POLICIES:
+        print(f"{policy:10}" + "".join(f"{common.mean_s(cost, policy, names) / 3600:>10.3f}" for cost in costs))
+
+
+def _figures(found: Found) -> dict[str, float | int]:
+    equal, names = f"{EQUAL_S:g}", found.workloads
+    ours_s = found.mean_s(equal, OURS, names)
+    by_restart = found.best_other(BY_MODEL, names)
+    return {
+        "jct_vs_sia": ours_s / found.mean_s(equal, SIA, names),
+        "jct_vs_pollux": ours_s / found.mean_s(equal, POLLUX, names),
+        "wins": len(found.wins(equal, names)),
+        "of": len(names),
+        "live_gain": 1 - found.mean_s(f"{LIVE_S:g}", OURS, names) / found.mean_s(BY_MODEL, by_restart, names),
+        "p99_ratio": found.p99_s(equal, OURS, names) / found.p99_s(equal, found.best_other(equal, names), names),
+    }
+
+
+def _shortened(trace: Trace) -> Trace:
+    return replace(trace, submissions=trace.submissions[:QUICK_JOBS], digest=f"{trace.digest}, first {QUICK_JOBS}")
+
+
+def _number(path: Path) -> tuple[int, str]:
+    found = re.search(r"\d+", path.stem)
+    return (int(found[0]) if found else 0), path.stem
