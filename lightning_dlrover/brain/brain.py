@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from lightning_dlrover.brain.decisions import Choice, Rules, choose, reason_of
 from lightning_dlrover.brain.watch import PoolView, Watch
@@ -37,6 +38,7 @@ class BrainBusyError(RuntimeError):
     """Another process decides on this pool."""
 
 
+@dataclass(frozen=True)
 class Patience:
     """Seconds that a brain grants others.
 
@@ -46,10 +48,9 @@ class Patience:
         gone_s: a job without any process on record counts until then.
     """
 
-    def __init__(self, lease_s: float = 5.0, settle_s: float = 12.0, gone_s: float = 12.0) -> None:
-        self.lease_s = lease_s
-        self.settle_s = settle_s
-        self.gone_s = gone_s
+    lease_s: float = 5.0
+    settle_s: float = 12.0
+    gone_s: float = 12.0
 
 
 class Brain:
