@@ -103,19 +103,20 @@ def measure(
         return ends, pool.worst_excess_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the steps of all jobs")
-    parser.add_argument("--quick", action="store_true", help="without first come first served with one worker")
-    options = parser.parse_args()
-    arrivals = [replace(job, steps=int(job.steps * options.scale)) for job in JOBS]
-    print(describe_machine())
+def real(scale: float = 1.0, quick: bool = False) -> dict[str, float | int]:
+    """Run all jobs under each policy, print what happens, and return the figures of the last line.
+
+    Args:
+        scale: factor on the steps of all jobs.
+        quick: without first come first served with one worker.
+    """
+    arrivals = [replace(job, steps=int(job.steps * scale)) for job in JOBS]
     results: dict[str, tuple[list[Ended], float]] = {}
     with Workspace("cluster") as space:
         results["ours"] = measure(space, "ours", arrivals, "ours", with_faults=True)
         rigid = [replace(job, workers=str(CORES)) for job in arrivals]
         results["fcfs"] = measure(space, "fcfs", rigid, "user", with_faults=False)
-        if not options.quick:
+        if not quick:
             alone = [replace(job, workers="1") for job in arrivals]
             results["fcfs-1"] = measure(space, "fcfs-1", alone, "user", with_faults=False)
     sums = {name: sum(end.jct_s for end in ends) for name, (ends, _) in results.items()}
@@ -123,11 +124,23 @@ def main() -> None:
         each = ", ".join(f"{end.name} {end.jct_s:.0f} s (code {end.code})" for end in ends)
         print(f"{name}: {each}; sum {sums[name]:.0f} s; {excess_s:.1f} s with too many workers")
     ends, excess_s = results["ours"]
-    finished = sum(end.code == 0 for end in ends)
-    figures = {"jct_ratio": sums["ours"] / sums["fcfs"], "finished": finished, "of": len(arrivals)}
+    figures: dict[str, float | int] = {
+        "jct_ratio": sums["ours"] / sums["fcfs"],
+        "finished": sum(end.code == 0 for end in ends),
+        "of": len(arrivals),
+    }
     if "fcfs-1" in sums:
         figures["jct_ratio_1"] = sums["ours"] / sums["fcfs-1"]
-    print(result_line({**figures, "excess_s": excess_s}))
+    return figures | {"excess_s": excess_s}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the steps of all jobs")
+    parser.add_argument("--quick", action="store_true", help="without first come first served with one worker")
+    options = parser.parse_args()
+    print(describe_machine())
+    print(result_line(real(options.scale, options.quick)))
 
 
 if __name__ == "__main__":

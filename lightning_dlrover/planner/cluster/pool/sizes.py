@@ -20,6 +20,10 @@ from lightning_dlrover.planner.cluster.pool.resources import Resources
 __all__ = ["Divider", "in_queue_order", "wanted_sizes", "why_never"]
 
 
+STAY_S = 30.0
+"""Seconds for which a job keeps a new size though another running job would gain more: predictions change with each size."""
+
+
 class Divider(Protocol):
     """Divides resources among jobs. Pure."""
 
@@ -62,17 +66,28 @@ def wanted_sizes(
     The sizes fit into the budget together, unless jobs that must not be changed, and the fewest workers of running ones, exceed
     it by themselves.
     """
-    running = [job for job in jobs if job.is_flexible]
+    running = _steady([job for job in jobs if job.is_flexible], now_s)
     queue = in_queue_order([job for job in jobs if job.is_waiting], now_s, max_wait_s)
     kept = [job for job in jobs if not job.is_flexible and not job.is_waiting]
     wanted = {job.name: job.held for job in kept} | {job.name: 0 for job in queue}
     free = budget - held_by(kept)
+    if queue or not held_by(running).fits(free):
+        running = [job for job in jobs if job.is_flexible]  # they have to make room
     admitted, overdue = _admitted(running, queue, free, now_s, max_wait_s)
     movable = [*running, *admitted]
     if movable:
         chosen = divide(movable, free, now_s)
         wanted |= _kept_within(movable, chosen, overdue, free)
     return wanted
+
+
+def _steady(running: Sequence[PoolJob], now_s: float) -> list[PoolJob]:
+    """Return running jobs, with their present sizes as the fewest where these are new."""
+
+    def present(job: PoolJob) -> int:
+        return max(job.min_workers, min(job.held, job.max_workers))
+
+    return [replace(job, min_workers=present(job)) if now_s - job.since_s < STAY_S else job for job in running]
 
 
 def _admitted(

@@ -29,7 +29,7 @@ def waiting(name: str, fewest: int = 1, most: int = 4, submitted_s: float = 0.0,
     return PoolJob(name, CORE, fewest, most, submitted_s=submitted_s, priority=priority)
 
 
-def sizes(jobs: list[PoolJob], cores: float, now_s: float = 10.0, max_wait_s: float = MAX_WAIT_S) -> dict[str, int]:
+def sizes(jobs: list[PoolJob], cores: float, now_s: float = 50.0, max_wait_s: float = MAX_WAIT_S) -> dict[str, int]:
     return wanted_sizes(jobs, Resources(cores), OURS, now_s, max_wait_s)
 
 
@@ -59,10 +59,19 @@ def test_small_change_of_predictions_moves_no_job() -> None:
     assert sizes([long, other], 4) == {"long": 1, "short": 3}
 
 
+def test_new_size_stays_for_a_while_unless_a_job_waits() -> None:
+    long = running("long", 3, [10, 17, 23, 28], samples_left=5000.0, since_s=40.0)
+    short = running("short", 1, [10, 17, 23, 28], samples_left=3000.0, since_s=40.0)
+    assert sizes([long, short], 4) == {"long": 3, "short": 1}
+    assert sizes([long, short], 5) == {"long": 3, "short": 2}
+    assert sizes([long, short], 4, now_s=71.0) == {"long": 1, "short": 3}
+    assert sizes([long, short, waiting("fresh", most=1)], 4)["fresh"] == 1
+
+
 def test_memory_is_kept_though_the_policy_divides_cores() -> None:
     needs = Resources(1.0, memory_mb=1000)
     jobs = [running("a", 1, [10, 20, 30, 40], needs=needs), running("b", 1, [10, 20, 30, 40], needs=needs)]
-    found = wanted_sizes(jobs, Resources(8.0, memory_mb=5000), OURS, 0.0)
+    found = wanted_sizes(jobs, Resources(8.0, memory_mb=5000), OURS, 50.0)
     assert sum(found.values()) == 5
 
 
