@@ -43,7 +43,7 @@ class Sleeper(L.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=-1)
-    parser.add_argument("--sample-s", type=float, default=0.01)
+    parser.add_argument("--sample-s", type=float, default=0.03)
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--until", type=Path)

@@ -75,7 +75,7 @@ def cluster(dlrover: Dlrover, private_etcd: EmbeddedEtcd) -> Iterator[Cluster]:
     with PoolAudit(private_etcd.endpoint, ["a", "b", "c", "d"], 2) as audit:
         made = Cluster(dlrover, private_etcd, audit)
         yield made
-        print(audit.history)
+        print(audit.history, *(f"{run.run_id}: {run.output}" for run in dlrover.runs), sep="\n")
         made.client.close()
         dlrover.end()
 
@@ -85,7 +85,7 @@ def test_job_shrinks_for_another_and_grows_when_it_has_ended(cluster: Cluster, t
     cluster.brain()
     first = cluster.job("a", "--until", tmp_path / "until")
     cluster.wait_for_workers(first, 2)
-    second = cluster.job("b", "--steps", 60)
+    second = cluster.job("b", "--steps", 30)
     cluster.wait_for_workers(second, 1)
     assert cluster.audit.counts() == {"a": 1, "b": 1, "c": 0, "d": 0}
     assert second.wait_for_exit(60) == 0, second.output
@@ -105,7 +105,7 @@ def test_killed_brain_is_replaced_in_the_middle_of_a_change(cluster: Cluster, tm
     first = cluster.job("a", "--until", until)
     cluster.wait_for_workers(first, 2)
     cluster.wait_for_decision(first)
-    second = cluster.job("b", "--steps", 60)
+    second = cluster.job("b", "--steps", 30)
     first.wait_for(lambda: (cluster.plan_size("a") == 1) or None, "the smaller plan of a")
     first_brain.process.kill()
     second_brain.wait_for_output("this process decides")
@@ -123,8 +123,8 @@ def test_nothing_changes_while_etcd_is_away_and_all_goes_on_afterwards(cluster: 
     until = tmp_path / "until"
     first = cluster.job("a", "--until", until, workers="1:1")
     second = cluster.job("b", "--until", until, workers="1:1")
-    cluster.wait_for_workers(first, 1)
-    cluster.wait_for_workers(second, 1)
+    for run in (first, second):  # a worker that starts without etcd fails
+        cluster.wait_for_decision(run)
     waiting = cluster.job("c", "--steps", 10, workers="1:1")
     waiting.wait_for_output("number 1 of 1 in the queue")
     pid = cluster.etcd.pid
