@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,7 +98,7 @@ def _run(inputs: Inputs, asked: Sequence[Question], out: Path, processes: int) -
 
 
 @contextmanager
-def _counted(total: int) -> Iterator[object]:
+def _counted(total: int) -> Iterator[Callable[[Simulated], None]]:
     """Print how many simulations have run, once a minute."""
     count, shown_s, began_s = 0, time.monotonic(), time.monotonic()
 

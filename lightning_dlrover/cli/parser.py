@@ -244,6 +244,10 @@ def _add_simulate(commands: Commands) -> None:
         metavar="NAME",
         help=f"how devices are divided: {', '.join(ELASTIC_POLICIES)} (default: each of them)",
     )
+    _add_simulation_options(command)
+
+
+def _add_simulation_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--resize-cost",
         nargs="+",

@@ -33,16 +33,15 @@ def simulate_command(options: argparse.Namespace) -> int:
     )
     seeds = range(options.shake, options.shake + options.seeds)
     asked = questions(traces, options.policy, options.resize_cost, seeds)
-    with Results(options.out) as results:
-        try:
-            with _progress(len(asked), sum(q.key(inputs) in results.by_key for q in asked)) as ended:
-                simulations = run_study(inputs, asked, results, processes=options.processes, ended=ended)
-        except KeyboardInterrupt:
-            done = sum(q.key(inputs) in results.by_key for q in asked)
-            complain(
-                f"interrupted; {done} of {len(asked)} simulations are on record, and the same command goes on with the rest"
-            )
-            return 128 + signal.SIGINT
+    keys = {question.key(inputs) for question in asked}
+    try:
+        with Results(options.out) as results, _progress(len(asked), len(keys & set(results.by_key))) as ended:
+            simulations = run_study(inputs, asked, results, processes=options.processes, ended=ended)
+    except KeyboardInterrupt:
+        with Results(options.out) as results:  # read again, as the interruption may have come while one was added
+            done = len(keys & set(results.by_key))
+        complain(f"interrupted; {done} of {len(asked)} simulations are on record, and the same command goes on with the rest")
+        return 128 + signal.SIGINT
     report = options.out / REPORT
     write_report(report, inputs, simulations)
     show(table_text(summarize(simulations), shutil.get_terminal_size((120, 24)).columns))

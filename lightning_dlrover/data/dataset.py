@@ -25,7 +25,7 @@ from lightning_dlrover.data.rows import prepare_default_collate
 from lightning_dlrover.data.source import DataError, Ranges, Shard, Source, WindowedSource
 from lightning_dlrover.data.windows import Windows
 
-__all__ = ["Positions", "Stream", "ranges_of", "stream"]
+__all__ = ["Opened", "Positions", "Stream", "ranges_of", "stream"]
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,10 @@ class Positions(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         return list(self)[index]
+
+
+class Opened(list[Any]):
+    """The answer to `Positions` that only open lanes: no samples."""
 
 
 class Stream(Dataset[Any]):
@@ -312,9 +316,11 @@ class Stream(Dataset[Any]):
             DataError: a shard has changed, or cannot be read.
         """
         if isinstance(numbers, Positions):
-            samples = self._samples(numbers.seed, numbers.layout, numbers.ranges, numbers.window)
+            samples: Sequence[Any] = Opened()
+            if numbers.ranges or not numbers.ahead:
+                samples = self._samples(numbers.seed, numbers.layout, numbers.ranges, numbers.window)
             if numbers.ahead:
-                self.open(replace(numbers, ranges=numbers.ahead))
+                self._open(numbers)
             return samples
         epoch, first_row = self._start.tolist()
         ranges = [(first_row + start, first_row + stop) for start, stop in ranges_of(numbers)]
@@ -322,10 +328,10 @@ class Stream(Dataset[Any]):
             ranges = [(start, min(stop, len(self))) for start, stop in ranges if start < len(self)]
         return self._samples(self.seed + epoch, self.layout, ranges, self.window)
 
-    def open(self, positions: Positions) -> None:
-        """Read the blocks that these rows are in, so that the rows are there when they are asked for."""
+    def _open(self, positions: Positions) -> None:
+        """Read the blocks of the rows that are ahead, so that the rows are there when they are asked for."""
         reader = self._reader(positions.seed, positions.layout, positions.window)
-        pieces = [piece for start, stop in positions.ranges for piece in reader.plan.pieces(start, stop)]
+        pieces = [piece for start, stop in positions.ahead for piece in reader.plan.pieces(start, stop)]
         try:
             reader.open(pieces)
         except DataError as error:  # these rows may never be asked for; if they are, it is raised again

@@ -6,10 +6,9 @@ workers change, are named again with the batch in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-__all__ = ["LeftOut", "NamingLeftOut", "WithLeftOut"]
+__all__ = ["LeftOut", "WithLeftOut"]
 
 
 class LeftOut(NamedTuple):
@@ -31,26 +30,3 @@ class WithLeftOut(NamedTuple):
 
     batch: Any
     left_out: tuple[LeftOut, ...]
-
-
-class _Dataset(Protocol):
-    def take_left_out(self) -> tuple[LeftOut, ...]:
-        """Return the rows left out since the last call."""
-
-
-class NamingLeftOut:
-    """A collate function for a stream: the batch of the user's function, `WithLeftOut` if rows were left out.
-
-    Args:
-        inner: the user's collate function.
-        dataset: the stream, in the process that calls this function.
-    """
-
-    def __init__(self, inner: Callable[[Any], Any], dataset: _Dataset) -> None:
-        self._inner = inner
-        self._dataset = dataset
-
-    def __call__(self, samples: Any) -> Any:
-        batch = self._inner(samples)
-        left_out = self._dataset.take_left_out()
-        return WithLeftOut(batch, left_out) if left_out else batch

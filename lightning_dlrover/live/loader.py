@@ -133,6 +133,7 @@ class ElasticLoader:
         self._split_fields: tuple[Any, ...] = ()  # fields of the newest `Split`
         self._dealt: Sequence[Any] | None = None  # positions of each batch to come, if they do not follow from rank and size
         self._expected: tuple[int, int] | None = None  # rank and world size in a round that is about to follow
+        self._only_opens = False  # set while lanes are opened for a place that this loader is not at
         self._peeked: tuple[int, Any] | None = None  # a batch that was fetched ahead, and its number
         self._is_made = True
 
@@ -262,7 +263,7 @@ class ElasticLoader:
             yield from self.sequence.requests(first_batch)
         elif self._dealt is None:
             for batch, indices in enumerate(self.split.shares(first_batch, self._order_of), first_batch):
-                yield indices if self._expected is None else self._with_lanes_ahead(indices, batch, *self._expected)
+                yield self._with_lanes_ahead(indices, batch) if isinstance(indices, Positions) else indices
         else:
             order = self.order.of(self.epoch)
             yield from (order.at(positions) for positions in self._dealt[first_batch:])
@@ -279,31 +280,37 @@ class ElasticLoader:
 
     def expect_place(self, global_rank: int, world_size: int) -> None:
         """Let loader workers open the lanes of this place, too, whenever they prepare a batch, until `reshard`."""
-        self._expected = (global_rank, world_size) if self.reads_lanes else None
+        if self.reads_lanes:
+            self._expected = global_rank, world_size
+            self.workers.ask_for_more()
 
     def open_lanes(self, epoch: int, cursor: int, seed: int, global_rank: int, world_size: int) -> None:
         """Let loader workers open the lanes of a place that this loader will have, while nothing else uses it.
 
-        They prepare batches there, which are discarded.
+        Requests for the batches there that a loader worker would prepare ahead make it open their lanes only.
         """
         before = self.epoch, self.cursor, self.order.seed, (self.global_rank, self.world_size)
         try:
-            self.epoch, self.cursor = epoch, cursor
+            self.epoch, self.cursor, self._only_opens = epoch, cursor, True
             self.order.take_seed(seed)
             self.reshard(global_rank, world_size)
             self.prepare_next()
         finally:
             self.epoch, self.cursor, seed, (self.global_rank, self.world_size) = before
             self.order.take_seed(seed)
+            self._only_opens = False
             self._discard()
 
-    def _with_lanes_ahead(self, indices: Sequence[int], batch: int, global_rank: int, world_size: int) -> Sequence[int]:
-        """Add the shares in another world of this batch, and of the one before that the same loader worker prepares."""
-        if not isinstance(indices, Positions):
+    def _with_lanes_ahead(self, indices: Positions, batch: int) -> Positions:
+        """Add the lanes to open to a request for a share of a batch."""
+        if self._only_opens:
+            return replace(indices, ranges=(), ahead=indices.ranges)
+        if self._expected is None:
             return indices
+        global_rank, world_size = self._expected
         split = replace(self.split, global_rank=global_rank, world_size=world_size)
         ranges: list[tuple[int, int]] = []
-        for number in (batch - self.num_workers, batch):
+        for number in (batch - self.num_workers, batch):  # both are prepared by the same loader worker
             ahead = next(split.shares(number, self._order_of), None) if number >= self.cursor else None
             ranges += ahead.ranges if isinstance(ahead, Positions) else ()
         return replace(indices, ahead=tuple(ranges))

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_dlrover.data.collating import StreamCollate
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.data.left_out import NamingLeftOut
 from lightning_dlrover.data.sequence import SequenceReader
 from lightning_dlrover.packages import default_package, fabric_submodule
 
@@ -92,7 +92,7 @@ class _Feed(Sampler[Sequence[int]]):
         if num_workers == 0:
             loader.timeout = 0.0
         if isinstance(loader.dataset, Stream):
-            loader.collate_fn = NamingLeftOut(loader.collate_fn, loader.dataset)
+            loader.collate_fn = StreamCollate(loader.collate_fn, loader.dataset)
         loader.in_order = True  # the cursor counts in order, else it could not separate finished batches from open ones
         object.__setattr__(loader, "batch_sampler", self)
         # Loader workers survive a switch, because starting them anew would be its longest part.
@@ -289,6 +289,16 @@ class LoaderWorkers:
         except Exception:  # one was killed: the fetch of this batch fails, too, and where it can be reported
             self._feed.batches = None
 
+    def ask_for_more(self) -> None:
+        """Ask each loader worker for one more batch than it usually prepares ahead, until the next `discard`."""
+        running: Any = self._feed.loader._iterator
+        if running is None or self._feed.batches is None or running._prefetch_factor != self.prefetch_factor:
+            return
+        # DataLoader asks for a batch when one is taken, so not all loader workers would be asked before a change.
+        running._prefetch_factor += 1
+        for _ in range(self.number):
+            running._try_put_index()
+
     def retune(self, num_workers: int | None = None, prefetch_factor: int | None = None) -> bool:
         """Switch to other loader workers; None: keep their number. Call between two batches until the switch is complete.
 
@@ -423,6 +433,9 @@ class LoaderWorkers:
         self._draws_seed = False
         self._num_starts += 1
         feed.deal_as_before()
+        running: Any = feed.loader._iterator
+        if running is not None:
+            running._prefetch_factor = feed.loader.prefetch_factor
         feed.batches = self._iterate(feed.loader, generator)
         if feed.loader.num_workers and not self.users_number:
             _unwatch(feed.batches)

@@ -60,7 +60,8 @@ class Simulated:
     @property
     def completions_s(self) -> NDArray[np.float64]:
         """JCT of each job, shape ``(num_jobs,)``."""
-        return np.array(self.ended) - np.array(self.submitted)
+        completions: NDArray[np.float64] = np.array(self.ended) - np.array(self.submitted)
+        return completions
 
     @property
     def mean_completion_s(self) -> float:
@@ -116,13 +117,13 @@ class Results:
         path = folder / FILE_NAME
         self._file = RecordFile(path, FORM)
         try:
-            header, records = read_lines(self._file.content, path, FORM)
+            header, records = _read(self._file.content, path)
             if header is None:
                 self._file.append(Header(FORMAT))
         except BaseException:
             self._file.close()
             raise
-        self._by_key: dict[str, Simulated] = {record.key: record for record in records}
+        self._by_key = {record.key: record for record in records}
 
     @property
     def by_key(self) -> Mapping[str, Simulated]:
@@ -138,3 +139,7 @@ class Results:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._file.close()
+
+
+def _read(data: bytes, path: Path) -> tuple[Header | None, list[Simulated]]:
+    return read_lines(data, path, FORM)

@@ -18,19 +18,26 @@ def toy_time_s(placement: tuple[int, ...], local_batch: int) -> tuple[float, flo
     return COMPUTE_S * local_batch + sync_s, sync_s
 
 
-def write_speeds(folder: Path, name: str = "toy", times: Times = toy_time_s, batches: tuple[int, ...] = (4, 8, 16)) -> Path:
-    """Write both files of an application for nodes of two devices: every placement on up to two nodes, and four even nodes."""
+def write_speeds(
+    folder: Path,
+    name: str = "toy",
+    times: Times = toy_time_s,
+    batches: tuple[int, ...] = (4, 8, 16),
+    per_node: int = 2,
+) -> Path:
+    """Write both files of an application: every placement on up to two nodes, and four even nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = ["placement,local_bsz,step_time,sync_time"]
-    for placement in ((1,), (2,), (1, 1), (1, 2), (2, 2)):
+    counts = range(1, per_node + 1)
+    for placement in [*((n,) for n in counts), *((a, b) for a in counts for b in counts if a <= b)]:
         for batch in batches:
             step_s, sync_s = times(placement, batch)
             rows.append(f"{''.join(map(str, placement))},{batch},{step_s},{sync_s}")
     (folder / f"{name}-placements.csv").write_text("\n".join(rows) + "\n")
     rows = ["num_nodes,num_replicas,local_bsz,step_time,sync_time"]
-    for per_node, batch in product((1, 2), batches):
-        step_s, sync_s = times((per_node,) * 4, batch)
-        rows.append(f"4,{4 * per_node},{batch},{step_s},{sync_s}")
+    for count, batch in product(counts, batches):
+        step_s, sync_s = times((count,) * 4, batch)
+        rows.append(f"4,{4 * count},{batch},{step_s},{sync_s}")
     (folder / f"{name}-scalability.csv").write_text("\n".join(rows) + "\n")
     return folder
 

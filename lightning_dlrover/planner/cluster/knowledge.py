@@ -109,6 +109,7 @@ class _Learned:
     grid: _Grid
     columns: Columns
     windows: dict[tuple[int, int, int, int], list[StepProfile]] = field(default_factory=dict)
+    merged: dict[tuple[int, int, int, int], StepProfile] = field(default_factory=dict)
     fitted_placements: int = 0
     fitted_windows: int = 0
     fitted: ScalingTable | None = None
@@ -126,6 +127,7 @@ class _Learned:
         window = _window(placement, self.family.global_batch, time.step_s * factor, time.sync_s * factor)
         key = len(placement), sum(placement), max(placement), min(placement)
         self.windows[key] = [*self.windows.get(key, ()), window][-KEPT_WINDOWS:]
+        self.merged[key] = _merged(self.windows[key])
         self.table = None
 
     def scaling(self) -> ScalingTable:
@@ -146,7 +148,7 @@ class _Learned:
         return placements >= enough or windows >= 2 * self.fitted_windows
 
     def _fit(self) -> None:
-        samples = [_merged(windows) for windows in self.windows.values()]
+        samples = list(self.merged.values())
         self.fitted_placements, self.fitted_windows = len(samples), sum(map(len, self.windows.values()))
         predicted = StepTimeModel.fit(samples).predict_columns(self.columns)
         spread = np.log(predicted.high_s / predicted.step_time_s) / NORMAL_WIDTH
@@ -158,7 +160,7 @@ class _Learned:
         for (nodes, devices, fullest, emptiest), windows in self.windows.items():
             if fullest - emptiest > 1:
                 continue
-            table.steps_per_s[devices, nodes] = 1 / _merged(windows).step_time_s
+            table.steps_per_s[devices, nodes] = 1 / self.merged[nodes, devices, fullest, emptiest].step_time_s
             table.spread[devices, nodes] = NOISE / math.sqrt(len(windows))
         return table
 

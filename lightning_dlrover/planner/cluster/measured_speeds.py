@@ -143,7 +143,7 @@ class MeasuredApplication:
         return [
             (of_nodes * of_density, curve)
             for of_nodes, count in _between(nodes, sorted(self.by_nodes))
-            for of_density, curve in self._on_nodes(count, per_node)
+            for of_density, curve in self._on_nodes(int(count), per_node)
         ]
 
     def _on_nodes(self, num_nodes: int, per_node: float) -> list[tuple[float, _Curve]]:

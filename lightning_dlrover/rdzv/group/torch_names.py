@@ -56,8 +56,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.utils.data:DataLoader": ("_get_iterator", "_iterator"),
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
         *("_index_queues", "_mark_worker_as_unavailable", "_persistent_workers", "_pin_memory_thread_done_event", "_shutdown"),
-        *("_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event"),
-        "_workers_status",
+        *("_prefetch_factor", "_shutdown_workers", "_try_put_index", "_worker_pids_set", "_worker_result_queue", "_workers"),
+        *("_workers_done_event", "_workers_status"),
     ),
     "torch.utils.data._utils.worker": ("_worker_info",),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),

@@ -143,4 +143,4 @@ def _is_worth(
         for other, devices in moves.items()
         if set(placed[other]) == set(running.get(other, ())) and set(devices) != set(placed[other])
     )
-    return size * seconds * (1 - before / after) > lost
+    return bool(size * seconds * (1 - before / after) > lost)

@@ -2,7 +2,7 @@
 
 Sizes maximise the sum of the rates at which jobs come nearer to their ends, each weighed by how many others wait for it:
 
-    sum_i v_i (S_i(k_i) - g k_i) (1 - c_i / h_i)    subject to  sum_i k_i <= devices
+    sum_i v_i (S_i(k_i) - g k_i) l_i / (l_i + c_i)    subject to  sum_i k_i <= devices
 
 S_i(k) is the speed with k devices over that of one device at the job's best efficiency. A device has to add at least g,
 `PolicySettings.least_gain`, or it stays free: jobs hold no devices that they leave idle. The urgencies v_i are those of heSRPT
@@ -13,9 +13,13 @@ have the speedup k^p. With W_i the weights of the jobs with at least as much wor
 
 so the shortest jobs get most, but all get some while that is efficient. Speedups here are the learned ones, of any shape.
 
-A change of a running job costs c_i seconds without a step. It counts against what it gains until the next one, h_i seconds:
-`HORIZON_S`, or the job's end if that comes first. So the present sizes stay unless others are better by more than the cost.
-The maximum is exact for clusters of usual size, see `knapsack`.
+A change costs c_i seconds without a step, and then lasts l_i seconds: until the job ends, but no longer than `HORIZON_S`. The
+present size costs nothing, so sizes stay unless others are better by more than the cost. A waiting job pays for its start at
+any time, so only the difference between its sizes counts. A job that is paused pays for a later start.
+
+Speeds are uncertain where no job of the family has run. They count `CAUTION` deviations below the expected one, so a job
+tries a new size where that gains in the less favourable case, too. The maximum is exact for clusters of usual size, see
+`knapsack`.
 """
 
 from __future__ import annotations
@@ -30,11 +34,14 @@ from lightning_dlrover.planner.cluster.policy import Floats
 
 __all__ = ["ours", "urgencies", "values"]
 
-HORIZON_S = 600.0
+HORIZON_S = 300.0
 """Seconds for which sizes are expected to stay."""
 
 SPEEDUP_EXPONENT = 0.7
 """Exponent p of the speedup for which urgencies are the best ones."""
+
+CAUTION = 0.5
+"""Deviations of a speed's logarithm by which uncertain speeds count less."""
 
 
 def ours(share: Share) -> Ints:
@@ -46,16 +53,15 @@ def ours(share: Share) -> Ints:
 
 def values(share: Share) -> Floats:
     """Return the value of each size for each job, shape ``(num_jobs, num_sizes)``; minus infinity where it is not allowed."""
-    speedups = share.speeds / np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
+    unit = np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
+    speedups = share.speeds * np.exp(-CAUTION * share.spreads) / unit
     urgency = urgencies(share.work_left, share.weights, SPEEDUP_EXPONENT)
     cost_s = np.array([job.change_s for job in share.jobs])[:, None]
     lasts_s = np.minimum(share.seconds_left, HORIZON_S)
     kept = np.where(share.sizes == share.present[:, None], 1.0, lasts_s / np.maximum(lasts_s + cost_s, 1e-9))
-    # A job that waits pays for its start at any time, so only the difference between sizes counts.
-    smallest = kept[np.arange(len(share.jobs)), np.where(share.allowed, share.sizes > 0, False).argmax(axis=1)]
+    smallest = kept[np.arange(len(share.jobs)), (share.allowed & (share.sizes > 0)).argmax(axis=1)]
     kept = np.where(share.present[:, None] > 0, kept, kept / np.maximum(smallest, 1e-9)[:, None])
     value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * kept
-    # A job that is paused now pays for its start later.
     now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
     value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)
     return np.where(_considered(share), value, -np.inf)
@@ -78,4 +84,4 @@ def _considered(share: Share) -> NDArray[np.bool_]:
     sizes, per_node = share.sizes, share.per_node
     fills = (sizes <= per_node) | (sizes % per_node == 0)
     least = np.maximum(share.fewest, share.floors)[:, None]
-    return share.allowed & (fills | (sizes == least))
+    return np.asarray(share.allowed & (fills | (sizes == least)))

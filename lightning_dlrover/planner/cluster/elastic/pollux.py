@@ -4,14 +4,15 @@ The fitness of sizes a_j is the power mean of the speedups over a fair share of 
 
     fitness = (1/n sum_j (r_j speedup_j(a_j))^p)^(1/p)        p = -1
 
-with a restart factor r_j where the size of a running job changes. A population of `POPULATION` evolves for
-`GENERATIONS`: tournaments, one-point crossover over the jobs, mutation and repair as in the artefact. A job grows to at most
-twice the largest size that was profiled. The interval is `INTERVAL_S`.
+with a restart factor r_j where the size of a running job changes. A population of `POPULATION` evolves for `GENERATIONS`:
+tournaments, one-point crossover over the jobs, mutation and repair. A job grows to at most twice the largest size that was
+profiled. The interval is `INTERVAL_S`.
 
 Differences: Pollux adapts each job's batch size, and goodput is throughput times statistical efficiency. Here the global batch
 never changes, so that efficiency is 1, and goodput is speed. Individuals are numbers of devices, which the shared placement
-puts on few nodes; the artefact's are devices on each node. It begins a search with the population of the last one; this
-function keeps nothing, so it begins with the present sizes, a fair share, and mutants of both.
+puts on few nodes; the artefact's are devices on each node. The artefact begins a search with the population of the last one.
+This function keeps nothing. It begins with the present sizes, a fair share, their mutants, and a climb of concave hulls, and
+ends when `PATIENCE` generations have found nothing better.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic.goodput import growth_limits, restart_factors
+from lightning_dlrover.planner.cluster.elastic.knapsack import by_hulls
 from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
 from lightning_dlrover.planner.cluster.policy import Floats
@@ -33,6 +35,9 @@ POPULATION = 100
 
 GENERATIONS = 100
 """Generations of a search."""
+
+PATIENCE = 25
+"""Generations without a better individual after which a search ends early."""
 
 POWER = -1.0
 """Exponent p of the mean. The lower, the fairer."""
@@ -49,13 +54,18 @@ def pollux(share: Share) -> Ints:
     search = _Search(share, rng)
     people = search.first()
     fitness = search.costs_of(people)
+    unchanged = 0
     for _ in range(GENERATIONS):
+        before = fitness.min()
         children = search.children(people, fitness)
         people = np.concatenate([people, children])
         fitness = np.concatenate([fitness, search.costs_of(children)])
         best = np.argsort(fitness, kind="stable")[:POPULATION]
         people, fitness = people[best], fitness[best]
-    return share.sizes[people[0]]
+        unchanged = 0 if fitness[0] < before else unchanged + 1
+        if unchanged == PATIENCE:
+            break
+    return np.asarray(share.sizes[people[0]])
 
 
 def costs(share: Share) -> Floats:
@@ -84,10 +94,7 @@ class _Search:
         self._round = np.maximum(np.maximum.accumulate(np.where(allowed, columns, -1), axis=1), self._least[:, None])
         self._jobs = np.arange(len(share.jobs))
         present = share.columns_of(share.present)
-        self._present = self._round[self._jobs, present]
-        # Repair serves jobs with floors first, then those with the least service, as in the artefact.
-        served = [job.served_device_s for job in share.jobs]
-        self._order = np.lexsort((self._jobs, served, share.floors == 0))
+        self._present, self._runs = self._round[self._jobs, present], share.present > 0
 
     def first(self) -> Ints:
         share = self._share
@@ -95,6 +102,7 @@ class _Search:
         people = np.repeat(np.stack([self._present, self._round[self._jobs, fair]]), POPULATION // 2, axis=0)
         mutants = self._mutated(people)
         mutants[0], mutants[POPULATION // 2] = people[0], people[POPULATION // 2]
+        mutants[-1] = by_hulls(-self._costs, share.sizes, share.num_devices)
         return self._repaired(mutants)
 
     def costs_of(self, people: Ints) -> Floats:
@@ -109,20 +117,21 @@ class _Search:
         return self._repaired(self._mutated(crossed))
 
     def _mutated(self, people: Ints) -> Ints:
-        """Some genes go back to the present size, some to the least; one or two of each individual grow at random."""
-        rng, shape = self._rng, people.shape
-        people = np.where(rng.random(shape) < 0.1, self._present, people)
-        people = np.where(rng.random(shape) < 0.01, self._least, people)
-        grows = rng.random(shape) < 2.0 / shape[1]
-        more = people + np.floor(rng.random(shape) * (self._most - people + 1)).astype(np.int64)
-        return np.where(grows, self._round[self._jobs, np.clip(more, 0, self._round.shape[1] - 1)], people)
+        """Some genes of running jobs go back to the present size; others lose or gain the devices of up to a node."""
+        rng, shape, per_node = self._rng, people.shape, self._share.per_node
+        people = np.where((rng.random(shape) < 0.1) & self._runs, self._present, people)
+        change = rng.integers(1, per_node + 1, size=shape)
+        loses, gains = rng.random(shape) < 1.0 / shape[1], rng.random(shape) < 2.0 / shape[1]
+        numbers = self._share.sizes[people] + np.where(gains, change, np.where(loses, -change, 0))
+        return np.asarray(self._round[self._jobs, self._share.columns_of(np.clip(numbers, 0, self._share.most))])
 
     def _repaired(self, people: Ints) -> Ints:
-        """Take devices that are not there from the last jobs in order, down to their least, until the rest suffices."""
+        """Take devices that are not there from jobs in a random order, down to their least, until the rest suffices."""
         sizes, least = self._share.sizes, self._share.sizes[self._least]
-        more = (sizes[people] - least)[:, self._order]
         spare = self._share.num_devices - int(least.sum())
+        order = np.argsort(self._rng.random(people.shape), axis=1)
+        more = np.take_along_axis(sizes[people] - least, order, axis=1)
         within = np.diff(np.minimum(more.cumsum(axis=1), spare), axis=1, prepend=0)
         numbers = np.empty_like(people)
-        numbers[:, self._order] = within
-        return self._round[self._jobs, self._share.columns_of(numbers + least)]
+        np.put_along_axis(numbers, order, within, axis=1)
+        return np.asarray(self._round[self._jobs, self._share.columns_of(numbers + least)])

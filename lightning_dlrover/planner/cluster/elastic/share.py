@@ -71,7 +71,7 @@ class Share:
         least = np.maximum(self.fewest, self.floors)[:, None]
         sizes = self.sizes[None, :]
         runs = (sizes >= least) & (sizes <= self.most[:, None]) & (self.speeds > 0)
-        return runs | ((sizes == 0) & (self.floors[:, None] == 0))
+        return np.asarray(runs | ((sizes == 0) & (self.floors[:, None] == 0)))
 
     @cached_property
     def steps_left(self) -> Floats:

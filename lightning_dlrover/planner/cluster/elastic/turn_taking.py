@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
+from lightning_dlrover.planner.cluster.policy import Floats
 
 __all__ = ["backfilled", "first_fits", "start_in_turn"]
 
@@ -34,7 +35,7 @@ def backfilled(share: Share, wanted: Ints) -> Ints:
     ends of running jobs. A job behind it starts now if it ends before that time, or uses devices that are not reserved
     (Lifka, "The ANL/IBM SP scheduling system", JSSPP 1995). Without predicted ends, only the latter.
     """
-    numbers = share.present.copy()
+    numbers: Ints = share.present.copy()
     left = share.num_devices - int(numbers.sum())
     with np.errstate(divide="ignore", invalid="ignore"):
         seconds = share.steps_left / share.speeds_at(np.where(numbers > 0, numbers, wanted))
@@ -59,7 +60,7 @@ def backfilled(share: Share, wanted: Ints) -> Ints:
     return numbers
 
 
-def _reservation(share: Share, numbers: Ints, seconds: np.ndarray, left: int, devices: int) -> tuple[float, int]:
+def _reservation(share: Share, numbers: Ints, seconds: Floats, left: int, devices: int) -> tuple[float, int]:
     """Seconds until so many devices will be free, and how many more will be free then."""
     ends = [(float(seconds[index]), index) for index in np.flatnonzero(numbers).tolist()]
     heapq.heapify(ends)

@@ -101,7 +101,7 @@ def test_ours_divides_as_hesrpt_where_speedups_are_powers() -> None:
     )
     state = State(0.0, cluster(1, 64), (short, long))
     # The longest of two gets (1/2)^(1 / 0.3) = 9.9 % of 64 devices.
-    assert numbers(make_elastic("ours")(state)) == {"short": 58, "long": 6}
+    assert numbers(make_elastic("ours", PolicySettings(least_gain=0.0))(state)) == {"short": 58, "long": 6}
 
 
 def test_urgencies_count_the_weights_of_jobs_that_wait_for_each() -> None:
@@ -116,7 +116,7 @@ def test_ours_changes_a_size_only_for_more_than_the_cost() -> None:
     slow_growth = Table((1.0, 2.0, 2.05, 2.06))
     for change_s, expected in ((30.0, 2), (0.1, 3)):
         one = job("a", scaling=slow_growth, max_devices=3, steps_left=1e6, change_s=change_s)
-        assert sizes("ours", [], [running(one, NODE[:2])]) == {"a": expected}
+        assert sizes("ours", [], [running(one, NODE[:2])], least_gain=0.0) == {"a": expected}
 
 
 def test_ours_gives_more_to_an_owner_with_more_weight() -> None:
@@ -132,3 +132,15 @@ def test_job_over_the_bound_starts_and_is_not_stopped_at_once() -> None:
     started = running(late, NODE, 501.0)
     assert sizes("srtf", short, [started], max_wait_s=500.0) == {"late": 4}
     assert "late" not in sizes("srtf", short, [started], max_wait_s=500.0, now_s=1001.0)
+
+
+def test_policy_with_an_interval_leaves_jobs_alone_that_have_just_changed() -> None:
+    one = job("a", scaling=LINEAR, max_devices=8)
+    for since_s, expected in ((941.0, 1), (940.0, 4)):
+        assert sizes("sia", [], [running(one, NODE[:1], since_s)]) == {"a": expected}
+
+
+def test_ours_leaves_devices_free_that_would_gain_too_little() -> None:
+    flat = job("flat", scaling=Table((1.0, 1.04, 1.08, 1.12)), max_devices=4)
+    assert sizes("ours", [flat], []) == {"flat": 1}
+    assert sizes("ours", [flat], [], least_gain=0.01) == {"flat": 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from elastic_jobs import Amdahl, cluster, job
 from hypothesis import given
@@ -20,7 +21,7 @@ def num_nodes(devices: tuple[str, ...]) -> int:
 
 
 def put(
-    sizes: Mapping[str, int], running: Mapping[str, tuple[str, ...]], nodes: int = 2, **fields: object
+    sizes: Mapping[str, int], running: Mapping[str, tuple[str, ...]], nodes: int = 2, **fields: Any
 ) -> dict[str, tuple[str, ...]]:
     jobs = {name: job(name, **fields) for name in sizes}
     return place(cluster(nodes), 4, jobs, sizes, running)
@@ -43,7 +44,7 @@ def test_unchanged_job_stays_and_a_growing_one_keeps_its_devices() -> None:
 def test_small_job_makes_room_for_one_that_would_be_split() -> None:
     running = {"a": ("gpu0-0", "gpu0-1"), "b": ("gpu1-0",)}
     sizes = {"a": 2, "b": 1, "wide": 4}
-    costly_nodes = {"scaling": Amdahl(node_s=1.0), "change_s": 1.0}
+    costly_nodes: dict[str, Any] = {"scaling": Amdahl(node_s=1.0), "change_s": 1.0}
     placed = put(sizes, running, **costly_nodes)
     assert num_nodes(placed["wide"]) == 1
     assert placed["a"] == running["a"]
@@ -53,7 +54,11 @@ def test_small_job_makes_room_for_one_that_would_be_split() -> None:
 def test_no_job_moves_where_that_costs_more_than_it_gains() -> None:
     running = {"a": ("gpu0-0", "gpu0-1"), "b": ("gpu1-0",)}
     sizes = {"a": 2, "b": 1, "wide": 4}
-    for fields in ({"scaling": Amdahl(node_s=0.0), "change_s": 1.0}, {"scaling": Amdahl(node_s=1.0), "change_s": 1e6}):
+    cases: list[dict[str, Any]] = [
+        {"scaling": Amdahl(node_s=0.0), "change_s": 1.0},
+        {"scaling": Amdahl(node_s=1.0), "change_s": 1e6},
+    ]
+    for fields in cases:
         placed = put(sizes, running, **fields)
         assert {name: placed[name] for name in running} == running
         assert num_nodes(placed["wide"]) == 2

@@ -1,0 +1,108 @@
+"""`dlrover simulate`: figures, report and records of tiny traces, and clear refusals."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from measured_clusters import write_speeds, write_trace
+from waiting import eventually
+
+from lightning_dlrover.cli import parser
+from lightning_dlrover.cli.main import main
+from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
+
+
+def command(tmp_path: Path, *more: str) -> list[str]:
+    trace, speeds = write_trace(tmp_path / "week.csv"), write_speeds(tmp_path / "speeds")
+    work = tmp_path / "work.csv"
+    work.write_text("application,samples\ntoy,6400\n")
+    places = ["--speeds", str(speeds), "--work", str(work), "--nodes", "2x2", "--out", str(tmp_path / "out")]
+    return ["simulate", str(trace), *places, *more]
+
+
+def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = command(tmp_path, "--policy", "user", "srtf", "ours", "--resize-cost", "0.5", "30", "--seeds", "2")
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    for policy in ("user", "srtf", "ours"):
+        assert re.search(rf"^{policy} +0.5 s ", shown, re.MULTILINE)
+        assert re.search(rf"^{policy} +30 s ", shown, re.MULTILINE)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "JCT and the cost of a resize" in page
+    records = (tmp_path / "out" / "simulations.jsonl").read_bytes()
+    assert records.count(b'"kind":"simulated"') == 12
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == shown
+    assert (tmp_path / "out" / "simulations.jsonl").read_bytes() == records
+
+
+def test_an_oracle_and_one_cost_need_no_curve(tmp_path: Path) -> None:
+    assert main(command(tmp_path, "--policy", "las", "--oracle", "--every", "30")) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 3
+    assert "They know the real speeds." in page
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ("late,-5,toy,1,64", "week.csv:8: the job comes at -5 s; times begin at 0"),
+        ("other,5,gpt,1,64", "week.csv:8: model 'gpt' is unknown; known are toy"),
+        ("large,5,toy,5,64", "week.csv:8: the job asks for 5 devices, the cluster has 4"),
+    ],
+)
+def test_a_bad_trace_is_refused_with_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, message: str
+) -> None:
+    arguments = command(tmp_path)
+    with (tmp_path / "week.csv").open("a") as trace:
+        trace.write(row + "\n")
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--nodes", "16", "'16' is not NODESxDEVICES"),
+        ("--resize-cost", "-1", "'-1' is neither a number of seconds nor by-model"),
+        ("--seeds", "0", "'0' is not a whole number above 0"),
+        ("--policy", "best", "invalid choice: 'best'"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main([*command(tmp_path), f"{option}={value}"])
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_parser_offers_every_policy_of_the_registry() -> None:
+    assert set(parser.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
+
+
+def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    arguments = command(tmp_path, "--policy", "user", "--seeds", "400")
+    run = [sys.executable, "-m", "lightning_dlrover.cli", *arguments]
+    first = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    records = tmp_path / "out" / "simulations.jsonl"
+    eventually(lambda: records.exists() and records.read_bytes().count(b"\n") > 3, "the first simulations")
+    first.send_signal(signal.SIGINT)
+    out, errors = first.communicate(timeout=60)
+    assert first.returncode == 130, out + errors
+    found = re.search(r"interrupted; (\d+) of 400 simulations are on record", errors)
+    assert found, errors
+    kept = records.read_bytes().count(b"\n") - 1
+    assert int(found[1]) == kept < 400
+    run[run.index("400")] = str(kept + 1)
+    assert subprocess.run(run, capture_output=True, timeout=120, check=False).returncode == 0
+    assert records.read_bytes().count(b"\n") - 1 == kept + 1
