@@ -3,6 +3,7 @@
     python benchmarks/cluster.py [--traces DIR] [--speeds DIR] [--seeds N] [--curve-seeds N] [--processes N] [--out DIR]
     python benchmarks/cluster.py --quick [--traces DIR] [--speeds DIR]
     python benchmarks/cluster.py --scale [--speeds DIR] [--quick]
+    python benchmarks/cluster.py --real [--quick]
     python benchmarks/cluster.py --dlrover-rm [--load L] [--quick]
 
 DIR of --traces holds `workload-N.csv` in Pollux's form, and DIR of --speeds measured step times (defaults:
@@ -24,6 +25,9 @@ The last line:
 --scale takes one decision of `ours` for 1,000 jobs on 10,000 GPUs, and others on clusters that an integer program can solve.
 The last line holds the time of the decision, its peak memory, and the smallest value of `ours` relative to the optimum.
 
+--real runs four jobs of this machine under the brain of a pool, through the faults of `cluster_real.py`. The last line holds
+the sum of their completion times over that of first come first served, and how many of them have finished.
+
 --dlrover-rm simulates DLRover-RM's four figures with stated inputs, see `cluster_requests.py`.
 """
 
@@ -36,6 +40,7 @@ from pathlib import Path
 
 import cluster_requests
 from cluster_policies import compare
+from cluster_real import real
 from cluster_scale import scale
 from jobs import BenchmarkError, describe_machine, result_line
 
@@ -45,6 +50,7 @@ SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare policies for a cluster of elastic jobs.")
     parser.add_argument("--scale", action="store_true", help="time one decision for 1,000 jobs on 10,000 GPUs")
+    parser.add_argument("--real", action="store_true", help="divide this machine among four real jobs, with faults")
     parser.add_argument("--dlrover-rm", action="store_true", help="jobs whose users ask for too much")
     parser.add_argument(
         "--load",
@@ -78,7 +84,9 @@ def main() -> int:
         parser.error("--seeds, --curve-seeds and --processes must be above 0")
     print(describe_machine())
     try:
-        if options.dlrover_rm:
+        if options.real:
+            figures = real(quick=options.quick)
+        elif options.dlrover_rm:
             figures = cluster_requests.compare(options.load, quick=options.quick)
         elif options.scale:
             figures = scale(options.speeds, quick=options.quick)

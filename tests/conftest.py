@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
-    *("checks", "cli", "colocate", "components", "data", "distribution", "e2e", "learn", "live"),
+    *("brain", "checks", "cli", "colocate", "components", "data", "distribution", "e2e", "learn", "live"),
     *("observe", "planner", "rdzv", "report", "tables", "watch"),
 }
 """Test folders that must leave nothing behind."""

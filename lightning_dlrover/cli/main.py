@@ -35,6 +35,9 @@ _HOMES = {
     "stacks": "stacks",
     "data": "data",
     "divide": "resize",
+    "brain": "brain",
+    "queue": "brain",
+    "what-if": "what_if",
     "list": "show",
     "history": "history",
 }
@@ -77,12 +80,13 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
 def command_function(command: str) -> Callable[[argparse.Namespace], int]:
     """Import a command's module, and return the function that runs the command."""
     module = importlib.import_module(f"lightning_dlrover.cli.{_HOMES[command]}")
-    function: Callable[[argparse.Namespace], int] = getattr(module, f"{command}_command")
+    function: Callable[[argparse.Namespace], int] = getattr(module, f"{command.replace('-', '_')}_command")
     return function
 
 
 def _refusals() -> tuple[type[Exception], ...]:
     """Return the errors whose message suffices for the user, without a traceback."""
+    from lightning_dlrover.brain.place import PlaceError
     from lightning_dlrover.components.control.office import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.learn.history import HistoryError
@@ -96,6 +100,7 @@ def _refusals() -> tuple[type[Exception], ...]:
         HistoryError,
         JobNotFoundError,
         ControllerBusyError,
+        PlaceError,
         EtcdError,
         EtcdServerError,
         RecordError,

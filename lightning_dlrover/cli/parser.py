@@ -21,6 +21,7 @@ from lightning_dlrover.cli.options import (
     flag,
     option_of,
 )
+from lightning_dlrover.cli.pool_options import add_brain, add_place_in_pool, add_queue, add_what_if
 
 POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "muri")
 """Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
@@ -55,6 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_stacks(commands)
     _add_data(commands)
     _add_divide(commands)
+    add_brain(commands)
+    add_queue(commands)
+    add_what_if(commands)
     _add_list(commands)
     _add_history(commands)
     return parser
@@ -105,6 +109,7 @@ def _add_run(commands: Commands) -> None:
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
     )
     add_objective_options(run)
+    add_place_in_pool(run)
     add_place_options(run)
     add_node_options(run)
     add_slurm_options(run)
@@ -342,6 +347,9 @@ def _add_scale(commands: Commands) -> None:
     scale.add_argument("num_workers", type=int, nargs="?", metavar="N", help="number of workers (default: unchanged)")
     for name, texts in SETTINGS.items():
         scale.add_argument(f"--{option_of(name)}", dest=name, type=values.setting, metavar="N", help=" ".join(texts))
+    scale.add_argument(
+        "--auto", action="store_true", help="let the planner, or the brain of the job's pool, decide again; given alone"
+    )
     size = "per node, within the limits given to `dlrover run`; smaller nodes are replaced one at a time"
     scale.add_argument("--cpus", dest="node_cpus", type=values.setting, metavar="N", help=f"cores {size}")
     scale.add_argument("--mem", dest="node_memory_mb", type=values.memory, metavar="SIZE", help=f"memory {size}")

@@ -17,6 +17,7 @@ from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError, re
 from lightning_dlrover.report.explain import explain_text
 from lightning_dlrover.report.page import summary_text, write_report
 from lightning_dlrover.report.pictures import plans_picture
+from lightning_dlrover.report.sizes import given_sizes, sizes_text
 from lightning_dlrover.report.status import connect
 from lightning_dlrover.report.story import tell
 
@@ -40,6 +41,8 @@ def explain_command(options: argparse.Namespace) -> int:
     events = _events_of(options) or _events_of_history(options)
     story = tell(options.job, events)
     show(explain_text(story, options.plan))
+    if options.plan is None and (given := given_sizes(events, story.profiles)):
+        show("\n" + sizes_text(given, story.started_at))
     if story.decisions:
         output = options.output or options.run_dir / options.job / "plans.png"
         output.parent.mkdir(parents=True, exist_ok=True)

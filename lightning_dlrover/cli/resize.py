@@ -35,6 +35,8 @@ def scale_command(options: argparse.Namespace) -> int:
         tell_problems(found.problems)
         _check_can_be_planned(place, found.view, options.num_workers)
         settings = {name: value for name in COUNTED if (value := getattr(options, name)) is not None}
+        if options.auto:
+            return _leave_to_planner(client, place, asks_for_more=bool(settings) or options.num_workers is not None)
         if options.num_workers is None and not settings:
             asked = ", ".join(f"--{option_of(name)}" for name in COUNTED)
             raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
@@ -42,6 +44,21 @@ def scale_command(options: argparse.Namespace) -> int:
         wanted = _wanted_text(options.num_workers, settings)
         _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
     show(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows how far they are")
+    return EXIT_OK
+
+
+def _leave_to_planner(client: EtcdClient, place: JobPlace, asks_for_more: bool) -> int:
+    """Let the job's planner, or the brain of its pool, decide again on what was set by hand."""
+    if asks_for_more:
+        raise UsageError("--auto leaves everything to the planner; give it alone")
+
+    def automatic(plan: PlanRecord | None) -> PlanRecord | None:
+        if plan is None or plan.source != "user":
+            return None
+        return replace(plan, source="planner", reason="left to the planner again, by hand", created_at=time.time())
+
+    Journal(client, place.keys).swap(PlanRecord, place.keys.plan, automatic, read=readable)
+    show(f"job {place.run_id}: its planner, or the brain of its pool, decides on its size again")
     return EXIT_OK
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dlrover import variables
+from lightning_dlrover.brain.place import Place
 from lightning_dlrover.cli.errors import EXIT_FAILED, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
@@ -27,6 +29,7 @@ from lightning_dlrover.cli.run_options import (
     node_sizes,
     objective,
     pairs,
+    place_in_pool,
     surrounding_target,
 )
 from lightning_dlrover.cli.run_output import Announcer, write_final_report
@@ -49,6 +52,13 @@ from lightning_dlrover.report.surroundings import Surroundings
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
+    from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
+
+SURPLUS_IN_POOL_S = 5.0
+"""Seconds that a node of a job in a pool may outlast its place there. Another job waits for its resources."""
+
+PLACE_TIMEOUT_S = 7 * 24 * 3600.0
+"""Seconds to wait for a place in a pool, unless --place-timeout sets another limit."""
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -73,6 +83,7 @@ def run_command(options: argparse.Namespace) -> int:
         )
     check_target(options, endpoint)
     prefix = checked_prefix(options.key_prefix or around.prefix)
+    asked = place_in_pool(options, endpoint, prefix)
     hurry = threading.Event()
     with signals_as_exceptions(hurry):
         try:
@@ -86,7 +97,7 @@ def run_command(options: argparse.Namespace) -> int:
                     place = JobPlace(run_id, server.endpoint, prefix)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
-                return _run_job(options, script, place, folder, server, hurry)
+                return _run_job(options, script, place, folder, server, hurry, asked)
         except EtcdLostError as error:
             complain(f"job {run_id} failed: {error}")
             return EXIT_FAILED
@@ -103,6 +114,7 @@ def _run_job(
     folder: Path,
     server: EmbeddedEtcd | None,
     hurry: threading.Event,
+    asked: tuple[PoolKeys, MemberRecord] | None = None,
 ) -> int:
     """Run the job to its end; all nodes have ended when this returns or raises."""
     fewest, most = options.workers
@@ -110,9 +122,13 @@ def _run_job(
     spec = _node_spec(options, script, place)
     # An agent with restarts left may be without a worker while it restarts one.
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
+    if asked is not None:
+        patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         _refuse_unusable_job(client, place, is_resumed=(folder / JOB_FILE).exists())
+        # Before the target, whose nodes end before the place is given back.
+        seat = stack.enter_context(_seat(client, place, *asked, options.place_timeout)) if asked is not None else None
         target = _make_target(options, spec, folder / "logs", hurry)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
@@ -128,7 +144,7 @@ def _run_job(
             f"files in {folder}"
         )
         try:
-            end = _steer(controller, server, options.target, announce)
+            end = _steer(controller, server, options.target, announce, seat)
         finally:
             controller.end_nodes()
             announce()
@@ -163,7 +179,27 @@ def _node_spec(options: argparse.Namespace, script: Path, place: JobPlace) -> No
     )
 
 
-def _steer(controller: Controller, server: EmbeddedEtcd | None, target: str, announce: Announcer) -> Give:
+def _seat(
+    client: EtcdClient, place: JobPlace, pool: PoolKeys, asked: MemberRecord, timeout_s: float | None
+) -> contextlib.AbstractContextManager[Place]:
+    """Return the job's place in a pool, once it has one.
+
+    Raises:
+        PlaceError: the pool can never have room for the job, or had none in time.
+    """
+    seat = Place(client, pool, place.keys, asked, say)
+    try:
+        num_workers = seat.wait(timeout_s or PLACE_TIMEOUT_S)
+    except BaseException:
+        seat.leave()
+        raise
+    say(f"job {place.run_id}: has a place in pool {pool.pool}, with {num_workers} of {asked.max_workers} workers at first")
+    return seat
+
+
+def _steer(
+    controller: Controller, server: EmbeddedEtcd | None, target: str, announce: Announcer, seat: Place | None = None
+) -> Give:
     """Let the controller act until the job is over; return how it has ended.
 
     Raises:
@@ -176,6 +212,8 @@ def _steer(controller: Controller, server: EmbeddedEtcd | None, target: str, ann
                 say("the embedded etcd has ended unasked: ending all nodes, as the job cannot go on without it")
                 raise EtcdLostError(without_etcd(server, target))
             announce()
+            if seat is not None:
+                seat.keep()
             controller.wait(0.2)
     except (Interrupted, EtcdLostError):
         # Slurm signals all processes of a job at once, etcd included. Nodes can be ended without etcd, but nothing would

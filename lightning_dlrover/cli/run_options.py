@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import getpass
 import os
 import re
+import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +22,7 @@ from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.learn.history import history_url
 from lightning_dlrover.output import say
 from lightning_dlrover.planner.objective import objective_from
+from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.kubernetes_pod import KubernetesOptions
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
 LOCAL_WORKERS_PER_CORE = 4
 LEAST_LOCAL_WORKERS = 16
 """Workers that any machine may run, however few cores it has."""
+
+_OF_POOLS = ("priority", "weight", "owner", "place_timeout")
+"""Options that need a pool."""
 
 _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
@@ -184,6 +192,45 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
     if options.history is not None:
         exported[variables.HISTORY] = history_url(options.history) or "off"  # nodes may run in another folder
     return exported
+
+
+def place_in_pool(options: argparse.Namespace, endpoint: str | None, prefix: str) -> tuple[PoolKeys, MemberRecord] | None:
+    """Return the pool that the job asks for a place in, and the job as the pool sees it; None without a pool.
+
+    Raises:
+        UsageError: the options need a pool, or a pool's etcd.
+    """
+    if options.pool is None:
+        if given := [name for name in _OF_POOLS if getattr(options, name) is not None]:
+            raise UsageError(f"{', '.join(map(flag, given))}: only with --pool NAME")
+        return None
+    if endpoint is None:
+        raise UsageError(
+            f"--pool {options.pool}: a pool is in an etcd that all its jobs share; name it with --endpoint HOST:PORT, or "
+            "DLROVER_ENDPOINT"
+        )
+    now = time.time()
+    fewest, most = options.workers
+    _, size = node_sizes(options)
+    gpus = re.search(r"\d+$", options.gpus or "")
+    owner = options.owner
+    if owner is None:
+        with contextlib.suppress(KeyError, OSError):  # a container may have no user of this number
+            owner = getpass.getuser()
+    return PoolKeys(options.pool, prefix), MemberRecord(
+        socket.gethostname(),
+        os.getpid(),
+        fewest,
+        most,
+        submitted_at=now,
+        cores=float(max(1, size.cpus)),  # nodes on this machine share its cores, and compute with one thread each
+        gpus=int(gpus[0]) if gpus else 0,
+        memory_mb=size.memory_mb,
+        priority=options.priority or 0,
+        weight=options.weight or 1.0,
+        owner=owner or "",
+        deadline_at=now + options.deadline if options.deadline is not None else 0.0,
+    )
 
 
 def checked_script(text: str) -> Path:

@@ -123,3 +123,33 @@ def workers(text: str) -> tuple[int, int]:
             f"{text!r}: MIN must be at least 1 and at most MAX, such as {min(low, high) or 1}:{max(low, high, 1)}"
         )
     return low, high
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def owner_weight(text: str) -> tuple[str, float]:
+    """An owner and the weight of its jobs, from `OWNER=WEIGHT`."""
+    owner, given, weight = text.rpartition("=")
+    if not given or not owner:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OWNER=WEIGHT, such as ads=2")
+    return owner, positive(weight)
+
+
+def pool_budget(text: str) -> dict[str, float]:
+    """Amounts of `Resources` by name, from `cores=64,gpus=8,memory=256G`; those left out are infinite."""
+    amounts = {"cores": math.inf, "gpus": math.inf, "memory_mb": math.inf}
+    for part in text.split(","):
+        name, _, amount = part.partition("=")
+        if name not in ("cores", "gpus", "memory"):
+            raise argparse.ArgumentTypeError(f"{part!r} is no part of a budget: give cores=N, gpus=N or memory=SIZE")
+        key = "memory_mb" if name == "memory" else name
+        if amounts[key] != math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} names {name} twice")
+        amounts[key] = memory(amount) if name == "memory" else budget(amount)
+    return amounts

@@ -336,17 +336,22 @@ class Analyst:
                 memory=memory,
             )
 
-        if followed and not by_hand:
+        in_pool = wish is not None and wish.source == "brain"
+        if followed and not by_hand and not in_pool:
             self._publish(decide(limits, situation.past), wish, by_hand=False, followed=True)
             return
         # Recommendations are not carried out automatically, so an earlier identical one is no reason to withhold it.
-        advice = decide(limits, ())
+        # The brain of a pool compares numbers of workers, so other settings must not fill the few candidates on record.
+        advice = decide(_workers_alone(limits) if in_pool else limits, ())
         tuned = advice
         if membership is not None and not by_hand:
             here = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
             tuned = decide(here, situation.past)
+        if in_pool:
+            tuned = _with_other_sizes(tuned, advice)  # what the brain chooses from
         if advice.chosen_workers != advice.current_workers or by_hand:
             why = "the settings were chosen by hand" if by_hand else "no controller starts or ends nodes"
+            why = "the brain of the job's pool decides on workers" if in_pool else why
             recommended = "" if advice.reason == tuned.reason else f": {advice.reason}"
             tuned = replace(tuned, reason=f"{tuned.reason} (a recommendation, as {why}{recommended})")
         self._last = advice
@@ -408,6 +413,8 @@ class Analyst:
         )
         if decision.is_change and followed and decision.node_cores:
             proposed = replace(proposed, node_cpus=math.ceil(decision.node_cores))
+        if wish is not None and wish.source == "brain":
+            proposed = _within(proposed, wish)
         if wish is not None and _asked(wish) == _asked(proposed):
             return
         only_recommends = not followed and wish is not None and _asked(wish)[2:] == _asked(proposed)[2:]
@@ -420,7 +427,9 @@ class Analyst:
             # Node memory raised after a failure must not be reverted by a plan of settings.
             found_mb = (now.node_memory_mb or 0) if now is not None else 0
             wanted = proposed
-            if keeps_workers and now is not None:  # more may have been planned meanwhile, because memory ran out
+            if now is not None and now.source == "brain":
+                wanted = _within(proposed, now)
+            elif keeps_workers and now is not None:  # more may have been planned meanwhile, because memory ran out
                 wanted = replace(proposed, num_workers=now.num_workers, binding=now.binding)
             return replace(wanted, node_memory_mb=max(found_mb, math.ceil(decision.node_memory_bytes / 2**20)) or None)
 
@@ -431,7 +440,7 @@ class Analyst:
         wish = membership.view.plan if membership is not None else None
         if membership is None or wish is None or self._memory.trial is not trial or not self._memory.windows:
             return
-        if wish.source != "planner" or wish.decision_id != trial.decision_id:
+        if wish.source == "user" or wish.decision_id != trial.decision_id:
             return  # something else is planned already
         followed = membership.shared.has_controller()
         decision = retreat(trial, failure.step_time_s, decision_id=self._memory.next_id, at=time.time())
@@ -507,6 +516,22 @@ def _window_of(settings: Settings, step_time_s: float, like: StepProfile) -> Ste
         at=time.time(),
         **parts,
     )
+
+
+def _workers_alone(limits: Limits) -> Limits:
+    """Return limits that leave all settings but the number of workers as they are."""
+    return replace(limits, loader_workers=(), intra_op_threads=(), prefetch_factors=())
+
+
+def _within(proposed: PlanRecord, plan: PlanRecord) -> PlanRecord:
+    """Return the proposed settings of each worker, with the number of workers that the brain of the job's pool has planned."""
+    return replace(proposed, num_workers=plan.num_workers, binding=plan.binding, source=plan.source, reason=plan.reason)
+
+
+def _with_other_sizes(tuned: Decision, advice: Decision) -> Decision:
+    """Return a decision for the present number of workers, with the candidates of `advice` that have other numbers."""
+    others = [c for c in advice.candidates if c.num_workers != tuned.current_workers]
+    return replace(tuned, candidates=tuple(sorted((*tuned.candidates, *others), key=lambda c: c.settings)))
 
 
 def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:

@@ -23,6 +23,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.events import StreamOpened
 from lightning_dlrover.rdzv.job.journal import read, readable_folder
+from lightning_dlrover.rdzv.job.pool_records import POOLS_FOLDER
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
@@ -202,6 +203,7 @@ def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
     by_job: dict[str, dict[str, KeyValue]] = {}
     for entry in entries:
         by_job.setdefault(entry.key.removeprefix(folder).partition("/")[0], {})[entry.key] = entry
+    by_job.pop(POOLS_FOLDER, None)
     return [_summary(run_id, folder, found) for run_id, found in sorted(by_job.items())]
 
 

@@ -492,7 +492,7 @@ class _Memory:
             def more(now: PlanRecord | None) -> PlanRecord | None:
                 if now is None:
                     return plan
-                if now.source == "user" or now.num_workers >= plan.num_workers:
+                if now.keeps_workers or now.num_workers >= plan.num_workers:
                     return None
                 return replace(
                     now,

@@ -66,6 +66,19 @@ def test_a_setting_by_hand_leaves_the_number_of_workers_a_recommendation(
     assert (plan.num_workers, plan.binding, plan.intra_op_threads) == (1, False, 1)
 
 
+def test_scale_auto_leaves_a_size_by_hand_to_the_planner_again(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    scale = ("scale", "--endpoint", etcd.endpoint, job.run_id)
+    assert dlrover(*scale, 3)[0] == 0
+    assert dlrover(*scale, "--auto")[0] == 0
+    plan = plan_of(client, job)
+    assert plan is not None
+    assert (plan.num_workers, plan.source, plan.binding) == (3, "planner", True)
+    code, _, errors = dlrover(*scale, 2, "--auto")
+    assert (code, "give it alone" in errors) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

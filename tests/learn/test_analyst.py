@@ -267,6 +267,23 @@ def test_settings_made_by_hand_stay(start: StartJob) -> None:
     assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions())
 
 
+def test_planner_of_a_pooled_job_tunes_workers_but_leaves_their_number_to_the_brain(
+    start: StartJob, client: EtcdClient, keys: Keys
+) -> None:
+    job = start()
+    client.put(keys.plan, encode(PlanRecord(2, "brain", "pool p: starts with 2 workers", True)))
+    job.membership.wait_for(lambda view: (view.plan and view.plan.source == "brain") or None, 15.0, "the brain's plan")
+    job.settings = Settings(2, 0, 1, 0)
+    job.run(24)
+    plan = job.membership.view.plan
+    assert plan is not None
+    assert (plan.source, plan.num_workers, plan.binding) == ("brain", 2, True)
+    assert plan.loader_workers  # an input-bound job is faster with some
+    newest = job.decisions()[-1]
+    assert {c.num_workers for c in newest.candidates} == {1, 2, 3, 4}
+    assert newest.current_workers == newest.chosen_workers == 2
+
+
 def test_broken_history_is_reported_once_and_planning_continues(
     start: StartJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

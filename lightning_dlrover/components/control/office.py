@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Mapping
-
-import psutil
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, created, modified
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, NodeRecord, NodesRecord, encode
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, NodeRecord, NodesRecord
+from lightning_dlrover.rdzv.job.tenure import Tenure
 
 __all__ = ["ControllerBusyError", "Office"]
 
@@ -43,42 +41,32 @@ class Office:
         self._client = client
         self._keys = keys
         self._journal = Journal(client, keys)
-        self._record = record
-        self._claim: Lease | None = None  # lease that may or may not hold the controller key
-        self.lease, self._fence = self._take_over()
+        self._tenure = Tenure(self._journal, keys.controller, lambda: record, self._busy, LEASE_TTL_S)
+
+    @property
+    def lease(self) -> Lease:
+        """The lease of the controller key."""
+        return self._tenure.lease
 
     def take_back(self) -> bool:
         """Take the key again after its loss. Return whether it was lost: another controller may have acted in between."""
-        if not self.lease.lost.is_set():
-            return False
-        self.lease.close()
-        self.lease, self._fence = self._take_over()
-        return True
+        return self._tenure.take_back()
 
     def give_up(self) -> None:
         """Release the key; without etcd, its lease expires."""
-        try:
-            self.lease.revoke()
-        except EtcdError as error:
-            log.info("run %s: the controller's lease ends by itself: %s", self._keys.run_id, error)
+        self._tenure.give_up()
 
     @property
     def is_ours(self) -> Compare:
         """Return the comparison of the controller key that fences each of our writes."""
-        return created(self._keys.controller) == self._fence
+        return self._tenure.is_ours
 
     def still_acts(self) -> bool | None:
         """Whether no other controller has taken over; None: etcd does not answer. Call before actions that etcd cannot fence.
 
         A process that was stopped for a while does not notice by itself that its lease has expired.
         """
-        if self.lease.lost.is_set():
-            return False
-        try:
-            entry = self._client.get(self._keys.controller)
-        except EtcdError:
-            return None
-        return entry is not None and entry.create_revision == self._fence
+        return self._tenure.still_holds()
 
     def write(self, key: str, record: NodesRecord | NodeRecord, revision: int | None = None) -> None:
         """Write a record if this controller still acts and, with `revision`, if the record has not changed since.
@@ -101,62 +89,19 @@ class Office:
 
     def publish(self, apps: Mapping[str, str], held_up: str) -> bool:
         """Update the controller's record. Return whether it has changed."""
-        record = dataclasses.replace(self._record, apps=dict(apps), held_up=held_up[:2000])
-        if record == self._record:
+        record = dataclasses.replace(self._tenure.record, apps=dict(apps), held_up=held_up[:2000])
+        if record == self._tenure.record:
             return False
         try:
-            self._client.put(self._keys.controller, encode(record), self.lease)
+            self._tenure.publish(record)
         except EtcdError as error:
             log.info("run %s: the list of nodes is written later: %s", self._keys.run_id, error)
             return False
-        self._record = record
         return True
 
-    def _take_over(self) -> tuple[Lease, int]:
-        """Acquire the controller key. Return its lease and its create revision, which fences all our writes.
-
-        Raises:
-            ControllerBusyError: another controller holds it.
-            EtcdError: the holder is unknown.
-        """
-        key = self._keys.controller
-        self._drop_claim()
-        deadline = time.monotonic() + 2 * LEASE_TTL_S
-        # Only lease expiry proves that the holder is gone: another container may share its host name, but not its processes.
-        while self._holder_seems_dead() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        self._claim = lease = self._client.lease(LEASE_TTL_S)
-        self._record = dataclasses.replace(self._record, apps={}, held_up="")
-        try:
-            fence = self._journal.claim(key, encode(self._record), lease.id)
-        except EtcdError:
-            with contextlib.suppress(EtcdError):  # otherwise the next attempt would find the key taken, by us
-                self._drop_claim()
-            raise
-        if fence:
-            self._claim = None
-            return lease.keep_alive(), fence
-        self._drop_claim()
-        raise ControllerBusyError(_busy_text(self._journal))
-
-    def _drop_claim(self) -> None:
-        if self._claim is not None:
-            self._claim.revoke()
-            self._claim = None
-
-    def _holder_seems_dead(self) -> bool:
-        """Whether the key's holder is a process of this host that no longer exists."""
-        holder = self._journal.get(ControllerRecord, self._keys.controller, readable).record
-        if holder is None:
-            return False
-        return holder.host == self._record.host and holder.pid > 0 and not psutil.pid_exists(holder.pid)
-
-
-def _busy_text(journal: Journal) -> str:
-    keys = journal.keys
-    holder = journal.get(ControllerRecord, keys.controller, readable).record
-    who = f"process {holder.pid} on {holder.host}" if holder is not None else "another controller"
-    return (
-        f"job {keys.run_id!r} is already run by {who}; choose another --rdzv-id, or use `dlrover scale` to resize it "
-        f"(if that process was killed a moment ago: try again in {LEASE_TTL_S:.0f} s)"
-    )
+    def _busy(self, holder: ControllerRecord | None) -> ControllerBusyError:
+        who = f"process {holder.pid} on {holder.host}" if holder is not None else "another controller"
+        return ControllerBusyError(
+            f"job {self._keys.run_id!r} is already run by {who}; choose another --rdzv-id, or use `dlrover scale` to resize it "
+            f"(if that process was killed a moment ago: try again in {LEASE_TTL_S:.0f} s)"
+        )

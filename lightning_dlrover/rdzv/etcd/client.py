@@ -75,6 +75,12 @@ class EtcdClient:
         response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
         return response.header.revision, [key_value(kv) for kv in response.kvs]
 
+    def newer_in(self, prefix: str, revision: int) -> tuple[int, list[KeyValue]]:
+        """Return the revision of this read, and the keys under a prefix that were written after `revision`, in order."""
+        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), min_mod_revision=revision + 1)
+        response = self.caller.call(f"read news of {prefix!r}", "KV", "Range", request)
+        return int(response.header.revision), [key_value(kv) for kv in response.kvs]
+
     def oldest(self, prefix: str, most: int) -> list[KeyValue]:
         """Return the `most` keys under a prefix that were created first, oldest first."""
         request = etcdrpc.RangeRequest(

@@ -32,6 +32,7 @@ __all__ = [
     "RowsSkipped",
     "SequenceOpened",
     "SettingsApplied",
+    "SizeGiven",
     "SizeRequested",
     "SnapshotCompleted",
     "SnapshotLost",
@@ -146,6 +147,25 @@ class SizeRequested(Event):
     prefetch_factor: int | None = None
     node_cpus: int | None = None
     node_memory_mb: int | None = None
+
+
+@dataclass(frozen=True)
+class SizeGiven(Event):
+    """The brain of the job's pool has given it another number of workers."""
+
+    KIND = "size"
+    pool: str
+    policy: str
+    workers_before: int
+    workers_after: int
+    samples_per_s_before: float = 0.0  # predicted, or measured; 0: unknown
+    samples_per_s_after: float = 0.0
+    low_per_s: float = 0.0  # interval of `samples_per_s_after`
+    high_per_s: float = 0.0
+    cost_s: float = 0.0  # expected pause of the job
+    others: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # jobs whose sizes change for it, or it for theirs: before, after
 
 
 @dataclass(frozen=True)

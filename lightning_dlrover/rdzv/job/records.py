@@ -278,7 +278,7 @@ class PlanRecord:
     """Desired state of the job. Key `plan`; compare-and-swap by planner, command line or user."""
 
     num_workers: int
-    source: Literal["planner", "user", "initial"]
+    source: Literal["planner", "user", "initial", "brain"]
     reason: str
     binding: bool  # False: the number of workers is only a recommendation, because no controller can carry it out
     decision_id: int = 0
@@ -297,6 +297,11 @@ class PlanRecord:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= most:
                 raise ValueError(f"{name} of a PlanRecord is {value}; it must be from 0 to {most}, or be left out")
+
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether the job's own planner leaves the number of workers as it is: a person chose it, or the brain of its pool."""
+        return self.source in ("user", "brain")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from lightning_dlrover.rdzv.job.events import (
     RoundFormed,
     SequenceOpened,
     SettingsApplied,
+    SizeGiven,
     SizeRequested,
     SnapshotCompleted,
     SnapshotLost,
@@ -99,6 +100,10 @@ LINES: dict[str, Event] = {
     ),
     '"memory" {"act":"enlarge","node":"node1","node_memory_mb":2048}': NodeMemoryShort("enlarge", "node1", 2048),
     '"kept" {"global_step":40,"bytes":1024}': StateKept(40, 1024),
+    '"size" {"pool":"p","policy":"ours","workers_before":2,"workers_after":1,"samples_per_s_before":17.0,'
+    '"samples_per_s_after":10.0,"low_per_s":9.0,"high_per_s":11.0,"cost_s":0.5,"others":{"b":[0,1]}}': SizeGiven(
+        "p", "ours", 2, 1, 17.0, 10.0, 9.0, 11.0, 0.5, {"b": [0, 1]}
+    ),
     '"resume" {"global_step":40}': FitResumed(40),
     '"rollback" {"round":3,"batch":38,"batches":2}': StateRolledBack(3, 38, 2),
     '"finished" {"global_step":100}': FitFinished(100),

@@ -1,0 +1,65 @@
+"""A job for `cluster_real.py`: a perceptron that computes, for a number of steps, and goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+
+GLOBAL_BATCH = 240
+NUM_FEATURES = 256
+
+
+class Perceptron(L.LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = [part for _ in range(3) for part in (nn.Linear(width, width), nn.ReLU())]
+        self.net = nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :8].sum(1, keepdim=True))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    L.seed_everything(7, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=DLRoverStrategy(global_batch_size=GLOBAL_BATCH),
+        callbacks=[
+            DLRoverCallback(window_s=1.0, plan_every_s=2.0, tune=["num_workers"]),
+            ModelCheckpoint(
+                given.checkpoints, every_n_train_steps=100, save_top_k=1, filename="newest", enable_version_counter=False
+            ),
+        ],
+        max_epochs=-1,
+        max_steps=given.steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    newest = given.checkpoints / "newest.ckpt"
+    data = TensorDataset(torch.randn(9600, NUM_FEATURES))
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH, shuffle=True)
+    trainer.fit(Perceptron(given.width), loader, ckpt_path=str(newest) if newest.exists() else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Decide when to look at a pool, and in which order to act. See the package for the states and their owners."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lightning_dlrover.brain.decisions import Choice, Rules, choose, reason_of
+from lightning_dlrover.brain.watch import PoolView, Watch
+from lightning_dlrover.brain.writer import OutdatedError, Writer
+from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
+from lightning_dlrover.planner.cluster.pool.moves import Move
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.events import SizeGiven
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.pool_records import BrainRecord, PoolKeys
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys
+from lightning_dlrover.rdzv.job.tenure import Tenure
+
+__all__ = ["Brain", "BrainBusyError", "Patience", "run_brain"]
+
+log = logging.getLogger(__name__)
+
+SOON_S = 0.3
+"""Seconds between two looks while a change is under way."""
+
+
+class BrainBusyError(RuntimeError):
+    """Another process decides on this pool."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that a brain grants others.
+
+    Args:
+        lease_s: the brain's lease. A successor takes over after this time.
+        settle_s: after an outage of etcd, for all processes to register again.
+        gone_s: a job without any process on record counts until then.
+    """
+
+    lease_s: float = 5.0
+    settle_s: float = 12.0
+    gone_s: float = 12.0
+
+
+class Brain:
+    """The process that decides on a pool. Use as a context manager: leaving it lets another one take over at once.
+
+    Args:
+        show: called with one line for each decision.
+
+    Raises:
+        BrainBusyError: another process decides on this pool.
+        EtcdError: etcd does not answer.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        pool: PoolKeys,
+        rules: Rules,
+        show: Callable[[str], None] = lambda _: None,
+        patience: Patience | None = None,
+    ) -> None:
+        self._pool = pool
+        self._rules = rules
+        self._show = show
+        self._patience = patience or Patience()
+        client.share_lifetime(pool.root, HISTORY_TTL_S)
+        budget = {name: value for name, value in vars(rules.budget).items() if value != float("inf")}
+        record = BrainRecord(socket.gethostname(), os.getpid(), rules.policy, budget)
+        journal = Journal(client, Keys(pool.pool, pool.prefix))
+        self._tenure = Tenure(journal, pool.brain, lambda: record, self._busy, self._patience.lease_s)
+        self._watch = Watch(client, pool, rules.owner_weights)
+        self._writer = Writer(client, pool, self._tenure)
+        self._absent_since: dict[str, float] = {}
+        self._looked_at = time.monotonic()
+        self._trusts_from: float | None = None  # None: not decided yet, before the first look
+
+    def __enter__(self) -> Brain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the pool up. Its jobs keep their sizes."""
+        self._tenure.give_up()
+
+    def was_cut_off(self) -> None:
+        """Note that etcd did not answer: leases of processes that live may have expired, and records be missing."""
+        self._trusts_from = time.monotonic() + self._patience.settle_s
+        self._absent_since.clear()
+
+    def step(self) -> bool:
+        """Look, decide and write. Return whether everything is as it should be.
+
+        Raises:
+            BrainBusyError: another process decides now.
+            EtcdError: etcd does not answer.
+        """
+        if self._tenure.take_back():
+            self.was_cut_off()
+        began = time.monotonic()
+        if began - self._looked_at > max(self._patience.lease_s, self._patience.gone_s / 2):
+            self._absent_since.clear()  # this process stood still, and has not seen what came and went
+        now = time.time()
+        view = self._watch.look(now)
+        self._looked_at = time.monotonic()
+        if not self._tenure.holds(view.brain_entry):
+            return False  # the lease's own thread will find it lost
+        assert view.brain_entry is not None
+        if self._trusts_from is None:
+            # A predecessor may have been cut off together with the jobs.
+            has_jobs = any(job.held for job in view.pool_jobs)
+            self._trusts_from = began + (self._patience.settle_s if has_jobs else 0.0)
+        is_sure = began >= self._trusts_from
+        choice = choose(view.pool_jobs, self._rules, now, may_grow=is_sure)
+        self._writer.based_on(view.brain_entry)
+        try:
+            has_written = self._act(view, choice, now, is_sure)
+        except OutdatedError:
+            return False
+        return is_sure and not has_written and choice.is_settled(view.pool_jobs) and not choice.gone
+
+    def _act(self, view: PoolView, choice: Choice, now: float, is_sure: bool) -> bool:
+        """Write the choice, what takes resources back first. Return whether anything was written."""
+        has_written = False
+        moved = set()
+        jobs = view.pool_jobs
+        for move in choice.moves:
+            seen = view.jobs[move.name]
+            reason = reason_of(seen.job, move, jobs, choice.wanted)
+            event = self._event(seen.job, move, jobs, choice.wanted)
+            self._writer.resize(seen, move, event, reason, now)
+            moved.add(move.name)
+            self._show(f"pool {self._pool.pool}: {move.name}: {reason}")
+        for name, seen in view.jobs.items():
+            is_off = seen.plan is not None and (seen.plan.source != "brain" or seen.plan.num_workers != seen.job.granted)
+            if name not in moved and is_off and seen.job.granted and not seen.job.is_by_hand and seen.job.alive:
+                self._writer.correct_plan(seen, now)
+                has_written = True
+        for wait in choice.waits:
+            has_written |= self._writer.wait(view.jobs[wait.name], wait, len(choice.waits), now)
+        for name, reason in choice.refused.items():
+            if self._writer.refuse(view.jobs[name], reason, now):
+                self._show(f"pool {self._pool.pool}: {name} is refused: {reason}")
+        return self._forget(view, choice, is_sure) or has_written or bool(moved)
+
+    def _forget(self, view: PoolView, choice: Choice, is_sure: bool) -> bool:
+        """Forget jobs of which nothing has been left for a while."""
+        now = time.monotonic()
+        self._absent_since = {name: self._absent_since.get(name, now) for name in choice.gone}
+        has_written = False
+        for name, since in self._absent_since.items():
+            if is_sure and now - since >= self._patience.gone_s and view.jobs[name].grant is not None:
+                self._writer.forget(view.jobs[name])
+                self._show(f"pool {self._pool.pool}: {name} is gone, its place is free")
+                has_written = True
+        return has_written
+
+    def _event(self, job: PoolJob, move: Move, jobs: list[PoolJob], wanted: Mapping[str, int]) -> SizeGiven:
+        before, after = job.rate(move.before), job.rate(move.after)
+        others = [other for other in jobs if other.name != job.name and wanted.get(other.name, other.held) != other.held]
+        return SizeGiven(
+            pool=self._pool.pool,
+            policy=self._rules.policy,
+            workers_before=move.before,
+            workers_after=move.after,
+            samples_per_s_before=before.samples_per_s if before is not None else 0.0,
+            samples_per_s_after=after.samples_per_s if after is not None else 0.0,
+            low_per_s=after.low_per_s if after is not None else 0.0,
+            high_per_s=after.high_per_s if after is not None else 0.0,
+            cost_s=job.change_s,
+            others={other.name: [other.held, wanted[other.name]] for other in others[:16]},
+        )
+
+    def _busy(self, holder: BrainRecord | None) -> BrainBusyError:
+        who = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
+        return BrainBusyError(f"{who} decides on pool {self._pool.pool!r}")
+
+
+def run_brain(
+    client: EtcdClient,
+    pool: PoolKeys,
+    rules: Rules,
+    every_s: float,
+    show: Callable[[str], None],
+    stop: threading.Event | None = None,
+    patience: Patience | None = None,
+) -> None:
+    """Decide on a pool, or stand by while another process does, until `stop` is set or a signal raises an exception.
+
+    Args:
+        every_s: seconds between two looks at a pool in which nothing changes.
+
+    Raises:
+        EtcdError: etcd does not answer at the start.
+    """
+    stop = stop or threading.Event()
+    with Mirror(client, pool.root) as mirror:
+        while not stop.is_set():
+            try:
+                with Brain(client, pool, rules, show, patience) as brain:
+                    show(f"pool {pool.pool}: this process decides, by policy {rules.policy}, on {rules.budget.text}")
+                    _decide(brain, mirror, every_s, stop, pool, show)
+            except BrainBusyError as error:
+                show(f"pool {pool.pool}: {error}; this one stands by")
+                _wait_for_vacancy(mirror, pool.brain, stop)
+            except EtcdError as error:
+                log.warning("pool %s: nothing is decided until etcd is back: %s", pool.pool, error)
+                stop.wait(SOON_S)
+
+
+def _decide(
+    brain: Brain, mirror: Mirror, every_s: float, stop: threading.Event, pool: PoolKeys, show: Callable[[str], None]
+) -> None:
+    """Step until another process decides, or `stop` is set."""
+    is_away = False
+    while not stop.is_set():
+        revision = mirror.revision
+        try:
+            is_settled = brain.step()
+        except EtcdError as error:
+            if not is_away:
+                show(f"pool {pool.pool}: nothing changes until etcd is back: {error}")
+            is_away, is_settled = True, False
+            brain.was_cut_off()
+        else:
+            if is_away:
+                show(f"pool {pool.pool}: etcd is back")
+            is_away = False
+        with contextlib.suppress(TimeoutError, EtcdError):
+            timeout_s = every_s if is_settled else min(SOON_S, every_s)
+            mirror.wait_for(lambda _, seen=revision: True if mirror.revision != seen or stop.is_set() else None, timeout_s)  # type: ignore[misc]
+
+
+def _wait_for_vacancy(mirror: Mirror, key: str, stop: threading.Event) -> None:
+    """Return once no process holds the key. Standing by has no deadline: it is what the process is for."""
+
+    def is_vacant(keys: Mapping[str, KeyValue]) -> bool | None:
+        return True if key not in keys or stop.is_set() else None
+
+    while not stop.is_set():
+        try:
+            mirror.wait_for(is_vacant, 1.0)
+            return
+        except TimeoutError:
+            continue

@@ -1,0 +1,171 @@
+"""A job's place in a pool, as its `dlrover run` asks for it, waits for it, keeps it and gives it back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from lightning_dlrover.brain.watch import num_alive
+from lightning_dlrover.planner.cluster.pool.waits import time_text
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import Delete, absent, modified
+from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
+from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
+from lightning_dlrover.rdzv.job.tenure import Tenure
+
+__all__ = ["Place", "PlaceError", "wait_text"]
+
+log = logging.getLogger(__name__)
+
+MEMBER_TTL_S = 10.0
+"""Seconds after which a killed `dlrover run` has no place in the queue any more."""
+
+LOOK_S = 1.0
+"""Seconds between two checks that a brain decides on the pool, while nothing else happens."""
+
+
+class PlaceError(RuntimeError):
+    """The job cannot have a place in its pool."""
+
+
+class Place:
+    """A place in a pool, or in its queue. Use as a context manager: leaving it gives the place back.
+
+    Args:
+        client: client of the job, whose records share their lifetime.
+        ask: the job as it was started.
+        say: called with a line for people whenever the wait changes.
+
+    Raises:
+        PlaceError: another process has, or waits for, a place under this name.
+        EtcdError: etcd does not answer.
+    """
+
+    def __init__(
+        self, client: EtcdClient, pool: PoolKeys, keys: Keys, ask: MemberRecord, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._client = client
+        self._pool = pool
+        self._keys = keys
+        self._ask = ask
+        self._say = say
+        self._journal = Journal(client, keys)
+        self._grant_key = pool.grants + keys.run_id
+        self._tenure = Tenure(self._journal, pool.members + keys.run_id, lambda: ask, self._taken, MEMBER_TTL_S)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for a place, and write the job's first plan. Return the number of workers to start with.
+
+        Raises:
+            PlaceError: the pool can never have room for the job, or had none within `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        told = ""
+        with Mirror(self._client, self._grant_key) as mirror:
+            while True:
+                self.keep()
+                revision = mirror.revision
+                grant = self._journal_grant(mirror)
+                if grant is not None and grant.state == "refused":
+                    raise PlaceError(f"job {self._keys.run_id!r} cannot run in pool {self._pool.pool!r}: {grant.reason}")
+                if grant is not None and grant.state == "granted" and self._begin(mirror, grant):
+                    return grant.num_workers
+                brain = self._brain()
+                text = self._standing(grant, brain)
+                if text != told:
+                    self._say(text)
+                    told = text
+                if time.monotonic() >= deadline:
+                    raise PlaceError(
+                        f"job {self._keys.run_id!r} waited {time_text(timeout_s)} for a place in pool {self._pool.pool!r}, in "
+                        f"vain: {text}; --place-timeout sets how long it waits"
+                    )
+                with contextlib.suppress(TimeoutError):
+                    left_s = max(0.0, deadline - time.monotonic())
+                    mirror.wait_for(
+                        lambda _, seen=revision: True if mirror.revision != seen else None,  # type: ignore[misc]
+                        min(LOOK_S, left_s),
+                    )
+
+    def keep(self) -> None:
+        """Take the place again if its lease was lost, as in an outage of etcd. Call regularly."""
+        try:
+            self._tenure.take_back()
+        except EtcdError:
+            pass  # the next call repeats it
+        except PlaceError as error:
+            # An attempt before this one, whose answer was lost, may hold it until its lease expires. Training must go on.
+            log.info("run %s: its place in pool %s is taken again later: %s", self._keys.run_id, self._pool.pool, error)
+
+    def leave(self) -> None:
+        """Give the place back: at once if nothing of the job runs any more, else as soon as that is so."""
+        try:
+            live = {entry.key: entry for entry in self._client.get_prefix(self._keys.live)[1]}
+            if not num_alive(live, self._keys):
+                # Both at once: a job without a grant whose member record is still there waits for a place.
+                member = self._pool.members + self._keys.run_id
+                self._client.txn([self._tenure.is_ours], [Delete(self._grant_key), Delete(member)])
+        except EtcdError as error:
+            log.info("run %s: its place in pool %s is given back later: %s", self._keys.run_id, self._pool.pool, error)
+        self._tenure.give_up()
+
+    def _begin(self, mirror: Mirror, grant: GrantRecord) -> bool:
+        """Write the first plan, if the grant still is what the brain wants. Return whether the job has a plan."""
+        entry = mirror.get(self._grant_key)
+        revision = entry.mod_revision if entry is not None else 0
+        reason = f"pool {self._pool.pool}: {grant.reason}"
+        plan = PlanRecord(grant.num_workers, "brain", reason, binding=True, created_at=time.time())
+        try:
+            done = self._journal.fenced_write(
+                {self._keys.plan: plan},
+                [absent(self._keys.plan), modified(self._grant_key) == revision, self._tenure.is_ours],
+            )
+            return done or self._client.get(self._keys.plan) is not None  # a job that goes on has a plan already
+        except EtcdError:
+            return False
+
+    def _journal_grant(self, mirror: Mirror) -> GrantRecord | None:
+        return readable(GrantRecord, mirror.get(self._grant_key))
+
+    def _brain(self) -> BrainRecord | None:
+        try:
+            return self._journal.get(BrainRecord, self._pool.brain, readable).record
+        except EtcdError:
+            return None
+
+    def _standing(self, grant: GrantRecord | None, brain: BrainRecord | None) -> str:
+        name, pool = self._keys.run_id, self._pool.pool
+        if brain is None:
+            return (
+                f"job {name} waits for a place in pool {pool}, and no process decides on that pool: start `dlrover brain "
+                f"--pool {pool} --budget ...` with the same etcd"
+            )
+        if grant is None or grant.state != "waiting":
+            return f"job {name} waits for a place in pool {pool}, on which process {brain.pid} on {brain.host} decides"
+        return f"job {name} waits for a place in pool {pool}: {wait_text(grant, time.time())}"
+
+    def _taken(self, holder: MemberRecord | None) -> PlaceError:
+        who = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
+        return PlaceError(
+            f"job {self._keys.run_id!r} has, or waits for, a place in pool {self._pool.pool!r} already, by {who}; choose "
+            f"another --rdzv-id (if that process was killed a moment ago: try again in {MEMBER_TTL_S:.0f} s)"
+        )
+
+
+def wait_text(grant: GrantRecord, now: float) -> str:
+    """Describe the wait of a job for people: `number 2 of 3 in the queue, expected to start in about 5 min: ...`."""
+    expected = f"expected to start in about {time_text(max(0.0, grant.expected_at - now))}" if grant.expected_at else ""
+    if not expected:
+        expected = "its start cannot be predicted"
+    return f"number {grant.place} of {grant.queued} in the queue, {expected}: {grant.reason}"

@@ -1,0 +1,81 @@
+"""Show a pool as plain data: who decides, who runs with how much, who waits and why."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning_dlrover.brain.watch import PoolView, SeenJob
+from lightning_dlrover.planner.cluster.pool.jobs import held_by
+from lightning_dlrover.planner.cluster.pool.resources import Resources
+
+__all__ = ["budget_of", "standing_of"]
+
+
+def budget_of(view: PoolView) -> Resources | None:
+    """Return the budget of the brain that decides, None if no process does."""
+    if view.brain is None:
+        return None
+    return Resources(**{name: view.brain.budget.get(name, math.inf) for name in ("cores", "gpus", "memory_mb")})
+
+
+def standing_of(view: PoolView, now: float) -> dict[str, Any]:
+    """Return the pool as data for JSON: running jobs first, then the queue in order.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    budget = budget_of(view)
+
+    def place(seen: SeenJob) -> tuple[bool, int, float, str]:
+        job = seen.job
+        return job.is_waiting, seen.grant.place if seen.grant is not None else 0, job.submitted_s, job.name
+
+    return {
+        "brain": None
+        if view.brain is None
+        else {"host": view.brain.host, "pid": view.brain.pid, "policy": view.brain.policy, "decisions": view.brain.number},
+        "budget": budget.text if budget is not None else "",
+        "used": held_by(view.pool_jobs).text,
+        "jobs": [_job(seen, now) for seen in sorted(view.jobs.values(), key=place)],
+    }
+
+
+def _job(seen: SeenJob, now: float) -> dict[str, Any]:
+    job, grant = seen.job, seen.grant
+    left_s = job.seconds_left(job.held) if job.held else None
+    return {
+        "job": job.name,
+        "owner": job.owner,
+        "priority": job.priority,
+        "weight": job.weight,
+        "workers": job.held,
+        "granted": job.granted,
+        "alive": job.alive,
+        "min_workers": job.min_workers,
+        "max_workers": job.max_workers,
+        "has": job.needs.times(job.held).text,
+        "state": _state(seen),
+        "place": grant.place if grant is not None else 0,
+        "expected_s": max(0.0, grant.expected_at - now) if grant is not None and grant.expected_at else None,
+        "waited_s": max(0.0, now - job.submitted_s) if job.is_waiting else None,
+        "left_s": left_s,
+        "reason": grant.reason if grant is not None else "",
+    }
+
+
+def _state(seen: SeenJob) -> str:
+    job, grant = seen.job, seen.grant
+    if not job.is_present:
+        return "its `dlrover run` is gone"
+    if grant is not None and grant.state == "refused":
+        return "refused"
+    if job.is_waiting:
+        return "waits"
+    if job.is_by_hand:
+        return "runs, its size set by hand"
+    if job.alive > job.granted:
+        return "shrinks"
+    if job.alive < job.granted:
+        return "starts" if not job.alive else "grows"
+    return "runs" if job.rates else "runs, its speed by size not known yet"

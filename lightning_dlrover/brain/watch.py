@@ -1,0 +1,151 @@
+"""Read a pool and its jobs from etcd. Decides nothing.
+
+The pool's own keys are read first, in one request, the key `brain` among them. Whatever is read afterwards is at least as new.
+So a write that requires `brain` to be unchanged is based on a state in which no other decision is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning_dlrover.brain.learned import Learned, rates_of
+from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
+from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.journal import readable
+from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
+from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, PlanRecord
+from lightning_dlrover.rdzv.live.view import read_view
+
+__all__ = ["PoolView", "SeenJob", "Watch", "num_alive"]
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class SeenJob:
+    """One job of the pool: its records, and what decisions rest on."""
+
+    job: PoolJob
+    keys: Keys
+    grant: GrantRecord | None
+    grant_revision: int
+    plan: PlanRecord | None
+    plan_entry: KeyValue | None
+    learned: Learned
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """A pool at one moment. `brain_entry` is the key of the process that decides, None if there is none."""
+
+    jobs: Mapping[str, SeenJob]
+    brain_entry: KeyValue | None
+
+    @property
+    def brain(self) -> BrainRecord | None:
+        return readable(BrainRecord, self.brain_entry)
+
+    @property
+    def pool_jobs(self) -> list[PoolJob]:
+        return [seen.job for seen in self.jobs.values()]
+
+
+class Watch:
+    """Looks at one pool, again and again.
+
+    Args:
+        owner_weights: weight of an owner's jobs together, by owner. Those of owners that are absent have their own weights.
+    """
+
+    def __init__(self, client: EtcdClient, pool: PoolKeys, owner_weights: Mapping[str, float] | None = None) -> None:
+        self._client = client
+        self._pool = pool
+        self._owner_weights = owner_weights or {}
+        self._learned: dict[str, Learned] = {}
+
+    def look(self, now: float) -> PoolView:
+        """Return the pool as it is.
+
+        Args:
+            now: seconds since the epoch.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        pool = self._pool
+        entries = {entry.key: entry for entry in self._client.get_prefix(pool.root)[1]}
+        members = _folder(entries, pool.members, MemberRecord)
+        grants = _folder(entries, pool.grants, GrantRecord)
+        num_of_owner: dict[str, int] = {}
+        for member in members.values():
+            num_of_owner[member.owner] = num_of_owner.get(member.owner, 0) + 1
+        jobs = {}
+        for name in sorted({*members, *grants}):
+            known = members.get(name)
+            weight = known.weight if known is not None else 1.0
+            if known is not None and known.owner in self._owner_weights:
+                weight *= self._owner_weights[known.owner] / num_of_owner[known.owner]
+            entry = entries.get(pool.grants + name)
+            jobs[name] = self._job(name, known, grants.get(name), entry.mod_revision if entry is not None else 0, weight, now)
+        self._learned = {name: learned for name, learned in self._learned.items() if name in jobs}
+        return PoolView(jobs, entries.get(pool.brain))
+
+    def _job(
+        self, name: str, member: MemberRecord | None, grant: GrantRecord | None, revision: int, weight: float, now: float
+    ) -> SeenJob:
+        keys = Keys(name, self._pool.prefix)
+        live = {entry.key: entry for entry in self._client.get_prefix(keys.live)[1]}
+        plan_entry = live.get(keys.plan)
+        plan, alive = readable(PlanRecord, plan_entry), num_alive(live, keys)
+        learned = self._learned.setdefault(name, Learned())
+        if live:
+            learned.update(self._client, keys)
+        given = grant or GrantRecord("waiting")
+        size = max(1, given.num_workers, alive)
+        asked = member or MemberRecord("", 0, size, size, given.submitted_at, given.cores, given.gpus, given.memory_mb)
+        fewest = min(asked.max_workers, max(asked.min_workers, learned.least_workers))
+        is_over = member is None and not alive
+        job = PoolJob(
+            name=name,
+            needs=Resources(asked.cores, asked.gpus, asked.memory_mb),
+            min_workers=fewest,
+            max_workers=asked.max_workers,
+            granted=given.num_workers,
+            # A plan that is left of a job without processes starts no others.
+            planned=plan.num_workers if plan is not None and plan.binding and not is_over else 0,
+            alive=alive,
+            is_present=member is not None,
+            is_by_hand=plan is not None and plan.source == "user",
+            rates=rates_of(learned.decision),
+            samples_left=learned.samples_left(alive or given.num_workers, now),
+            change_s=learned.change_s,
+            submitted_s=asked.submitted_at,
+            since_s=given.since,
+            served_worker_s=given.served_worker_s,
+            priority=asked.priority,
+            weight=weight,
+            owner=asked.owner,
+            deadline_s=asked.deadline_at or None,
+        )
+        return SeenJob(job, keys, grant, revision, plan, plan_entry, learned)
+
+
+def num_alive(live: Mapping[str, KeyValue], keys: Keys) -> int:
+    """Return the workers of a job that run, start or end: agents, workers, or nodes of its controller, whichever are the most.
+
+    Args:
+        live: entries of `keys.live`, by key.
+    """
+    view = read_view(live, keys)
+    controller = readable(ControllerRecord, live.get(keys.controller))
+    workers_of_agents = sum(agent.num_workers for agent in view.agents.values())
+    return max(workers_of_agents, len(view.workers), len(controller.apps) if controller is not None else 0)
+
+
+def _folder(entries: Mapping[str, KeyValue], folder: str, kind: type[R]) -> dict[str, R]:
+    found = {key.removeprefix(folder): readable(kind, entry) for key, entry in entries.items() if key.startswith(folder)}
+    return {name: record for name, record in found.items() if record is not None}

@@ -1,0 +1,127 @@
+"""`dlrover what-if`: time, money and their intervals, before anything is done."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from lightning_dlrover.brain.decisions import Rules
+from lightning_dlrover.brain.learned import Learned
+from lightning_dlrover.brain.standing import budget_of
+from lightning_dlrover.brain.watch import PoolView, SeenJob, Watch
+from lightning_dlrover.brain.what_if import prospect, sizes_if
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.cli.lookup import connected_job
+from lightning_dlrover.output import show
+from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.planner.cluster.pool.waits import time_text
+from lightning_dlrover.rdzv.job.pool_records import PoolKeys
+from lightning_dlrover.report.text_table import text_table
+
+if TYPE_CHECKING:
+    from lightning_dlrover.brain.what_if import Prospect
+    from lightning_dlrover.report.status import JobPlace
+
+
+def what_if_command(options: argparse.Namespace) -> int:
+    """Show what another number of workers, another budget, or the absence of a job would mean for a job and its pool."""
+    if options.workers is None and options.cluster is None and options.without is None:
+        raise UsageError("nothing is asked: give --workers N, --cluster +16 cores, or --without JOB")
+    now = time.time()
+    with connected_job(options) as (place, client):
+        view = Watch(client, PoolKeys(options.pool, place.prefix)).look(now)
+        seen = view.jobs.get(place.run_id)
+        learned = seen.learned if seen is not None else Learned()
+        if seen is None:
+            learned.update(client, place.keys)
+    lines = _of_job(place, seen, learned, options.workers, now) if options.workers is not None else []
+    if options.cluster is not None or options.without is not None or (seen is not None and view.brain is not None):
+        lines += ["", *_of_pool(place, view, options, now)]
+    show("\n".join(lines).strip("\n"))
+    return EXIT_OK
+
+
+def _of_job(place: JobPlace, seen: SeenJob | None, learned: Learned, num_workers: int, now: float) -> list[str]:
+    """Compare the rest of the job with its present size and with another one."""
+    decision = learned.decision
+    if decision is None:
+        raise UsageError(
+            f"job {place.run_id!r} has not published its predictions yet: its planner, which needs a DLRoverCallback, decides "
+            f"for the first time after some steps; `dlrover explain {place.run_id}` shows when it has"
+        )
+    job = seen.job if seen is not None else learned.as_job(place.run_id, now)
+    rows: list[tuple[str, ...]] = [("workers", "samples/s", "to the end", "interval of 90 %", "cost", "")]
+    found = []
+    for size in dict.fromkeys((job.alive or decision.current_workers, num_workers)):
+        expected = prospect(job, decision, size)
+        if expected is None:
+            known = f"{job.rates[0].num_workers} to {job.rates[-1].num_workers}" if job.rates else "none"
+            raise UsageError(
+                f"job {place.run_id!r} has no prediction for {size} workers; its planner has looked at {known}, within the "
+                "--workers of its start"
+            )
+        found.append(expected)
+        rows.append(_row(expected))
+    lines = [f"job {place.run_id}:", *text_table(">>>>><", rows, indent=2)]
+    before, after = found[0], found[-1]
+    if before is not after and before.seconds is not None and after.seconds is not None:
+        sooner = before.seconds - after.seconds
+        lines.append(f"  it would end {time_text(abs(sooner))} {'earlier' if sooner >= 0 else 'later'}")
+    return lines
+
+
+def _row(expected: Prospect) -> tuple[str, ...]:
+    interval = "-"
+    if expected.low_s is not None and expected.high_s is not None:
+        interval = f"{time_text(expected.low_s)} to {time_text(expected.high_s)}"
+    return (
+        str(expected.num_workers),
+        f"{expected.samples_per_s:,.4g}",
+        time_text(expected.seconds) if expected.seconds is not None else "unknown",
+        interval,
+        f"{expected.cost:.4g}" if expected.cost is not None else "unknown",
+        "measured" if expected.is_measured else "predicted",
+    )
+
+
+def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: float) -> list[str]:
+    """Compare the sizes of all jobs of the pool."""
+    budget = budget_of(view)
+    if budget is None or view.brain is None:
+        raise UsageError(f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover brain` first")
+    if options.without is not None and options.without not in view.jobs:
+        raise UsageError(f"pool {options.pool!r} has no job {options.without!r}; its jobs are {', '.join(view.jobs) or 'none'}")
+    rules = Rules(budget, view.brain.policy)
+    by_hand = place.run_id if options.workers is not None and place.run_id in view.jobs else ""
+    more = cluster_change(options.cluster) if options.cluster is not None else Resources()
+    jobs = view.pool_jobs
+    before, after = sizes_if(jobs, rules, now, budget + more, options.without or "", by_hand, options.workers or 0)
+    rows: list[tuple[str, ...]] = [("job", "workers now", "then", "to the end now", "then")]
+    for job in jobs:
+        new = after.get(job.name, 0)
+        now_s, then_s = job.seconds_left(job.held or before.get(job.name, 0)), job.seconds_left(new)
+        rows.append(
+            (job.name, str(job.held), str(new), *(time_text(s) if s is not None else "unknown" for s in (now_s, then_s)))
+        )
+    return [f"pool {options.pool}, by policy {view.brain.policy}:", *text_table("<>>>>", rows, indent=2)]
+
+
+def cluster_change(words: list[str]) -> Resources:
+    """Return the change of a budget from `+16 cores`, `-2 gpus` or `+64G memory`.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    from lightning_dlrover.cli.values import memory
+
+    amount, unit = words
+    with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
+        sign = -1 if amount.startswith("-") else 1
+        size = amount.lstrip("+-")
+        if unit == "memory":
+            return Resources(memory_mb=sign * memory(size))
+        if unit in ("cores", "gpus"):
+            return Resources(**{unit: sign * float(size)})
+    raise UsageError(f"--cluster {amount} {unit} is no change of a budget, such as +16 cores, -2 gpus or +64G memory")

@@ -1,0 +1,96 @@
+"""Predict the wait of each job in the queue: its place, the expected time until it starts, and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, held_by
+from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.planner.cluster.pool.sizes import in_queue_order
+
+__all__ = ["Wait", "queue_of", "time_text"]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A job's wait.
+
+    Args:
+        place: number in the queue, from 1.
+        expected_s: seconds until it starts, if no other job is submitted meanwhile; None: unknown.
+        reason: a sentence for people.
+    """
+
+    name: str
+    place: int
+    expected_s: float | None
+    reason: str
+
+
+def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_s: float) -> list[Wait]:
+    """Return the waits of all waiting jobs in order.
+
+    Each job starts once enough of those before it have ended. Running jobs can go down to their fewest workers for it, so they
+    are counted with these, and end as late as with their present sizes.
+    """
+    queue = in_queue_order([job for job in jobs if job.is_waiting], now_s, max_wait_s)
+    holders = [job for job in jobs if job.held]
+    free = budget - held_by(job for job in holders if not job.is_flexible)
+    for job in holders:
+        if job.is_flexible:
+            free -= job.needs.times(job.min_workers)
+    ends = [_End(job.name, job.seconds_left(job.held), job.needs.times(_least(job))) for job in holders]
+    waits = []
+    for place, job in enumerate(queue, start=1):
+        need = job.needs.times(job.min_workers)
+        wait, free, ends = _wait_of(job, place, need, free, ends)
+        waits.append(wait)
+    return waits
+
+
+@dataclass(frozen=True)
+class _End:
+    """The expected end of a job, in seconds from now, and what it gives back then."""
+
+    name: str
+    at_s: float | None
+    gives: Resources
+
+
+def _least(job: PoolJob) -> int:
+    return job.min_workers if job.is_flexible else job.held
+
+
+def _wait_of(
+    job: PoolJob, place: int, need: Resources, free: Resources, ends: list[_End]
+) -> tuple[Wait, Resources, list[_End]]:
+    """Return the wait of one job, and what is free, and which ends are still to come, after its start."""
+    missing = f"it needs {need.text} and {_positive(free).text} {'is' if _positive(free).text == 'nothing' else 'are'} free"
+    waited_s = 0.0
+    known = sorted((end for end in ends if end.at_s is not None), key=lambda end: (end.at_s or 0.0, end.name))
+    unknown = [end for end in ends if end.at_s is None]
+    last = ""
+    while not need.fits(free) and known:
+        end, *known = known
+        free, waited_s, last = free + end.gives, end.at_s or 0.0, end.name
+    rest = [*known, *unknown]
+    if not need.fits(free):
+        names = ", ".join(sorted(end.name for end in unknown)) or "other jobs"
+        reason = f"{missing}; when it starts depends on {names}, whose end is not known"
+        return Wait(job.name, place, None, reason), free - need, rest
+    reason = f"{missing}; it starts when {last} has ended" if last else "running jobs make room for it"
+    own_s = job.seconds_left(job.min_workers)
+    end = _End(job.name, waited_s + own_s if own_s is not None else None, need)
+    return Wait(job.name, place, waited_s, reason), free - need, [*rest, end]
+
+
+def _positive(resources: Resources) -> Resources:
+    return Resources(max(0.0, resources.cores), max(0.0, resources.gpus), max(0.0, resources.memory_mb))
+
+
+def time_text(seconds: float) -> str:
+    """A duration for people: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

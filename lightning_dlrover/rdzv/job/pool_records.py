@@ -1,0 +1,107 @@
+"""Records of a pool: a budget of cores, GPUs and memory that several jobs share.
+
+    members/{run_id}   a job that has, or waits for, a place. Written by its `dlrover run`, bound to that process's lease.
+    grants/{run_id}    the size that the job has, or its place in the queue. Written by the brain, fenced on `brain`.
+                       Removed by the run when it ends in order, or by the brain once nothing is left of the job.
+    brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
+                       after its answer was lost, is refused.
+
+A job holds what it was granted, what its plan asks for, or what runs of it, whichever is the most. So a place is free only when
+the processes in it have ended, however their `dlrover run` has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+
+__all__ = ["POOLS_FOLDER", "BrainRecord", "GrantRecord", "MemberRecord", "PoolKeys"]
+
+POOLS_FOLDER = ".pools"
+"""Folder of all pools below the prefix of all jobs. No job has this name: names of jobs begin with a letter, digit or `_`."""
+
+
+@dataclass(frozen=True)
+class PoolKeys:
+    """Every key of one pool."""
+
+    pool: str
+    prefix: str = DEFAULT_PREFIX
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.pool):
+            raise ValueError(f"{self.pool!r} cannot name a pool: use letters, digits, '.', '_' and '-', such as team-a")
+
+    @property
+    def root(self) -> str:
+        return f"{self.prefix.rstrip('/')}/{POOLS_FOLDER}/{self.pool}/"
+
+    @property
+    def brain(self) -> str:
+        return f"{self.root}brain"
+
+    @property
+    def members(self) -> str:
+        return f"{self.root}members/"
+
+    @property
+    def grants(self) -> str:
+        return f"{self.root}grants/"
+
+
+@dataclass(frozen=True)
+class MemberRecord:
+    """A job of the pool, as it was started. Times are seconds since the epoch."""
+
+    host: str
+    pid: int
+    min_workers: int
+    max_workers: int
+    submitted_at: float
+    cores: float = 1.0  # per worker
+    gpus: int = 0
+    memory_mb: int = 0  # 0: its memory is not counted
+    priority: int = 0  # higher ones start first
+    weight: float = 1.0
+    owner: str = ""  # user or team
+    deadline_at: float = 0.0  # 0: any time
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_workers <= self.max_workers or not self.weight > 0 or self.cores < 0:
+            raise ValueError(
+                f"a job of {self.min_workers} to {self.max_workers} workers with {self.cores} cores each and weight "
+                f"{self.weight} can have no place: give at least one worker, and a weight above 0"
+            )
+
+
+@dataclass(frozen=True)
+class GrantRecord:
+    """The place of a job in a pool. Times are seconds since the epoch."""
+
+    state: Literal["waiting", "granted", "refused"]
+    num_workers: int = 0  # 0: it waits
+    reason: str = ""  # one sentence for people
+    place: int = 0  # waiting: its number in the queue, from 1
+    queued: int = 0  # waiting: jobs in the queue
+    expected_at: float = 0.0  # waiting: expected start; 0: unknown
+    since: float = 0.0  # start of this state, or of this size
+    submitted_at: float = 0.0
+    served_worker_s: float = 0.0  # seconds times workers that it had before `since`
+    # Needs of a worker, for as long as the job has processes though its `dlrover run` is gone.
+    cores: float = 1.0
+    gpus: int = 0
+    memory_mb: int = 0
+
+
+@dataclass(frozen=True)
+class BrainRecord:
+    """The process that decides on a pool. Key `brain`, bound to its lease."""
+
+    host: str
+    pid: int
+    policy: str = ""
+    budget: dict[str, float] = field(default_factory=dict)  # cores, gpus, memory_mb; a resource that is absent is unlimited
+    number: int = 0  # decisions of this process so far

@@ -1,0 +1,141 @@
+"""The place of a `dlrover run` in a pool: waiting for it, keeping it, and giving it back."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from waiting import eventually
+
+from lightning_dlrover.brain.brain import Brain, Patience
+from lightning_dlrover.brain.decisions import Rules
+from lightning_dlrover.brain.place import Place, PlaceError
+from lightning_dlrover.brain.watch import Watch
+from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.journal import readable
+from lightning_dlrover.rdzv.job.pool_records import GrantRecord, MemberRecord, PoolKeys
+from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, PlanRecord, encode
+
+QUICK = Patience(settle_s=0.0, gone_s=0.1)
+
+
+@pytest.fixture
+def pool(run_id: str) -> PoolKeys:
+    return PoolKeys(run_id)
+
+
+@pytest.fixture
+def brain(pool: PoolKeys, etcd: EmbeddedEtcd) -> Iterator[Brain]:
+    with EtcdClient(EtcdConfig(etcd.endpoint)) as own, Brain(own, pool, Rules(Resources(2.0)), patience=QUICK) as made:
+        yield made
+
+
+def ask(workers: tuple[int, int] = (1, 2), **more: object) -> MemberRecord:
+    return MemberRecord(socket.gethostname(), os.getpid(), *workers, submitted_at=time.time(), **more)  # type: ignore[arg-type]
+
+
+def test_granted_place_begins_with_a_plan_of_the_granted_size(
+    client: EtcdClient, pool: PoolKeys, keys: Keys, brain: Brain
+) -> None:
+    with Place(client, pool, keys, ask()) as place:
+        brain.step()
+        assert place.wait(5.0) == 2
+        plan = readable(PlanRecord, client.get(keys.plan))
+        assert plan is not None
+        assert (plan.num_workers, plan.source, plan.binding) == (2, "brain", True)
+    assert client.get_prefix(pool.members)[1] == client.get_prefix(pool.grants)[1] == []
+
+
+def test_wait_ends_with_the_place_in_the_queue_and_who_decides(
+    client: EtcdClient, pool: PoolKeys, keys: Keys, brain: Brain
+) -> None:
+    said: list[str] = []
+    other = Keys(f"{keys.run_id}-first")
+    with Place(client, pool, other, ask((2, 2))) as first, Place(client, pool, keys, ask(), said.append) as second:
+        brain.step()
+        first.wait(5.0)
+        brain.step()
+        with pytest.raises(PlaceError, match=r"waited 1 s for a place in pool .* in vain: .* number 1 of 1 in the queue"):
+            second.wait(1.0)
+    assert "it needs 1 core and nothing is free" in said[-1]
+
+
+def test_wait_without_a_brain_names_the_command_that_is_missing(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
+    with (
+        Place(client, pool, keys, ask()) as place,
+        pytest.raises(PlaceError, match=f"start `dlrover brain --pool {pool.pool} --budget"),
+    ):
+        place.wait(0.2)
+
+
+def test_place_that_can_never_be_is_refused_at_once(client: EtcdClient, pool: PoolKeys, keys: Keys, brain: Brain) -> None:
+    with Place(client, pool, keys, ask((3, 4))) as place:
+        brain.step()
+        with pytest.raises(PlaceError, match="its 3 workers need 3 cores, and the whole pool has 2 cores"):
+            place.wait(5.0)
+
+
+def test_name_has_one_place(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
+    with Place(client, pool, keys, ask()), pytest.raises(PlaceError, match=f"already, by process {os.getpid()} on"):
+        Place(client, pool, keys, ask())
+
+
+def test_place_is_kept_for_nodes_that_outlive_their_run(client: EtcdClient, pool: PoolKeys, keys: Keys, brain: Brain) -> None:
+    with Place(client, pool, keys, ask()) as place:
+        brain.step()
+        place.wait(5.0)
+        client.put(f"{keys.agents}x", encode(AgentRecord("x", "host", 1, 1, "running")))
+    grant = readable(GrantRecord, client.get(pool.grants + keys.run_id))
+    assert grant is not None
+    assert grant.num_workers == 2
+    client.delete(f"{keys.agents}x")
+    client.delete(keys.plan)
+
+    def is_gone() -> bool:
+        brain.step()
+        return not client.get_prefix(pool.grants)[1]
+
+    eventually(is_gone, "the end of the grant")
+
+
+def test_lost_place_is_taken_again(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
+    member = pool.members + keys.run_id
+    with Place(client, pool, keys, ask()) as place:
+        entry = client.get(member)
+        assert entry is not None
+        client.leases.revoke(entry.lease_id)  # as its expiry in an outage
+
+        def is_back() -> bool:
+            place.keep()
+            return client.get(member) is not None
+
+        eventually(is_back, "the place", 15.0)
+
+
+def test_change_of_the_grant_in_the_last_moment_is_followed(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
+    """A run that reads a grant writes the plan of that grant, or none."""
+    grant_key = pool.grants + keys.run_id
+    with Place(client, pool, keys, ask()) as place:
+        client.put(grant_key, encode(GrantRecord("granted", 2)))
+        found: list[int] = []
+        waiting = threading.Thread(target=lambda: found.append(place.wait(10.0)))
+        client.put(grant_key, encode(GrantRecord("granted", 1)))
+        waiting.start()
+        waiting.join(10.0)
+        plan = readable(PlanRecord, client.get(keys.plan))
+        assert plan is not None
+        assert [plan.num_workers] == found == [1]
+
+
+def test_owner_with_many_jobs_has_the_weight_of_one_with_few(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
+    for number, owner in enumerate(["ads", "ads", "ads", "maps", ""]):
+        client.put(f"{pool.members}{keys.run_id}-{number}", encode(ask(owner=owner, weight=2.0)))
+    view = Watch(client, pool, {"ads": 3.0, "maps": 1.0}).look(time.time())
+    assert [seen.job.weight for seen in view.jobs.values()] == [2.0, 2.0, 2.0, 2.0, 2.0]

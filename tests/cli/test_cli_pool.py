@@ -1,0 +1,159 @@
+"""`dlrover queue`, `what-if`, `explain` of sizes, and the options of pools."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from pool_jobs import PooledJobs
+from run_cli import RunCli
+
+from lightning_dlrover.brain.brain import Brain, Patience
+from lightning_dlrover.brain.decisions import Rules
+from lightning_dlrover.cli.values import owner_weight, pool_budget
+from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, record_of
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.pool_records import PoolKeys
+from lightning_dlrover.report.sizes import given_sizes, sizes_text
+
+CURVED = [10.0, 14.0, 16.0, 17.0]
+
+
+@pytest.fixture
+def jobs(client: EtcdClient, run_id: str) -> Iterator[PooledJobs]:
+    """A pool of four cores in which `a` runs with all, and `b` asks for three."""
+    made = PooledJobs(client, PoolKeys(run_id), 4)
+    with Brain(client, made.pool, Rules(Resources(4.0)), patience=Patience(settle_s=0.0)) as brain:
+        made.submit("a", (1, 4))
+        for _ in range(8):
+            brain.step()
+            made.follow()
+        made.decide("a", CURVED, left_s=1700.0)
+        made.submit("b", (3, 3))
+        brain.step()
+        yield made
+
+
+def test_queue_lists_who_has_what_who_waits_and_why(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
+    a, b = jobs.keys("a").run_id, jobs.keys("b").run_id
+    code, output, errors = dlrover("queue", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)
+    assert code == 0, errors
+    assert f"process {os.getpid()} on {socket.gethostname()} decides, by policy ours" in output
+    assert "budget: 4 cores of 4 cores in use" in output
+    assert "shrinks" in output
+    assert "number 1 of 1 in the queue" in output
+    listed = json.loads(dlrover("queue", "--json", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)[1])
+    assert [(job["job"], job["workers"], job["granted"]) for job in listed["jobs"]] == [(a, 4, 1), (b, 0, 0)]
+
+
+def test_pool_without_jobs_or_brain_is_shown_as_such(dlrover: RunCli, etcd: EmbeddedEtcd) -> None:
+    code, output, _ = dlrover("queue", "--endpoint", etcd.endpoint, "--pool", "nothing")
+    assert (code, output) == (
+        0,
+        "pool nothing: no process decides; jobs keep their sizes, and waiting ones wait\nno jobs\n",
+    )
+    code, _, errors = dlrover("queue", "--pool", "a/b", "--endpoint", etcd.endpoint)
+    assert (code, "cannot name a pool" in errors) == (2, True)
+    code, _, errors = dlrover("queue")
+    assert (code, "name it with --endpoint" in errors) == (2, True)
+
+
+def test_list_does_not_take_pools_for_jobs(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
+    code, output, _ = dlrover("list", "--endpoint", etcd.endpoint)
+    assert (code, ".pools" in output) == (0, False)
+    assert jobs.keys("a").run_id in output
+
+
+def test_what_if_shows_time_and_interval_of_another_size(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
+    ask = ("what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, jobs.keys("a").run_id)
+    code, output, errors = dlrover(*ask, "--workers", 1)
+    assert code == 0, errors
+    lines = output.splitlines()
+    assert lines[2].split() == ["4", "17", "28", "min", "27", "min", "to", "31", "min", "unknown", "measured"]
+    assert lines[3].split()[:4] == ["1", "10", "48", "min"]
+    assert "it would end 20 min later" in output
+    assert f"pool {jobs.pool.pool}, by policy ours:" in output
+    code, _, errors = dlrover(*ask, "--workers", 5)
+    assert (code, "has no prediction for 5 workers" in errors) == (2, True)
+    assert dlrover(*ask)[0] == 2
+
+
+def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
+    a, b = jobs.keys("a").run_id, jobs.keys("b").run_id
+    ask = ("what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, a)
+
+    def sizes(*question: str) -> dict[str, list[str]]:
+        code, output, errors = dlrover(*ask, *question)
+        assert code == 0, errors
+        rows = [line.split() for line in output.splitlines()]
+        return {row[0]: row[1:3] for row in rows if row and row[0] in (a, b)}
+
+    assert sizes("--cluster", "+3", "cores") == {a: ["4", "4"], b: ["0", "3"]}
+    assert sizes("--without", b) == {a: ["4", "4"], b: ["0", "0"]}
+    code, _, errors = dlrover(*ask, "--cluster", "16", "apples")
+    assert (code, "is no change of a budget" in errors) == (2, True)
+    code, _, errors = dlrover(*ask, "--without", "nobody")
+    assert (code, "has no job 'nobody'" in errors) == (2, True)
+
+
+def test_explain_shows_for_whom_a_job_was_made_smaller_and_what_came_of_it(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, jobs: PooledJobs
+) -> None:
+    keys = jobs.keys("a")
+    stall = TrainingStalled(2, 0.3, "shrink", 4, 1)
+    Journal(client, keys).append(record_of(stall, ""), "test")
+    code, output, errors = dlrover("explain", "--endpoint", etcd.endpoint, keys.run_id)
+    assert code == 0, errors
+    assert f"size by the brain of pool {jobs.pool.pool} (policy ours)" in output
+    assert f"changes in the same decision: {jobs.keys('b').run_id} 0 -> 3" in " ".join(output.split())
+    assert "predicted: 17 -> 10 samples/s" in output
+    assert "came out: never measured with 1 workers, after a pause of 0.3 s" in output
+
+
+def test_outcome_of_a_size_is_the_median_of_its_windows() -> None:
+    given = SizeGiven("p", "ours", 1, 2, 10.0, 18.0, 15.0, 21.0, 0.5, {})
+    back = dataclasses.replace(given, workers_before=2, workers_after=1)
+    [first, second] = given_sizes([record_of(given, "", at=100.0), record_of(back, "", at=200.0)], ())
+    assert (first.measured_per_s, second.measured_per_s) == (None, None)
+    text = sizes_text([dataclasses.replace(first, measured_per_s=17.1, pause_s=0.4)], started_at=90.0)
+    assert "10 s after the start: 1 -> 2 workers" in text
+    outcome = "came out: 17.1 samples/s, 0.95 times the prediction, inside of its interval, after a pause of 0.4 s"
+    assert outcome in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pool", "p"), "a pool is in an etcd that all its jobs share"),
+        (("--priority", "3"), "--priority: only with --pool NAME"),
+        (("--pool", "p", "--weight", "0"), "'0' is not a number above 0"),
+        (("--pool", "", "--endpoint", "127.0.0.1:1"), "cannot name a pool"),
+    ],
+)
+def test_run_refuses_options_of_pools_that_make_no_sense(dlrover: RunCli, options: tuple[str, ...], message: str) -> None:
+    code, _, errors = dlrover("run", *options, "script.py")
+    assert (code, message in errors) == (2, True), errors
+
+
+def test_budgets_and_weights_are_parsed_or_refused() -> None:
+    assert pool_budget("cores=64,memory=2G") == {"cores": 64.0, "gpus": float("inf"), "memory_mb": 2048}
+    assert owner_weight("ads=2") == ("ads", 2.0)
+    for wrong in ("cores", "disk=3", "cores=1,cores=2", "cores=-1"):
+        with pytest.raises(Exception, match=r"budget|twice|above 0"):
+            pool_budget(wrong)
+    with pytest.raises(Exception, match="OWNER=WEIGHT"):
+        owner_weight("2")
+
+
+def test_expected_start_is_shown_as_time_from_now(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
+    grant = jobs.grant("b")
+    assert grant is not None
+    assert grant.expected_at == 0.0 or grant.expected_at >= time.time() - 5
