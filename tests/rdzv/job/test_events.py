@@ -23,6 +23,7 @@ from lightning_dlrover.rdzv.job.events import (
     OutcomeJudged,
     RecordIgnored,
     RoundFormed,
+    RowsSkipped,
     SequenceOpened,
     SettingsApplied,
     SizeGiven,
@@ -110,6 +111,9 @@ LINES: dict[str, Event] = {
     '"stream" {' + STREAM + "}": OPENED,
     '"sequence" {"fit":1,"number":0,"dataset":"Numbers","is_stateful":true,"max_catch_up_s":60.0}': (
         SequenceOpened(1, 0, "Numbers", True, 60.0)
+    ),
+    '"skipped" {"fit":1,"number":0,"shard":2,"file":"b.parquet","ranges":[[3,9]],"reason":"it is corrupt"}': (
+        RowsSkipped(1, 0, 2, "b.parquet", [[3, 9]], "it is corrupt")
     ),
     '"stream" {' + STREAM + ',"seed":7}': dataclasses.replace(OPENED, seed=7),
     '"stream" {' + STREAM + ',"ranges":{"a/0":[3,9]},"grows":true}': dataclasses.replace(
