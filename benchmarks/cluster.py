@@ -4,6 +4,7 @@
     python benchmarks/cluster.py --quick [--traces DIR] [--speeds DIR]
     python benchmarks/cluster.py --scale [--speeds DIR] [--quick]
     python benchmarks/cluster.py --real [--quick]
+    python benchmarks/cluster.py --fidelity
     python benchmarks/cluster.py --dlrover-rm [--load L] [--quick]
 
 DIR of --traces holds `workload-N.csv` in Pollux's form, and DIR of --speeds measured step times (defaults:
@@ -28,6 +29,9 @@ The last line holds the time of the decision, its peak memory, and the smallest 
 --real runs four jobs of this machine under the brain of a pool, through the faults of `cluster_real.py`. The last line holds
 the sum of their completion times over that of first come first served, and how many of them have finished.
 
+--fidelity runs eight jobs of this machine under the brain, and simulates the same ones, see `cluster_fidelity.py`. The last
+line holds the largest and the median error of a completion time, and whether the jobs ended in the same order.
+
 --dlrover-rm simulates DLRover-RM's four figures with stated inputs, see `cluster_requests.py`.
 """
 
@@ -39,6 +43,7 @@ import sys
 from pathlib import Path
 
 import cluster_requests
+from cluster_fidelity import fidelity
 from cluster_policies import compare
 from cluster_real import real
 from cluster_scale import scale
@@ -51,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare policies for a cluster of elastic jobs.")
     parser.add_argument("--scale", action="store_true", help="time one decision for 1,000 jobs on 10,000 GPUs")
     parser.add_argument("--real", action="store_true", help="divide this machine among four real jobs, with faults")
+    parser.add_argument("--fidelity", action="store_true", help="real jobs of this machine, and the same ones simulated")
     parser.add_argument("--dlrover-rm", action="store_true", help="jobs whose users ask for too much")
     parser.add_argument(
         "--load",
@@ -86,6 +92,8 @@ def main() -> int:
     try:
         if options.real:
             figures = real(quick=options.quick)
+        elif options.fidelity:
+            figures = fidelity()
         elif options.dlrover_rm:
             figures = cluster_requests.compare(options.load, quick=options.quick)
         elif options.scale:
