@@ -13,7 +13,7 @@ $DLROVER_SHARED_DATA/job_traces/pollux and $DLROVER_SHARED_DATA/step_traces, els
 Without --scale, every policy runs every workload on 16 nodes with 4 GPUs each, at a resize cost of 30 s for all, with N seeds:
 the first as in the trace, the others with shaken arrivals. Each seed is the same for all policies. Constants of policies were
 chosen on the workloads 1 and 2, so figures are printed for these, for the others, and for all. Then the costs 0.1 to 60 s, and
-those of a restart by model, are simulated with --curve-seeds. Finished simulations stay on record in --out, whose report has
+those of a restart by model, are simulated with --curve-seeds. Finished simulations stay on record in --out, and its report has
 the pictures; the same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once.
 
 The last line:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", action="store_true", help="time one decision for 1,000 jobs on 10,000 GPUs")
     parser.add_argument("--real", action="store_true", help="divide this machine among four real jobs, with faults")
     parser.add_argument("--fidelity", action="store_true", help="real jobs of this machine, and the same ones simulated")
-    parser.add_argument("--dlrover-rm", action="store_true", help="jobs whose users ask for too much")
+    parser.add_argument("--dlrover-rm", action="store_true", help="jobs of users with too large requests")
     parser.add_argument(
         "--load",
         type=float,

@@ -2,7 +2,7 @@
 
     python benchmarks/cluster.py --fidelity
 
-First the inputs are measured with jobs of two lengths, whose difference is the time of steps and whose rest is the start: two
+First the inputs are measured with jobs of two lengths. The difference is the time of steps, and the rest is the start: two
 jobs of one worker side by side, and one job of two workers. Then eight jobs come one after the other and `dlrover brain`
 divides two cores among them. The simulator gets the arrivals, the steps, these inputs, and the brain's own decision code. It
 knows nothing of the real run's course.
@@ -42,7 +42,7 @@ JOBS = tuple(
         *(("e", 60.0, 3200), ("f", 80.0, 1200), ("g", 95.0, 2200), ("h", 120.0, 1000)),
     )
 )
-LEARNS_S = 5.0  # of training until a job's planner has published its speed
+LEARNS_S = 5.0  # seconds of training until a job's planner has published its speed
 RESIZE_S = 0.5
 MAX_WAIT_S = 3600.0
 END_TIMEOUT_S = 600.0
@@ -53,7 +53,7 @@ class Inputs:
     """Measured figures of a job."""
 
     start_s: float  # until its first step, and after its last one, beside another job
-    steps_per_s: tuple[float, float]  # with one worker beside another job, and with two workers
+    steps_per_s: tuple[float, float]  # alone on one core beside another job; two workers
 
     @property
     def change_s(self) -> float:

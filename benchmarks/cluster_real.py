@@ -1,4 +1,4 @@
-"""What the brain of a pool is worth to real jobs: four of them share two cores, and everything that can go away does.
+"""The worth of a pool's brain to real jobs: four of them share two cores, and everything that can go away does.
 
     python benchmarks/cluster_real.py [--quick] [--scale X]
 
@@ -37,7 +37,7 @@ JOBS = (
 
 @dataclass
 class Course:
-    """One run of all jobs: when each fault comes, and what has happened."""
+    """One run of all jobs: the times of its faults, and its events."""
 
     pool: PoolOfJobs
     arrivals: Sequence[Arrival]
@@ -104,7 +104,7 @@ def measure(
 
 
 def real(scale: float = 1.0, quick: bool = False) -> dict[str, float | int]:
-    """Run all jobs under each policy, print what happens, and return the figures of the last line.
+    """Run all jobs under each policy, print their events, and return the figures of the last line.
 
     Args:
         scale: factor on the steps of all jobs.

@@ -1,4 +1,4 @@
-"""Simulate DLRover-RM's four figures with stated inputs: jobs whose owners ask for too much, against the same jobs resized.
+"""Simulate DLRover-RM's four figures with stated inputs: jobs with too large requests, against the same jobs resized.
 
     python benchmarks/cluster.py --dlrover-rm [--load L] [--quick]
 
@@ -46,7 +46,7 @@ MEMORY_USE_OF_REQUEST = (0.26, 0.35)  # published, before
 MEDIAN_CORES, CORES_SPREAD, MOST_CORES = 8.0, 1.0, 160.0  # cores that a job can use: log-normal
 MEDIAN_HOURS, HOURS_SPREAD, MOST_HOURS = 1.5, 1.0, 24.0  # time with all of these: log-normal
 GIB_PER_CORE, GIB_SPREAD = 2.0, 0.5  # peak that its user expects, per core used: log-normal
-GROWING_SHARE, GROWTH_SPREAD = 0.27, 1.0  # jobs whose tables grow beyond it, by exp(|N(0, spread)|)
+GROWING_SHARE, GROWTH_SPREAD = 0.27, 1.0  # share of jobs with tables that grow beyond it, by exp(|N(0, spread)|)
 START_OF_MEMORY = 0.5  # memory at the first step over the peak; it grows evenly
 LOAD = 1.5  # requested unit-seconds that arrive in a second, over those of the cluster: more is asked for than there is
 EVICTIONS_PER_NODE_HOUR = 0.02
@@ -68,15 +68,15 @@ NUM_JOBS, SEEDS = 300, (0, 1, 2, 3, 4)
 
 @dataclass(frozen=True)
 class Request:
-    """A job, and what its user asked for."""
+    """A job, and its user's request."""
 
     name: str
     at_s: float
-    cores: float  # that it can use
+    cores: float  # the most that it can use
     asked_cores: int
     asked_gib: float
     peak_gib: float
-    seconds: float  # with all cores that it can use
+    seconds: float  # duration with all cores that it can use
 
     @property
     def asked_units(self) -> int:
@@ -129,7 +129,7 @@ class _UsedCores:
 
     speed: float  # measured
     cores: float  # used then
-    most_cores: float  # that may help
+    most_cores: float  # more would not help
 
     def speeds(self, num_devices: np.ndarray, num_nodes: np.ndarray) -> Speeds:
         used = np.minimum(CORES_PER_UNIT * num_devices, self.most_cores)
@@ -231,7 +231,7 @@ def _utilisation(
     """Return use over request of cores and of memory, over all jobs and their time on devices.
 
     Args:
-        reserved_gib: of each job under ours; None: jobs have what their users asked for.
+        reserved_gib: of each job under ours; None: jobs have their users' requests.
     """
     cores = memory = asked_cores = asked_gib = 0.0
     for span in outcome.spans:

@@ -113,7 +113,7 @@ class Brain:
             self.was_cut_off()
         began = time.monotonic()
         if began - self._looked_at > max(self._patience.lease_s, self._patience.gone_s / 2):
-            self._absent_since.clear()  # this process stood still, and has not seen what came and went
+            self._absent_since.clear()  # this process stood still, and has missed changes
         now = time.time()
         view = self._watch.look(now)
         self._looked_at = time.monotonic()
@@ -134,7 +134,7 @@ class Brain:
         return is_sure and not has_written and choice.is_settled(view.pool_jobs) and not choice.gone
 
     def _act(self, view: PoolView, choice: Choice, now: float, is_sure: bool) -> bool:
-        """Write the choice, what takes resources back first. Return whether anything was written."""
+        """Write the choice, first the changes that free resources. Return whether anything was written."""
         has_written = False
         moved = set()
         jobs = view.pool_jobs
@@ -246,7 +246,7 @@ def _decide(
 
 
 def _wait_for_vacancy(mirror: Mirror, key: str, stop: threading.Event) -> None:
-    """Return once no process holds the key. Standing by has no deadline: it is what the process is for."""
+    """Return once no process holds the key. Standing by has no deadline: the process exists for it."""
 
     def is_vacant(keys: Mapping[str, KeyValue]) -> bool | None:
         return True if key not in keys or stop.is_set() else None

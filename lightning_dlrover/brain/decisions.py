@@ -21,7 +21,7 @@ DEFAULT_POLICY = "ours"
 
 @dataclass(frozen=True)
 class Rules:
-    """What a brain decides by.
+    """The rules of a brain.
 
     Args:
         policy: name of a policy for elastic jobs.
@@ -45,7 +45,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a brain does next.
+    """The next acts of a brain.
 
     Args:
         wanted: the number of workers that each job should have in the end.

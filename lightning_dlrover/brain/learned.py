@@ -1,4 +1,4 @@
-"""What a job's history shows of its speed at other sizes. Reads only what was written since the last look."""
+"""The speed of a job at other sizes, as its history shows it. Reads only events since the last look."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Learned:
                 if isinstance(event, DecisionMade):
                     self.decision = Decision.from_data(event.document)
             except (RecordError, ValueError):
-                continue  # of another release, or foreign
+                continue  # an event of another release, or foreign
             if isinstance(event, MemoryShort):
                 self.least_workers = max(self.least_workers, least_workers([(event.act, event.num_workers)]))
             elif isinstance(event, TrainingStalled) and event.seconds >= 0:

@@ -37,7 +37,7 @@ class Place:
     """A place in a pool, or in its queue. Use as a context manager: leaving it gives the place back.
 
     Args:
-        client: client of the job, whose records share their lifetime.
+        client: client of the job; its records share their lifetime.
         ask: the job as it was started.
         say: called with a line for people whenever the wait changes.
 
@@ -105,7 +105,7 @@ class Place:
         except EtcdError:
             pass  # the next call repeats it
         except PlaceError as error:
-            # An attempt before this one, whose answer was lost, may hold it until its lease expires. Training must go on.
+            # An earlier attempt with a lost answer may hold it until its lease expires. Training must go on.
             log.info("run %s: its place in pool %s is taken again later: %s", self._keys.run_id, self._pool.pool, error)
 
     def leave(self) -> None:
@@ -113,7 +113,7 @@ class Place:
         try:
             live = {entry.key: entry for entry in self._client.get_prefix(self._keys.live)[1]}
             if not num_alive(live, self._keys):
-                # Both at once: a job without a grant whose member record is still there waits for a place.
+                # Both at once: a job without a grant and with a member record waits for a place.
                 member = self._pool.members + self._keys.run_id
                 self._client.txn([self._tenure.is_ours], [Delete(self._grant_key), Delete(member)])
         except EtcdError as error:
@@ -121,7 +121,7 @@ class Place:
         self._tenure.give_up()
 
     def _begin(self, mirror: Mirror, grant: GrantRecord) -> bool:
-        """Write the first plan, if the grant still is what the brain wants. Return whether the job has a plan."""
+        """Write the first plan, if the grant is still the brain's newest. Return whether the job has a plan."""
         entry = mirror.get(self._grant_key)
         revision = entry.mod_revision if entry is not None else 0
         reason = f"pool {self._pool.pool}: {grant.reason}"

@@ -1,4 +1,4 @@
-"""Show a pool as plain data: who decides, who runs with how much, who waits and why."""
+"""Show a pool as plain data: the process that decides, jobs with their sizes, and waiting jobs with reasons."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class SeenJob:
-    """One job of the pool: its records, and what decisions rest on."""
+    """One job of the pool: its records, and the facts for decisions."""
 
     job: PoolJob
     keys: Keys

@@ -1,4 +1,4 @@
-"""Predict what another size, another budget, or the absence of a job would mean, before anything is done. Changes nothing."""
+"""Predict the effects of another size, another budget, or the absence of a job, before anything is done. Changes nothing."""
 
 from __future__ import annotations
 

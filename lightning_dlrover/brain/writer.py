@@ -70,7 +70,7 @@ class Writer:
         self._write(ops, [*_as_seen(self._pool, seen), modified(seen.keys.plan) == _revision(seen.plan_entry)])
 
     def correct_plan(self, seen: SeenJob, now: float) -> None:
-        """Let a job's plan ask for what the job was granted."""
+        """Let a job's plan ask for the granted workers."""
         assert seen.plan_entry is not None
         assert seen.grant is not None
         plan = self._plan(seen, seen.grant.num_workers, seen.grant.reason, now)

@@ -1,4 +1,4 @@
-"""`dlrover brain` and `dlrover queue`: share a budget among jobs, and show who has what of it."""
+"""`dlrover brain` and `dlrover queue`: share a budget among jobs, and show the share of each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def brain_command(options: argparse.Namespace) -> int:
 
 
 def queue_command(options: argparse.Namespace) -> int:
-    """Show the jobs of a pool: who runs with how much, who waits, and why."""
+    """Show the jobs of a pool: sizes of those that run, and the reason for each wait."""
     pool, now = _pool(options), time.time()
     with connected_pool(options) as client:
         view = Watch(client, pool).look(now)

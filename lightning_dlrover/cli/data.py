@@ -30,7 +30,7 @@ MAX_EPOCHS = 20
 """Newest epochs in which a row is looked up."""
 
 MAX_FILES = 10
-"""Files whose skipped rows are shown for people."""
+"""Number of files with skipped rows that are shown for people."""
 
 
 def data_command(options: argparse.Namespace) -> int:

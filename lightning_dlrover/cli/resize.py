@@ -48,7 +48,7 @@ def scale_command(options: argparse.Namespace) -> int:
 
 
 def _leave_to_planner(client: EtcdClient, place: JobPlace, asks_for_more: bool) -> int:
-    """Let the job's planner, or the brain of its pool, decide again on what was set by hand."""
+    """Let the job's planner, or the brain of its pool, decide again on settings by hand."""
     if asks_for_more:
         raise UsageError("--auto leaves everything to the planner; give it alone")
 

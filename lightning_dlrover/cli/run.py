@@ -127,7 +127,7 @@ def _run_job(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         _refuse_unusable_job(client, place, is_resumed=(folder / JOB_FILE).exists())
-        # Before the target, whose nodes end before the place is given back.
+        # Before the target: its nodes end before the place is given back.
         seat = stack.enter_context(_seat(client, place, *asked, options.place_timeout)) if asked is not None else None
         target = _make_target(options, spec, folder / "logs", hurry)
         mirror = stack.enter_context(Mirror(client, place.keys.events))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def what_if_command(options: argparse.Namespace) -> int:
-    """Show what another number of workers, another budget, or the absence of a job would mean for a job and its pool."""
+    """Show the effects of another number of workers, another budget, or the absence of a job, on a job and its pool."""
     if options.workers is None and options.cluster is None and options.without is None:
         raise UsageError("nothing is asked: give --workers N, --cluster +16 cores, or --without JOB")
     now = time.time()

@@ -1,4 +1,4 @@
-"""Collate a stream's samples in a live job, with what the training process must know of them."""
+"""Collate a stream's samples in a live job, with the facts that the training process needs."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Positions(Sequence[int]):
     layout: Layout
     ranges: tuple[tuple[int, int], ...]  # half-open
     window: tuple[tuple[str, int, int], ...] | None = None  # shards of a growing source in this epoch
-    ahead: tuple[tuple[int, int], ...] = ()  # positions of the same order whose lanes are opened once these rows are read
+    ahead: tuple[tuple[int, int], ...] = ()  # positions of the same order; their lanes are opened once these rows are read
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.ranges)

@@ -186,7 +186,7 @@ class LaneReader:
             left_out.append(LeftOut(number, shard.key, first, first, skipped.reason))
 
     def _items(self, lane: _Lane, number: int, first: int, stop: int) -> Iterator[tuple[int, int, Any]]:
-        """Yield what the source has for these rows of a lane: number of the shard, number of the first row in it, item."""
+        """Yield the source's items for these rows of a lane: number of the shard, number of the first row in it, item."""
         for shard_number, begin, end in self.plan.intervals(number, first, stop):
             shard, cursor = self._shards[shard_number], lane.cursor
             if cursor is None or cursor.shard is not shard or cursor.row != begin:

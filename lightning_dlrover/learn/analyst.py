@@ -348,7 +348,7 @@ class Analyst:
             here = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
             tuned = decide(here, situation.past)
         if in_pool:
-            tuned = _with_other_sizes(tuned, advice)  # what the brain chooses from
+            tuned = _with_other_sizes(tuned, advice)  # the brain chooses from these
         if advice.chosen_workers != advice.current_workers or by_hand:
             why = "the settings were chosen by hand" if by_hand else "no controller starts or ends nodes"
             why = "the brain of the job's pool decides on workers" if in_pool else why

@@ -275,7 +275,7 @@ class ElasticLoader:
 
     @property
     def reads_lanes(self) -> bool:
-        """Whether lanes can be opened ahead: loader workers read a stream whose rows do not depend on the epoch."""
+        """Whether lanes can be opened ahead: loader workers read a stream, and its rows do not depend on the epoch."""
         return isinstance(self.order, StreamOrder) and not self.order.grows and self.num_workers > 0
 
     def expect_place(self, global_rank: int, world_size: int) -> None:

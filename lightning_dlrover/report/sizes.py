@@ -18,7 +18,7 @@ MAX_COLUMNS = 110
 
 @dataclass(frozen=True)
 class GivenSize:
-    """One size, and what came of it.
+    """One size, and its outcome.
 
     Args:
         at: seconds since the epoch.

@@ -21,7 +21,7 @@ __all__ = ["completions_figure", "costs_figure", "sizes_figure", "use_figure"]
 
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8566d0", "#9a9a9a", "#b5a100", "#7a4a1e")
 MOST_SIZES = 4
-"""Number of policies whose sizes are drawn."""
+"""Number of policies with drawn sizes."""
 TIME_BINS = 600
 
 

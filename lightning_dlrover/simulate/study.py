@@ -37,7 +37,7 @@ class Trace:
 
     name: str
     submissions: tuple[Submission, ...]
-    digest: str  # of the file's content
+    digest: str  # hash of the file's content
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Jobs whose users ask for too much, as `cluster_requests.py` draws and simulates them."""
+"""Jobs with too large requests, as `cluster_requests.py` draws and simulates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A brain and jobs that are only records: who gets what, and what happens when a brain is killed anywhere."""
+"""A brain and jobs that are only records: their sizes, and kills of a brain at any point."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_second_brain_is_refused_and_a_deposed_one_changes_nothing(
         with pytest.raises(BrainBusyError, match="decides on pool"):
             Brain(other, jobs.pool, RULES, print, QUICK)
         jobs.submit("a")
-        client.delete(jobs.pool.brain)  # as the expiry of its lease does
+        client.delete(jobs.pool.brain)  # like the expiry of its lease does
         with Brain(other, jobs.pool, RULES, print, QUICK) as successor:
             brain.step()
             assert jobs.grant("a") is None
@@ -202,7 +202,7 @@ class Faulty:
                 self.brain.was_cut_off()
 
     def bury(self) -> None:
-        """Remove what a killed brain leaves, as the expiry of its lease does."""
+        """Remove the key of a killed brain, as the expiry of its lease does."""
         if self.client is not None:
             self.client.close()
         with EtcdClient(EtcdConfig(self.etcd.endpoint)) as hand:

@@ -110,7 +110,7 @@ def test_lost_place_is_taken_again(client: EtcdClient, pool: PoolKeys, keys: Key
     with Place(client, pool, keys, ask()) as place:
         entry = client.get(member)
         assert entry is not None
-        client.leases.revoke(entry.lease_id)  # as its expiry in an outage
+        client.leases.revoke(entry.lease_id)  # like its expiry in an outage
 
         def is_back() -> bool:
             place.keep()

@@ -99,7 +99,7 @@ def test_same_command_goes_on_after_ctrl_c(tmp_path: Path, processes: str) -> No
     first = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     records = tmp_path / "out" / "simulations.jsonl"
     eventually(lambda: records.exists() and records.read_bytes().count(b"\n") > 3, "the first simulations")
-    os.killpg(first.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(first.pid, signal.SIGINT)  # a terminal does so
     out, errors = first.communicate(timeout=60)
     assert first.returncode == 130, out + errors
     found = re.search(r"interrupted; (\d+) of 400 simulations are on record", errors)

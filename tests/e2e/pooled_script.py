@@ -1,4 +1,4 @@
-"""A script whose steps take time in proportion to a worker's share of the global batch, so that more workers are faster.
+"""A script with steps that take time in proportion to a worker's share of the global batch, so that more workers are faster.
 
 It sleeps instead of computing: its speed depends neither on other processes nor on the machine.
 """

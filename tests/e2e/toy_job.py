@@ -220,7 +220,7 @@ class ToySettings:
     global_batch_size: int | None = None
     slow_start_s: float = 0.0  # seconds before the worker reaches the training loop
     streams: bool = False  # read from Parquet files in the job's folder
-    on_error: str = "raise"  # for training rows that cannot be read
+    on_error: str = "raise"  # reason of training rows that cannot be read
     iterable: str = ""  # kind of an `IterableDataset`, see `iterables.py`
     row_s: float = 0.0  # seconds that a row of it, or of a stream, takes
     is_tuned: bool = False  # let the planner choose loader workers

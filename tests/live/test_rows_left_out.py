@@ -58,7 +58,7 @@ def test_rows_are_named_once_by_all_workers_and_epochs(spoiled: Path, loader_wor
             for number in range(3):
                 next(loader)
                 if number == 0:
-                    loader.reshard(1 - rank, 2)  # what was prepared for the former share is discarded
+                    loader.reshard(1 - rank, 2)  # batches of the former share are discarded
                     loader.reshard(rank, 2)
         for record in loader.left_out.take_news(1, 0):
             assert record.file.endswith("a.parquet")

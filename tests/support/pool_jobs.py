@@ -41,7 +41,7 @@ class PooledJobs:
     client: EtcdClient
     pool: PoolKeys
     budget: int
-    agents: dict[str, list[str]] = field(default_factory=dict)  # by job
+    agents: dict[str, list[str]] = field(default_factory=dict)  # keyed by job
     by_hand: set[str] = field(default_factory=set)
     _num_agents: int = 0
 

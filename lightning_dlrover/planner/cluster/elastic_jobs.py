@@ -59,7 +59,7 @@ class Family:
 
     application: MeasuredApplication
     global_batch: int  # samples per step, all devices together
-    max_devices: int  # by the smallest measured local batch and the cluster
+    max_devices: int  # limited by the smallest measured local batch and the cluster
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ def run_elastic(
 
     Args:
         every_s: seconds between decisions, beside those when a job comes or ends.
-        seed: of the noise in what policies learn.
+        seed: of the noise in windows.
         oracle: let the policy know the real speed of every job at every size.
     Raises:
         SimulationError: the policy exceeds a limit, or leaves jobs waiting for ever.

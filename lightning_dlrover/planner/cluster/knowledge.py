@@ -1,6 +1,6 @@
-"""What a policy knows of the speed of elastic jobs: learned from noisy windows of the simulated run, or all of it.
+"""Knowledge of the speed of elastic jobs: learned from noisy windows of the simulated run, or all of it.
 
-Jobs of one family share what they have learned, as jobs of one model share their history. Step times are fitted by the model
+Jobs of one family share their knowledge, as jobs of one model share their history. Step times are fitted by the model
 that plans real jobs (`perf`), which sees windows only at the placements on which jobs have run. Before the first window of a
 family, all that is assumed is a speed that grows linearly up to one node and no further, with a wide spread.
 """
@@ -113,7 +113,7 @@ class _Learned:
     fitted_placements: int = 0
     fitted_windows: int = 0
     fitted: ScalingTable | None = None
-    table: ScalingTable | None = None  # of the last fit, with what was measured since; None: out of date
+    table: ScalingTable | None = None  # the last fit, with later measurements; None: out of date
 
     @classmethod
     def of(cls, family: Family, cluster: Cluster) -> _Learned:
@@ -215,7 +215,7 @@ def _merged(windows: Sequence[StepProfile]) -> StepProfile:
 
 
 def _window(placement: Placement, global_batch: int, step_s: float, sync_s: float) -> StepProfile:
-    """Return what the profiler would publish: the time of a step, and the part of it that synchronises."""
+    """Return the profiler's figures: the time of a step, and the part of it that synchronises."""
     devices = sum(placement)
     return StepProfile(
         worker_id="simulated",

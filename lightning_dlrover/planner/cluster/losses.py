@@ -1,4 +1,4 @@
-"""Lost nodes in a simulation, and what a loss costs a job."""
+"""Lost nodes in a simulation, and their cost for a job."""
 
 from __future__ import annotations
 

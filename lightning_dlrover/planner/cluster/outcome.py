@@ -61,7 +61,7 @@ class SimulationOutcome:
     num_devices: int
     busy_device_s: float
     decisions: int
-    spans: tuple[Span, ...] = ()  # of all jobs, by their ends
+    spans: tuple[Span, ...] = ()  # all jobs, in the order of their ends
 
     @property
     def makespan_s(self) -> float:

@@ -2,7 +2,7 @@
 
 Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be. It is
 the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there,
-and may know more than the policy does: of an elastic job, a policy knows what `Knowledge` has learned. A job that starts or
+and may know more than the policy does: of an elastic job, a policy knows only `Knowledge`. A job that starts or
 changes its devices makes no step for as long as that costs.
 """
 
@@ -42,7 +42,7 @@ class Arrival:
     Args:
         job: as the policy sees it; while it runs, `steps_left` is kept where it is known.
         steps: until the job ends.
-        fragility: what lost nodes do to it.
+        fragility: the consequences of lost nodes.
     """
 
     job: Job
@@ -72,14 +72,14 @@ class Learner(Protocol):
 
 
 class Knowledge(Protocol):
-    """What policies know of the speed of elastic jobs."""
+    """The policies' knowledge of the speed of elastic jobs."""
 
     def ran(self, job: Job, devices: Sequence[Device], /) -> None:
         """Observe a window of steps of a job on its devices."""
         ...
 
     def scaling(self, job: Job, /) -> Scaling:
-        """Return what is known now. The same object as before if nothing has been learned since."""
+        """Return the present knowledge. The same object as before if nothing has been learned since."""
         ...
 
 
@@ -149,7 +149,7 @@ def simulate(
 
     Args:
         every_s: seconds between decisions without a cause; None: only when jobs come and end.
-        knowledge: what the policy sees in `Job.scaling`; None: jobs keep the one that they came with.
+        knowledge: source of `Job.scaling` for the policy; None: jobs keep the one that they came with.
         losses: lost nodes in order of time, perhaps without an end.
     Raises:
         SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.

@@ -163,9 +163,7 @@ class SizeGiven(Event):
     low_per_s: float = 0.0  # interval of `samples_per_s_after`
     high_per_s: float = 0.0
     cost_s: float = 0.0  # expected pause of the job
-    others: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # jobs whose sizes change for it, or it for theirs: before, after
+    others: dict[str, list[int]] = field(default_factory=dict)  # other jobs that change with it: before, after
 
 
 @dataclass(frozen=True)

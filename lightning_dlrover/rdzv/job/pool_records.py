@@ -6,7 +6,7 @@
     brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
                        after its answer was lost, is refused.
 
-A job holds what it was granted, what its plan asks for, or what runs of it, whichever is the most. So a place is free only when
+A job holds its grant, the workers of its plan, or those that run, whichever is the most. So a place is free only when
 the processes in it have ended, however their `dlrover run` has ended.
 """
 

@@ -427,7 +427,7 @@ class PlacesRecord:
     """Where the training loaders will soon be, for joiners. Key `places`; rank 0 writes it before a round that has some."""
 
     round: int  # number of that round
-    places: list[list[int]]  # for each loader: epoch, batches of it handed out, seed of its order
+    places: list[list[int]]  # loaders: epoch, batches of it handed out, seed of its order
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Policies for elastic jobs by name. Each chooses sizes in one file; `make_elastic` adds what all of them keep.
+"""Policies for elastic jobs by name. Each chooses sizes in one file; `make_elastic` adds the rules that all keep.
 
 That is: the bound on waiting, deadlines, priorities, weights of owners, limits of jobs, and one placement.
 """

@@ -1,11 +1,11 @@
-"""What every policy of sizes has to keep: turns, the bound on waiting, deadlines, and which jobs are not paused.
+"""Rules of every policy of sizes: turns, the bound on waiting, deadlines, and which jobs are not paused.
 
 Jobs take turns. A job that has waited longer than `max_wait_s` comes before all others, the longest wait first. Then come those
 whose deadlines can still be met, the earliest first, then priorities, then the time of submission.
 
 A policy that preempts gets floors: devices that it must give.
 - A job that was started because of its wait keeps its fewest devices for `max_wait_s`, or it would be paused again at once.
-- A job whose wait is over the bound gets its fewest devices.
+- A job that waits longer than the bound gets its fewest devices.
 - A job with a deadline gets as few as meet it, from now to its end.
 - With `may_pause` off, a running job keeps its fewest devices.
 Where devices are too few for a floor, no job starts that could not be paused again, until they suffice.
@@ -92,7 +92,7 @@ def floors_of(share: Share, rigid: bool) -> Floors:
 def within_limits(share: Share, numbers: Ints) -> Ints:
     """Return sizes that keep all limits, as near to the given ones as can be.
 
-    Policies choose allowed sizes. This makes sure of it, whatever they do: what no job may have is rounded down, floors are
+    Policies choose allowed sizes. This makes sure of it, in every case: sizes that no job may have are rounded down, floors are
     given, and where devices do not suffice the last ones in turn get less.
     """
     columns = share.columns_of(numbers)

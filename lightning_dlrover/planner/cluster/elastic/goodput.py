@@ -1,4 +1,4 @@
-"""What Pollux and Sia have in common: how much a restart counts, and how far a job may grow."""
+"""Common parts of Pollux and Sia: how much a restart counts, and how far a job may grow."""
 
 from __future__ import annotations
 

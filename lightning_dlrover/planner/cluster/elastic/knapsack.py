@@ -46,7 +46,7 @@ def exactly(values: Floats, sizes: Ints, num_devices: int) -> Ints:
     """Return the optimum; of equal ones, that with fewer devices for the last jobs."""
     num_jobs = len(values)
     left = np.arange(num_devices + 1)[:, None] - sizes[None, :]
-    source = np.where(left < 0, num_devices + 1, left)  # the last place of `best` is for what cannot be
+    source = np.where(left < 0, num_devices + 1, left)  # the last place of `best` is for impossible choices
     best = np.append(np.zeros(num_devices + 1), -np.inf)
     choice = np.empty((num_jobs, num_devices + 1), dtype=np.int32)
     rows = np.arange(num_devices + 1)

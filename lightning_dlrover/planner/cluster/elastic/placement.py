@@ -1,6 +1,6 @@
 """Turn sizes into devices: on as few nodes as can be, and where jobs are already.
 
-A running job whose size stays keeps its devices. All other devices are free; jobs that start or change take them, the largest
+A running job of the same size keeps its devices. All other devices are free; jobs that start or change take them, the largest
 first: whole nodes, then the node with the smallest sufficient rest. `consolidation` then mends jobs that are split over more
 nodes than they need.
 """

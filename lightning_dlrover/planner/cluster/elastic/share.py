@@ -17,7 +17,7 @@ from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
 __all__ = ["ChooseSizes", "Share", "SizePolicy"]
 
 UNKNOWN_WORK_DEVICE_S = 600.0
-"""Least expected work of a job whose end is unknown, seconds times devices."""
+"""Least expected work of a job with an unknown end, seconds times devices."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,10 @@ class ChooseSizes(Protocol):
 
 @dataclass(frozen=True)
 class SizePolicy:
-    """A way to choose sizes, and what the caller has to know of it.
+    """A way to choose sizes, and the facts that its caller needs.
 
     Args:
-        every_s: seconds between decisions in its paper. A running job whose devices have changed within them is left alone, so
+        every_s: seconds between decisions in its paper. A running job with a change within them is left alone, so
             that a policy that is asked more often changes no job more often. None: it decides whenever it is asked.
         preempts: takes devices from running jobs for waiting ones. Otherwise it sees the jobs of all priorities at once, in
             the order of their turns, and starts none before those that come first could.

@@ -2,7 +2,7 @@
 
 Devices of one kind, with equal memory, are divided by themselves. A device has one worker, so jobs here do not share devices:
 a worker of an elastic job uses all of a GPU, or the cores that it was given; `policies/` puts small jobs side by side. A
-running job whose limits allow one size only stays where it is.
+running job with limits for one size only stays where it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the policies that give jobs the sizes asked for have in common: order, and backfilling."""
+"""Common parts of the policies with the requested sizes: order, and backfilling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["backfilled", "first_fits", "start_in_turn"]
 
 
 def first_fits(share: Share, order: Sequence[int], wanted: Ints) -> Ints:
-    """Return sizes that give each job in this order what it wants, if so many devices are left; else it waits.
+    """Return sizes that give each job in this order its size, if so many devices are left; else it waits.
 
     Jobs with a floor come before all others.
     """

@@ -1,4 +1,4 @@
-"""As users asked, first come first served, with EASY backfilling: what a queue without elasticity does."""
+"""As users asked, first come first served, with EASY backfilling: a queue without elasticity."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from lightning_dlrover.planner.cluster.scaling import Speeds
 __all__ = ["RateScaling", "elastic_divider"]
 
 GUESSED_EXPONENT = 0.8
-"""Throughput of a job whose speed is unknown: the number of its workers to this power."""
+"""Throughput of a job with unknown speed: the number of its workers to this power."""
 
 GUESSED_SPREAD = 0.3
 """Deviation of the logarithm of a guessed speed."""
@@ -35,7 +35,7 @@ SIGMAS_OF_INTERVAL = 2 * 1.645
 """Width of an interval of 90 %, in standard deviations."""
 
 NODE = "pool"
-MEMORY_BYTES = 1 << 40  # of each device; a pool counts memory by itself
+MEMORY_BYTES = 1 << 40  # memory of each device; a pool counts memory by itself
 
 
 def elastic_divider(name: str, max_wait_s: float) -> Divider:
@@ -45,7 +45,7 @@ def elastic_divider(name: str, max_wait_s: float) -> Divider:
         ValueError: there is no such policy.
     """
     policy = make_elastic(name, PolicySettings(max_wait_s=max_wait_s, may_pause=False))
-    # What a new job needs is learned by running it, so it gets its fewest workers as soon as others can make room. A rigid
+    # The needs of a new job are learned by running it, so it gets its fewest workers as soon as others can make room. A rigid
     # policy makes none.
     waits_longer_s = 0.0 if ELASTIC_POLICIES[name].rigid else 2 * max_wait_s
 
@@ -89,7 +89,7 @@ def _spread(rate: Rate) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _scaling(rates: tuple[Rate, ...], units: int, most: int) -> RateScaling:
-    """Return the same object for equal arguments: policies remember what they have asked it."""
+    """Return the same object for equal arguments: policies remember their questions to it."""
     if rates:
         return RateScaling(rates, units)
     factor = math.exp(GUESSED_SPREAD * SIGMAS_OF_INTERVAL / 2)
@@ -103,7 +103,7 @@ def _divided(
     """Return the number of workers of each job on devices of one kind.
 
     Args:
-        waits_longer_s: added to the wait of a job whose speed is unknown, as policies see it.
+        waits_longer_s: added to the wait of a job with unknown speed, as policies see it.
     """
     if not jobs:
         return {}

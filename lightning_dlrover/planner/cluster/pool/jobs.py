@@ -66,7 +66,7 @@ class PoolJob:
 
     @property
     def held(self) -> int:
-        """Workers whose resources no other job may have."""
+        """Workers with resources that no other job may have."""
         if self.is_by_hand:
             return max(self.planned, self.alive)  # a person may also make it smaller than it was granted
         return max(self.granted, self.planned, self.alive)

@@ -1,7 +1,6 @@
 """Turn wanted sizes into changes that never exceed the budget, however late processes end.
 
-A job holds the most of what it was granted, what its plan asks for, and what runs of it. So a smaller grant frees nothing by
-itself: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later decision.
+A job holds the most of its grant, the workers of its plan, and those that run. So a smaller grant frees nothing by itself: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later decision.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def next_moves(
         if size <= job.granted or not job.is_present:
             continue
         more = job.needs.times(max(0, size - job.held))
-        # What it holds already is no reason to refuse it: then others have too much.
+        # Its present workers are no reason to refuse it: then others have too much.
         if size <= job.held or more.fits(left):
             moves.append(Move(job.name, job.granted, size))
             left -= more

@@ -3,7 +3,7 @@
 Rules that hold for every policy:
 
 - A job keeps its own limits. It is never stopped once it runs: at the least it keeps its fewest workers.
-- A job whose size a person has set, or whose planner has not decided yet, keeps its size and is counted.
+- A job with a size set by hand, or with a planner that has not decided yet, keeps its size and is counted.
 - Waiting jobs start by priority, then by submission. One that does not fit lets smaller ones pass, until it has waited longer
   than the bound: from then on it goes before all others, whatever their priority, and no job passes it.
 """
@@ -31,7 +31,7 @@ class Divider(Protocol):
         """Return the number of workers of each job by name; a job that is absent, or has 0, waits.
 
         Args:
-            jobs: running ones whose size may change, and waiting ones, whose fewest workers fit into `free` together.
+            jobs: running ones of variable size, and waiting ones; the fewest workers of all fit into `free` together.
         """
         ...
 
@@ -93,7 +93,7 @@ def _steady(running: Sequence[PoolJob], now_s: float) -> list[PoolJob]:
 def _admitted(
     running: Sequence[PoolJob], queue: Sequence[PoolJob], free: Resources, now_s: float, max_wait_s: float
 ) -> tuple[list[PoolJob], set[str]]:
-    """Return the waiting jobs whose fewest workers fit beside those of running jobs, and those of them that are overdue."""
+    """Return the waiting jobs that fit, all with their fewest workers, and those of them that are overdue."""
     left = free
     for job in running:
         left -= job.needs.times(job.min_workers)
@@ -107,7 +107,7 @@ def _admitted(
             overdue |= {job.name} if is_overdue else set()
             left -= fewest
         elif is_overdue and fewest.fits(free):
-            break  # what becomes free is kept for it
+            break  # later room is kept for it
     return admitted, overdue
 
 

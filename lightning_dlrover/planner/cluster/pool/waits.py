@@ -51,7 +51,7 @@ def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_
 
 @dataclass(frozen=True)
 class _End:
-    """The expected end of a job, in seconds from now, and what it gives back then."""
+    """The expected end of a job, in seconds from now, and the resources that it gives back."""
 
     name: str
     at_s: float | None
@@ -65,7 +65,7 @@ def _least(job: PoolJob) -> int:
 def _wait_of(
     job: PoolJob, place: int, need: Resources, free: Resources, ends: list[_End]
 ) -> tuple[Wait, Resources, list[_End]]:
-    """Return the wait of one job, and what is free, and which ends are still to come, after its start."""
+    """Return the wait of one job, and the free resources and later ends after its start."""
     missing = f"it needs {need.text} and {_positive(free).text} {'is' if _positive(free).text == 'nothing' else 'are'} free"
     waited_s = 0.0
     known = sorted((end for end in ends if end.at_s is not None), key=lambda end: (end.at_s or 0.0, end.name))
