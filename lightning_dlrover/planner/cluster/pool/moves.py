@@ -1,6 +1,7 @@
 """Turn wanted sizes into changes that never exceed the budget, however late processes end.
 
-A job holds the most of its grant, the workers of its plan, and those that run. So a smaller grant frees nothing by itself: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later decision.
+A job holds the most of its grant, the workers of its plan, and those that run. So a smaller grant frees nothing by itself: only
+when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later decision.
 """
 
 from __future__ import annotations
