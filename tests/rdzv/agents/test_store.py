@@ -33,7 +33,9 @@ def store(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Ite
     """TCPStore passes the same tests, because it defines the contract."""
     timeout = timedelta(seconds=0.3)
     if request.param == "tcp":
-        yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)  # type: ignore[attr-defined]
+        on_tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+        on_tcp.set_timeout(timeout)
+        yield on_tcp
         return
     on_etcd = EtcdStore(client, keys.store + "1/", timeout)
     yield on_etcd if request.param == "etcd" else dist.PrefixStore("prefix", on_etcd)  # type: ignore[attr-defined]
