@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.job.events import SizeGiven
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.pool_records import BrainRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys
-from lightning_dlrover.rdzv.job.tenure import Tenure
+from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
 __all__ = ["Brain", "BrainBusyError", "Patience", "run_brain"]
 
@@ -186,8 +186,7 @@ class Brain:
         )
 
     def _busy(self, holder: BrainRecord | None) -> BrainBusyError:
-        who = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
-        return BrainBusyError(f"{who} decides on pool {self._pool.pool!r}")
+        return BrainBusyError(f"{holder_text(holder)} decides on pool {self._pool.pool!r}")
 
 
 def run_brain(

@@ -16,7 +16,7 @@ from lightning_dlrover.rdzv.etcd.operations import Delete, absent, modified
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
-from lightning_dlrover.rdzv.job.tenure import Tenure
+from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
 __all__ = ["Place", "PlaceError", "wait_text"]
 
@@ -156,10 +156,10 @@ class Place:
         return f"job {name} waits for a place in pool {pool}: {wait_text(grant, time.time())}"
 
     def _taken(self, holder: MemberRecord | None) -> PlaceError:
-        who = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
         return PlaceError(
-            f"job {self._keys.run_id!r} has, or waits for, a place in pool {self._pool.pool!r} already, by {who}; choose "
-            f"another --rdzv-id (if that process was killed a moment ago: try again in {MEMBER_TTL_S:.0f} s)"
+            f"job {self._keys.run_id!r} has, or waits for, a place in pool {self._pool.pool!r} already, by "
+            f"{holder_text(holder)}; choose another --rdzv-id (if that process was killed a moment ago: try again in "
+            f"{MEMBER_TTL_S:.0f} s)"
         )
 
 

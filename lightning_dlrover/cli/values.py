@@ -95,10 +95,7 @@ def setting(text: str) -> int:
 
 def budget(text: str) -> float:
     """A number of cores or GPUs above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < (budget := float(text)) < float("inf"):
-            return budget
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of cores or GPUs above 0")
+    return positive(text, "a number of cores or GPUs")
 
 
 def weighted(text: str) -> tuple[str, float]:
@@ -125,12 +122,12 @@ def workers(text: str) -> tuple[int, int]:
     return low, high
 
 
-def positive(text: str) -> float:
-    """A number above 0."""
+def positive(text: str, meaning: str = "a number") -> float:
+    """A number above 0; `meaning` names it in the error."""
     with contextlib.suppress(ValueError):
         if 0 < (number := float(text)) < float("inf"):
             return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not {meaning} above 0")
 
 
 def owner_weight(text: str) -> tuple[str, float]:

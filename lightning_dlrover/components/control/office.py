@@ -14,7 +14,7 @@ from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, NodeRecord, NodesRecord
-from lightning_dlrover.rdzv.job.tenure import Tenure
+from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
 __all__ = ["ControllerBusyError", "Office"]
 
@@ -100,7 +100,7 @@ class Office:
         return True
 
     def _busy(self, holder: ControllerRecord | None) -> ControllerBusyError:
-        who = f"process {holder.pid} on {holder.host}" if holder is not None else "another controller"
+        who = holder_text(holder, "another controller")
         return ControllerBusyError(
             f"job {self._keys.run_id!r} is already run by {who}; choose another --rdzv-id, or use `dlrover scale` to resize it "
             f"(if that process was killed a moment ago: try again in {LEASE_TTL_S:.0f} s)"

@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue, created
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import encode
 
-__all__ = ["Holder", "Tenure"]
+__all__ = ["Holder", "Tenure", "holder_text"]
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ class Holder(Protocol):
 
 
 H = TypeVar("H", bound=Holder)
+
+
+def holder_text(holder: Holder | None, unknown: str = "another process") -> str:
+    """Name the process that holds a key, for people; `unknown` where its record cannot be read."""
+    return f"process {holder.pid} on {holder.host}" if holder is not None else unknown
 
 
 class Tenure(Generic[H]):
