@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from benchmark_figures import figures_of
 from cluster_policies import compare
 from jobs import BenchmarkError
 from measured_clusters import write_speeds, write_trace
@@ -17,19 +16,6 @@ from lightning_dlrover.planner.cluster import work
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEEDS = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data")) / "step_traces"
-
-
-def figures_of(*options: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "cluster.py"), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {name: float(value) for name, value in (pair.split("=") for pair in done.stdout.splitlines()[-1].split())}
 
 
 @pytest.mark.long
@@ -62,7 +48,7 @@ def test_folders_without_traces_or_speeds_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SPEEDS.is_dir(), reason=f"no {SPEEDS}: set DLROVER_SHARED_DATA to the folder that holds step_traces")
 @pytest.mark.long
 def test_one_decision_for_a_large_cluster_is_fast_and_near_the_optimum() -> None:
-    figures = figures_of("--scale", "--quick", "--speeds", str(SPEEDS))
+    figures = figures_of("cluster.py", "--scale", "--quick", "--speeds", str(SPEEDS))
     assert list(figures) == ["decision_s", "decision_mb", "optimality"]
     assert figures["decision_s"] < 5  # 0.25 s on an idle core
     assert figures["decision_mb"] < 500

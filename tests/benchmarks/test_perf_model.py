@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_figures import figures_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data"))
@@ -16,24 +17,11 @@ needs_traces = pytest.mark.skipif(
 )
 
 
-def result(*arguments: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "perf_model.py"), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {name: float(value) for name, value in (pair.split("=") for pair in done.stdout.splitlines()[-1].split())}
-
-
 @needs_traces
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_errors_on_measured_traces_stay_within_their_bounds() -> None:
-    measured = result("--quick")
+    measured = figures_of("perf_model.py", "--quick")
     assert list(measured) == ["interp", "extrap", "scale", "few", "worst_ratio", "coverage"]
     assert measured["interp"] <= 5
     assert measured["extrap"] <= 5
@@ -47,7 +35,7 @@ def test_errors_on_measured_traces_stay_within_their_bounds() -> None:
 @pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
-    measured = result("--quick", "--without-sync")
+    measured = figures_of("perf_model.py", "--quick", "--without-sync")
     assert measured["interp"] <= 5.5
     assert measured["few"] <= 9
     assert 85 <= measured["coverage"] <= 95
@@ -57,7 +45,7 @@ def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
 @pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_other_jobs_on_the_same_hardware_lower_the_errors() -> None:
-    measured = result("--history", "--quick")
+    measured = figures_of("perf_model.py", "--history", "--quick")
     assert list(measured) == ["few_history", "interp_history", "worst_harm", "coverage"]
     assert measured["few_history"] <= 7.5
     assert measured["interp_history"] <= 4.9
