@@ -51,6 +51,10 @@ class _Submitted:
     process: subprocess.Popen[bytes]
     ended: Ended | None = None
 
+    def await_end(self) -> None:
+        code = self.process.wait()
+        self.ended = Ended(self.arrival.name, code, time.monotonic() - self.at)
+
 
 @dataclass
 class PoolOfJobs:
@@ -108,13 +112,11 @@ class PoolOfJobs:
         ]
         before = self.jobs.get(arrival.name)
         at = before.at if before is not None else time.monotonic()
-        self.jobs[arrival.name] = _Submitted(arrival, at, self._start(command, arrival.name))
+        job = self.jobs[arrival.name] = _Submitted(arrival, at, self._start(command, arrival.name))
+        threading.Thread(target=job.await_end, daemon=True).start()
 
     def ended(self) -> list[Ended]:
         """Jobs that have ended so far, in the order of their ends."""
-        for job in self.jobs.values():
-            if job.ended is None and job.process.poll() is not None:
-                job.ended = Ended(job.arrival.name, job.process.returncode, time.monotonic() - job.at)
         ends = [(job.at + job.ended.jct_s, job.ended) for job in self.jobs.values() if job.ended is not None]
         return [end for _, end in sorted(ends, key=lambda pair: pair[0])]
 
