@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec
 
+from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.rdzv.job.records import PlacesRecord, RoundRecord
 
@@ -30,6 +31,9 @@ LOOK_S = 0.05
 
 PLACES_S = 2.0
 """Seconds for which a joiner asks for the others' places after such a round has appeared. A job of map-style data has none."""
+
+CLOSE_S = 360.0
+"""Seconds for which a read that has begun may go on once the round is there: longer than a failing store is asked for."""
 
 
 class LanesAhead:
@@ -57,7 +61,11 @@ class LanesAhead:
 
     @contextmanager
     def while_waiting(self) -> Iterator[None]:
-        """Prepare for the round that admits this worker, in a thread, while the block waits for it."""
+        """Prepare for the round that admits this worker, in a thread, while the block waits for it.
+
+        Raises:
+            DataError: a read does not end.
+        """
         if not any(loader.reads_lanes for loader in self._fit.loaders.all):
             yield
             return
@@ -68,7 +76,13 @@ class LanesAhead:
             yield
         finally:
             is_over.set()
-            thread.join()  # it uses the loaders
+            thread.join(CLOSE_S)  # it uses the loaders
+            if thread.is_alive():
+                reading = (loader.dataset.source for loader in self._fit.loaders.all if loader.reads_lanes)
+                raise DataError(
+                    f"a loader worker has been reading ahead for {CLOSE_S:.0f} s and does not answer, so this worker cannot "
+                    f"train: look for a file or a store that hangs in {', '.join(repr(source)[:120] for source in reading)}"
+                )
 
     def _open_when_admitted(self, is_over: threading.Event) -> None:
         self._attempt(self._read_a_row)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from torch.utils.data import DataLoader
 from waiting import eventually
 
 from lightning_dlrover.data import Shard, stream
+from lightning_dlrover.data.source import DataError
+from lightning_dlrover.live import lanes_ahead
+from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.lanes_ahead import LanesAhead
 from lightning_dlrover.live.loader import ElasticLoader
 
 NUM_ROWS = 4000
@@ -109,3 +115,27 @@ def test_joiner_has_opened_its_lanes_before_it_gets_the_state(log: Path) -> None
 def pids_of(loader: ElasticLoader) -> set[int]:
     running: Any = loader.workers._feed.loader._iterator
     return {worker.pid for worker in running._workers}
+
+
+def test_read_ahead_that_never_ends_is_an_error_that_names_the_source(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_ahead, "CLOSE_S", 0.2)
+    go_on = threading.Event()
+
+    class Hanging(ElasticLoader):
+        def open_lanes(self, *_: int) -> None:
+            go_on.wait(60)
+
+    data = stream(Logged(log))
+    loader = Hanging(DataLoader(data, batch_size=40, num_workers=1), 40, training=True)
+    fit = SimpleNamespace(loaders=SimpleNamespace(all=[loader]))
+    try:
+        with (
+            pytest.raises(DataError, match=r"reading ahead for 0 s and does not answer.*Logged"),
+            LanesAhead(cast(FitContext, fit)).while_waiting(),
+        ):
+            pass
+    finally:
+        go_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "dlrover-lanes":
+                thread.join(60)
