@@ -78,10 +78,10 @@ class Brain:
         self._patience = patience or Patience()
         client.share_lifetime(pool.root, HISTORY_TTL_S)
         budget = {name: value for name, value in vars(rules.budget).items() if value != float("inf")}
-        record = BrainRecord(socket.gethostname(), os.getpid(), rules.policy, budget)
+        record = BrainRecord(socket.gethostname(), os.getpid(), rules.policy, budget, counts_others=rules.counts_others)
         journal = Journal(client, Keys(pool.pool, pool.prefix))
         self._tenure = Tenure(journal, pool.brain, lambda: record, self._busy, self._patience.lease_s)
-        self._watch = Watch(client, pool, rules.owner_weights)
+        self._watch = Watch(client, pool, rules.owner_weights, rules.counts_others)
         self._writer = Writer(client, pool, self._tenure)
         self._absent_since: dict[str, float] = {}
         self._looked_at = time.monotonic()

@@ -26,12 +26,14 @@ class Rules:
     Args:
         policy: name of a policy for elastic jobs.
         max_wait_s: a job that has waited longer goes before all others.
+        counts_others: whether jobs that are in no pool take part of the budget.
     """
 
     budget: Resources
     policy: str = DEFAULT_POLICY
     max_wait_s: float = DEFAULT_MAX_WAIT_S
     owner_weights: Mapping[str, float] = field(default_factory=dict)
+    counts_others: bool = True
 
     @cached_property
     def divide(self) -> Divider:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightning_dlrover.brain.watch import PoolView, SeenJob
+from lightning_dlrover.brain.seen import SeenJob
+from lightning_dlrover.brain.watch import PoolView
 from lightning_dlrover.planner.cluster.pool.jobs import held_by
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 
@@ -66,6 +67,8 @@ def _job(seen: SeenJob, now: float) -> dict[str, Any]:
 
 def _state(seen: SeenJob) -> str:
     job, grant = seen.job, seen.grant
+    if seen.is_outside:
+        return "runs outside of all pools"
     if not job.is_present:
         return "its `dlrover run` is gone"
     if grant is not None and grant.state == "refused":

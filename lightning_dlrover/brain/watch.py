@@ -11,36 +11,27 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lightning_dlrover.brain.learned import Learned, rates_of
+from lightning_dlrover.brain.outsiders import Outsiders
+from lightning_dlrover.brain.seen import SeenJob, num_alive
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
-from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, PlanRecord
-from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
 
-__all__ = ["PoolView", "SeenJob", "Watch", "num_alive"]
+__all__ = ["PoolView", "Watch"]
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class SeenJob:
-    """One job of the pool: its records, and the facts for decisions."""
-
-    job: PoolJob
-    keys: Keys
-    grant: GrantRecord | None
-    grant_revision: int
-    plan: PlanRecord | None
-    plan_entry: KeyValue | None
-    learned: Learned
-
-
-@dataclass(frozen=True)
 class PoolView:
-    """A pool at one moment. `brain_entry` is the key of the process that decides, None if there is none."""
+    """A pool, and jobs outside of all pools, at one moment.
+
+    `brain_entry` is the key of the process that decides, None if there is none.
+    """
 
     jobs: Mapping[str, SeenJob]
     brain_entry: KeyValue | None
@@ -59,12 +50,21 @@ class Watch:
 
     Args:
         owner_weights: weight of an owner's jobs together, by owner. Those of owners that are absent have their own weights.
+        counts_others: whether jobs that are in no pool are seen, too; None: if the brain counts them.
     """
 
-    def __init__(self, client: EtcdClient, pool: PoolKeys, owner_weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        pool: PoolKeys,
+        owner_weights: Mapping[str, float] | None = None,
+        counts_others: bool | None = None,
+    ) -> None:
         self._client = client
         self._pool = pool
         self._owner_weights = owner_weights or {}
+        self._counts_others = counts_others
+        self._outsiders = Outsiders(client, pool)
         self._learned: dict[str, Learned] = {}
 
     def look(self, now: float) -> PoolView:
@@ -77,7 +77,7 @@ class Watch:
             EtcdError: etcd does not answer.
         """
         pool = self._pool
-        entries = {entry.key: entry for entry in self._client.get_prefix(pool.root)[1]}
+        entries = {entry.key: entry for entry in self._client.get_prefix(pool.pools)[1]}
         members = _folder(entries, pool.members, MemberRecord)
         grants = _folder(entries, pool.grants, GrantRecord)
         num_of_owner: dict[str, int] = {}
@@ -91,8 +91,16 @@ class Watch:
                 weight *= self._owner_weights[known.owner] / num_of_owner[known.owner]
             entry = entries.get(pool.grants + name)
             jobs[name] = self._job(name, known, grants.get(name), entry.mod_revision if entry is not None else 0, weight, now)
+        brain_entry = entries.get(pool.brain)
+        brain, counts_others = readable(BrainRecord, brain_entry), self._counts_others
+        if counts_others is None:
+            counts_others = brain is not None and brain.counts_others
+        if counts_others:
+            places = [key.split("/")[-2:] for key in entries]
+            in_pools = {name for folder, name in places if folder in ("members", "grants")}
+            jobs |= self._outsiders.look(in_pools, now)
         self._learned = {name: learned for name, learned in self._learned.items() if name in jobs}
-        return PoolView(jobs, entries.get(pool.brain))
+        return PoolView(jobs, brain_entry)
 
     def _job(
         self, name: str, member: MemberRecord | None, grant: GrantRecord | None, revision: int, weight: float, now: float
@@ -132,18 +140,6 @@ class Watch:
             deadline_s=asked.deadline_at or None,
         )
         return SeenJob(job, keys, grant, revision, plan, plan_entry, learned)
-
-
-def num_alive(live: Mapping[str, KeyValue], keys: Keys) -> int:
-    """Return the workers of a job that run, start or end: agents, workers, or nodes of its controller, whichever are the most.
-
-    Args:
-        live: entries of `keys.live`, by key.
-    """
-    view = read_view(live, keys)
-    controller = readable(ControllerRecord, live.get(keys.controller))
-    workers_of_agents = sum(agent.num_workers for agent in view.agents.values())
-    return max(workers_of_agents, len(view.workers), len(controller.apps) if controller is not None else 0)
 
 
 def _folder(entries: Mapping[str, KeyValue], folder: str, kind: type[R]) -> dict[str, R]:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from lightning_dlrover.brain.watch import SeenJob
+from lightning_dlrover.brain.seen import SeenJob
 from lightning_dlrover.planner.cluster.pool.moves import Move
 from lightning_dlrover.planner.cluster.pool.waits import Wait
 from lightning_dlrover.rdzv.etcd.client import EtcdClient

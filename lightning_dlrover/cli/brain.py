@@ -35,6 +35,7 @@ def brain_command(options: argparse.Namespace) -> int:
         options.policy,
         options.longest_wait,
         dict(options.owner_weight),
+        counts_others=not options.pool_only,
     )
     pool, hurry = _pool(options), threading.Event()
     with signals_as_exceptions(hurry):

@@ -77,6 +77,11 @@ def add_brain(commands: Commands) -> None:
         metavar="OWNER=X",
         help="weight of all jobs of an owner together; repeatable (default: each job has its own weight)",
     )
+    brain.add_argument(
+        "--pool-only",
+        action="store_true",
+        help="do not count jobs that are in no pool (default: they take part of the budget, and are left alone)",
+    )
     add_etcd_options(brain)
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.learned import Learned
+from lightning_dlrover.brain.seen import SeenJob
 from lightning_dlrover.brain.standing import budget_of
-from lightning_dlrover.brain.watch import PoolView, SeenJob, Watch
+from lightning_dlrover.brain.watch import PoolView, Watch
 from lightning_dlrover.brain.what_if import prospect, sizes_if
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job

@@ -11,17 +11,20 @@ import pytest
 from pool_jobs import PooledJobs
 from waiting import run_until
 
+from lightning_dlrover.brain import outsiders
 from lightning_dlrover.brain.brain import Brain, BrainBusyError, Patience
 from lightning_dlrover.brain.decisions import Rules
+from lightning_dlrover.brain.standing import standing_of
+from lightning_dlrover.brain.watch import Watch
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import SizeGiven, events_of
-from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
-from lightning_dlrover.rdzv.job.records import PlanRecord, encode
+from lightning_dlrover.rdzv.job.records import AgentRecord, PlanRecord, encode
 
 QUICK = Patience(lease_s=5.0, settle_s=0.05, gone_s=0.1)
 CORES = 4
@@ -33,7 +36,7 @@ EVERY = 1 if os.environ.get("DLROVER_ALL_FAULTS") else 12
 
 @pytest.fixture
 def jobs(client: EtcdClient, run_id: str) -> PooledJobs:
-    return PooledJobs(client, PoolKeys(run_id), CORES)
+    return PooledJobs(client, PoolKeys(run_id, prefix=f"/{run_id}"), CORES)  # without the jobs of other tests
 
 
 @pytest.fixture
@@ -103,6 +106,50 @@ def test_size_by_hand_is_kept_and_counted_though_it_exceeds_the_budget(jobs: Poo
     plan = jobs.plan("a")
     assert plan is not None
     assert plan.source == "user"
+
+
+def test_job_outside_of_all_pools_takes_part_of_the_budget_and_is_left_alone(jobs: PooledJobs, brain: Brain) -> None:
+    outside = jobs.keys("outside")
+    plan = PlanRecord(2, "planner", "two", True, node_memory_mb=512)
+    jobs.client.put(outside.plan, encode(plan))
+    jobs.client.put(outside.agents + "one", encode(AgentRecord("one", "host", 1, 2, "running")))
+    jobs.submit("a", (1, 4))
+    live(jobs, brain.step, "a beside it", lambda: jobs.sizes == {"a": 2})
+    for _ in range(3):
+        brain.step()
+        jobs.follow()
+    assert jobs.sizes == {"a": 2}
+    assert readable(PlanRecord, jobs.client.get(outside.plan)) == plan
+    standing = standing_of(Watch(jobs.client, jobs.pool).look(time.time()), time.time())
+    shown = {job["job"]: (job["workers"], job["has"], job["state"]) for job in standing["jobs"]}
+    assert shown[outside.run_id] == (2, "2 cores, 0.5 GiB", "runs outside of all pools")
+    assert standing["used"] == "4 cores, 0.5 GiB"
+    jobs.client.delete_prefix(outside.root)
+    jobs.decide("a", CURVED)
+    live(jobs, brain.step, "a with all cores", lambda: jobs.sizes == {"a": 4})
+
+
+def test_jobs_of_other_pools_and_with_the_pool_only_all_others_are_not_counted(jobs: PooledJobs) -> None:
+    other = PooledJobs(jobs.client, PoolKeys("other", jobs.pool.prefix), CORES)
+    other.submit("b", (1, 2))
+    jobs.client.put(other.keys("b").agents + "one", encode(AgentRecord("one", "host", 1, 2, "running")))
+    outside = jobs.keys("outside")
+    jobs.client.put(outside.agents + "one", encode(AgentRecord("one", "host", 1, 1, "running")))
+    assert set(Watch(jobs.client, jobs.pool, counts_others=True).look(time.time()).jobs) == {outside.run_id}
+    assert not Watch(jobs.client, jobs.pool, counts_others=False).look(time.time()).jobs
+
+
+def test_new_job_outside_is_found_though_many_have_ended(jobs: PooledJobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outsiders, "FOLDERS_PER_LOOK", 5)
+    for number in range(23):
+        jobs.client.put(jobs.keys(f"ended{number:02}").events + "1", b"{}")
+    watch = Watch(jobs.client, jobs.pool, counts_others=True)
+    assert not watch.look(time.time()).jobs
+    for name in ("ended03", "ended22"):
+        jobs.client.put(jobs.keys(name).agents + "one", encode(AgentRecord("one", "host", 1, 1, "running")))
+    for _ in range(6):
+        view = watch.look(time.time())
+    assert set(view.jobs) == {jobs.keys("ended03").run_id, jobs.keys("ended22").run_id}
 
 
 def test_job_that_can_never_start_is_refused_and_passed(jobs: PooledJobs, brain: Brain) -> None:
@@ -269,7 +316,7 @@ def test_budget_is_kept_and_every_job_served_whichever_request_goes_wrong(
     error = Killed if kind == "killed" else EtcdUnavailableError
     at, num_requests = 0, 1
     while at <= num_requests:
-        pool = PoolKeys(f"{run_id}-{at}")
+        pool = PoolKeys(f"{run_id}-{at}", prefix=f"/{run_id}-{at}")
         brains = Faulty(etcd, pool, at, error, is_late=kind == "late")
         try:
             life(PooledJobs(client, pool, CORES), brains.step)

@@ -33,7 +33,10 @@ def pool(run_id: str) -> PoolKeys:
 
 @pytest.fixture
 def brain(pool: PoolKeys, etcd: EmbeddedEtcd) -> Iterator[Brain]:
-    with EtcdClient(EtcdConfig(etcd.endpoint)) as own, Brain(own, pool, Rules(Resources(2.0)), patience=QUICK) as made:
+    with (
+        EtcdClient(EtcdConfig(etcd.endpoint)) as own,
+        Brain(own, pool, Rules(Resources(2.0), counts_others=False), patience=QUICK) as made,
+    ):
         yield made
 
 

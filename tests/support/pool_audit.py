@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
-from lightning_dlrover.brain.watch import num_alive
+from lightning_dlrover.brain.seen import num_alive
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.mirror import Mirror

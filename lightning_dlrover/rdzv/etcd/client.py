@@ -97,6 +97,28 @@ class EtcdClient:
         request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), count_only=True)
         return int(self.caller.call(f"count prefix {prefix!r}", "KV", "Range", request).count)
 
+    def folders(self, prefix: str, after: str | None = None, most: int | None = None) -> list[str]:
+        """Return the names of folders right below a prefix, which ends with `/`, in order. Costs a request for each of them.
+
+        Args:
+            after: the first ones up to this name are left out.
+            most: maximum number of names; None: all.
+        """
+        names: list[str] = []
+        first, end = prefix.encode() if after is None else range_end(f"{prefix}{after}/"), range_end(prefix)
+        while most is None or len(names) < most:
+            request = etcdrpc.RangeRequest(key=first, range_end=end, keys_only=True, limit=1)
+            found = self.caller.call(f"list the folders below {prefix!r}", "KV", "Range", request).kvs
+            if not found:
+                return names
+            name, slash, _ = found[0].key.removeprefix(prefix.encode()).partition(b"/")
+            if slash:
+                names.append(name.decode())
+                first = range_end(f"{prefix}{names[-1]}/")
+            else:
+                first = found[0].key + b"\0"
+        return names
+
     def newest_in(self, prefix: str, timeout_s: float) -> tuple[int, int, int]:
         """Return the revision of this read, the number of keys under a prefix, and their newest `mod_revision` (0: no key)."""
         request = etcdrpc.RangeRequest(

@@ -36,8 +36,18 @@ class PoolKeys:
             raise ValueError(f"{self.pool!r} cannot name a pool: use letters, digits, '.', '_' and '-', such as team-a")
 
     @property
+    def jobs(self) -> str:
+        """Folder of all jobs."""
+        return f"{self.prefix.rstrip('/')}/"
+
+    @property
+    def pools(self) -> str:
+        """Folder of all pools."""
+        return f"{self.jobs}{POOLS_FOLDER}/"
+
+    @property
     def root(self) -> str:
-        return f"{self.prefix.rstrip('/')}/{POOLS_FOLDER}/{self.pool}/"
+        return f"{self.pools}{self.pool}/"
 
     @property
     def brain(self) -> str:
@@ -105,3 +115,4 @@ class BrainRecord:
     policy: str = ""
     budget: dict[str, float] = field(default_factory=dict)  # cores, gpus, memory_mb; a resource that is absent is unlimited
     number: int = 0  # decisions of this process so far
+    counts_others: bool = True  # whether jobs that are in no pool take part of the budget

@@ -209,3 +209,17 @@ def test_prefix_is_trimmed_from_its_beginning(client: EtcdClient, keys: Keys) ->
     assert [kv.key[-1] for kv in client.get_prefix(keys.events)[1]] == ["4", "5", "6"]
     assert client.trim_prefix(keys.events, 3) == 0
     assert client.get(keys.job) is not None
+
+
+def test_folders_are_listed_once_each_and_from_any_name_on(client: EtcdClient, run_id: str) -> None:
+    names = ["a", "a-b", "a0", "b", "é"]
+    for name in names:
+        for key in ("x", "y/z"):
+            client.put(f"/{run_id}/{name}/{key}", b"1")
+    client.put(f"/{run_id}/file", b"1")
+    found = client.folders(f"/{run_id}/")
+    assert sorted(found) == sorted(names)
+    for number, name in enumerate(found):
+        assert client.folders(f"/{run_id}/", after=name) == found[number + 1 :]
+        assert client.folders(f"/{run_id}/", after=name, most=1) == found[number + 1 : number + 2]
+    assert client.folders(f"/{run_id}-absent/") == []

@@ -1,0 +1,42 @@
+"""A job as it was last read from etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_dlrover.brain.learned import Learned
+from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
+from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.job.journal import readable
+from lightning_dlrover.rdzv.job.pool_records import GrantRecord
+from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, PlanRecord
+from lightning_dlrover.rdzv.live.view import read_view
+
+__all__ = ["SeenJob", "num_alive"]
+
+
+@dataclass(frozen=True)
+class SeenJob:
+    """One job: its records, and the facts for decisions. `is_outside`: it is in no pool, and its size is not the brain's."""
+
+    job: PoolJob
+    keys: Keys
+    grant: GrantRecord | None
+    grant_revision: int
+    plan: PlanRecord | None
+    plan_entry: KeyValue | None
+    learned: Learned
+    is_outside: bool = False
+
+
+def num_alive(live: Mapping[str, KeyValue], keys: Keys) -> int:
+    """Return the workers of a job that run, start or end: agents, workers, or nodes of its controller, whichever are the most.
+
+    Args:
+        live: entries of `keys.live`, by key.
+    """
+    view = read_view(live, keys)
+    controller = readable(ControllerRecord, live.get(keys.controller))
+    workers_of_agents = sum(agent.num_workers for agent in view.agents.values())
+    return max(workers_of_agents, len(view.workers), len(controller.apps) if controller is not None else 0)
