@@ -78,11 +78,12 @@ class Brain:
         self._patience = patience or Patience()
         client.share_lifetime(pool.root, HISTORY_TTL_S)
         budget = {name: value for name, value in vars(rules.budget).items() if value != float("inf")}
-        record = BrainRecord(socket.gethostname(), os.getpid(), rules.policy, budget, counts_others=rules.counts_others)
+        record = BrainRecord(socket.gethostname(), os.getpid(), rules.policy, budget)
         journal = Journal(client, Keys(pool.pool, pool.prefix))
         self._tenure = Tenure(journal, pool.brain, lambda: record, self._busy, self._patience.lease_s)
         self._watch = Watch(client, pool, rules.owner_weights, rules.counts_others)
         self._writer = Writer(client, pool, self._tenure)
+        self._others: list[str] = []  # jobs in no pool, as published
         self._absent_since: dict[str, float] = {}
         self._looked_at = time.monotonic()
         self._trusts_from: float | None = None  # None: not decided yet, before the first look
@@ -110,6 +111,7 @@ class Brain:
             EtcdError: etcd does not answer.
         """
         if self._tenure.take_back():
+            self._others = []  # gone with the former lease
             self.was_cut_off()
         began = time.monotonic()
         if began - self._looked_at > max(self._patience.lease_s, self._patience.gone_s / 2):
@@ -125,6 +127,7 @@ class Brain:
             has_jobs = any(job.held for job in view.pool_jobs)
             self._trusts_from = began + (self._patience.settle_s if has_jobs else 0.0)
         is_sure = began >= self._trusts_from
+        self._publish_others(view)
         choice = choose(view.pool_jobs, self._rules, now, may_grow=is_sure)
         self._writer.based_on(view.brain_entry)
         try:
@@ -132,6 +135,12 @@ class Brain:
         except OutdatedError:
             return False
         return is_sure and not has_written and choice.is_settled(view.pool_jobs) and not choice.gone
+
+    def _publish_others(self, view: PoolView) -> None:
+        others = sorted(name for name, seen in view.jobs.items() if seen.is_outside)
+        if others != self._others:
+            self._writer.publish_others(others)
+            self._others = others
 
     def _act(self, view: PoolView, choice: Choice, now: float, is_sure: bool) -> bool:
         """Write the choice, first the changes that free resources. Return whether anything was written."""

@@ -2,6 +2,7 @@
 
 Keys of jobs that have ended stay in etcd for days, so there may be thousands. Each look walks over a limited number of folders
 and goes on where the last one stopped. Jobs that were found are read in every look. The first look walks over all of them.
+The brain publishes the names that it knows, so that commands need not walk.
 """
 
 from __future__ import annotations
@@ -46,14 +47,19 @@ class Outsiders:
         """
         most = FOLDERS_PER_LOOK if self._has_seen_all else None
         names = self._client.folders(self._pool.jobs, self._after, most)
+        found = self.read({*names, *self._learned} - {*in_pools, POOLS_FOLDER}, now)
         is_end = most is None or len(names) < most
-        found = {
-            name: seen
-            for name in sorted({*names, *self._learned})
-            if name not in in_pools and name != POOLS_FOLDER and (seen := self._read(name, now)) is not None
-        }
         self._after = None if is_end else names[-1]
         self._has_seen_all |= is_end
+        return found
+
+    def read(self, names: Collection[str], now: float) -> dict[str, SeenJob]:
+        """Return those of some jobs that have processes.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        found = {name: seen for name in sorted(names) if (seen := self._read(name, now)) is not None}
         self._learned = {name: seen.learned for name, seen in found.items()}
         return found
 

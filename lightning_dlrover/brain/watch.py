@@ -18,7 +18,7 @@ from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.journal import readable
-from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
+from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, OthersRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
 
 __all__ = ["PoolView", "Watch"]
@@ -50,7 +50,7 @@ class Watch:
 
     Args:
         owner_weights: weight of an owner's jobs together, by owner. Those of owners that are absent have their own weights.
-        counts_others: whether jobs that are in no pool are seen, too; None: if the brain counts them.
+        counts_others: whether to look for jobs that are in no pool; None: those that the brain has found are seen.
     """
 
     def __init__(
@@ -92,13 +92,12 @@ class Watch:
             entry = entries.get(pool.grants + name)
             jobs[name] = self._job(name, known, grants.get(name), entry.mod_revision if entry is not None else 0, weight, now)
         brain_entry = entries.get(pool.brain)
-        brain, counts_others = readable(BrainRecord, brain_entry), self._counts_others
-        if counts_others is None:
-            counts_others = brain is not None and brain.counts_others
-        if counts_others:
-            places = [key.split("/")[-2:] for key in entries]
-            in_pools = {name for folder, name in places if folder in ("members", "grants")}
+        places = [key.split("/")[-2:] for key in entries]
+        in_pools = {name for folder, name in places if folder in ("members", "grants")}
+        if self._counts_others:
             jobs |= self._outsiders.look(in_pools, now)
+        elif self._counts_others is None and (known := readable(OthersRecord, entries.get(pool.others))) is not None:
+            jobs |= self._outsiders.read({*known.jobs} - in_pools, now)
         self._learned = {name: learned for name, learned in self._learned.items() if name in jobs}
         return PoolView(jobs, brain_entry)
 

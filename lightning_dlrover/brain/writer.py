@@ -12,7 +12,7 @@ from lightning_dlrover.planner.cluster.pool.waits import Wait
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, modified
 from lightning_dlrover.rdzv.job.events import SizeGiven, record_of
-from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, PoolKeys
+from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, OthersRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import PlanRecord, encode
 from lightning_dlrover.rdzv.job.tenure import Tenure
 
@@ -110,6 +110,10 @@ class Writer:
         """Delete the grant of a job of which nothing is left, unless its run has come back."""
         key = self._pool.members + seen.job.name
         self._write([Delete(self._pool.grants + seen.job.name)], [*_as_seen(self._pool, seen), modified(key) == 0])
+
+    def publish_others(self, names: Sequence[str]) -> None:
+        """Publish the jobs in no pool that are counted. Nothing is decided by this."""
+        self._client.put(self._pool.others, encode(OthersRecord(list(names))), self._tenure.lease)
 
     def _plan(self, seen: SeenJob, num_workers: int, reason: str, now: float) -> PlanRecord:
         assert seen.plan is not None

@@ -3,6 +3,7 @@
     members/{run_id}   a job that has, or waits for, a place. Written by its `dlrover run`, bound to that process's lease.
     grants/{run_id}    the size that the job has, or its place in the queue. Written by the brain, fenced on `brain`.
                        Removed by the run when it ends in order, or by the brain once nothing is left of the job.
+    others             jobs in no pool that the brain counts. Written by the brain, bound to its lease; for commands only.
     brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
                        after its answer was lost, is refused.
 
@@ -18,7 +19,7 @@ from typing import Literal
 
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
 
-__all__ = ["POOLS_FOLDER", "BrainRecord", "GrantRecord", "MemberRecord", "PoolKeys"]
+__all__ = ["POOLS_FOLDER", "BrainRecord", "GrantRecord", "MemberRecord", "OthersRecord", "PoolKeys"]
 
 POOLS_FOLDER = ".pools"
 """Folder of all pools below the prefix of all jobs. No job has this name: names of jobs begin with a letter, digit or `_`."""
@@ -52,6 +53,10 @@ class PoolKeys:
     @property
     def brain(self) -> str:
         return f"{self.root}brain"
+
+    @property
+    def others(self) -> str:
+        return f"{self.root}others"
 
     @property
     def members(self) -> str:
@@ -115,4 +120,10 @@ class BrainRecord:
     policy: str = ""
     budget: dict[str, float] = field(default_factory=dict)  # cores, gpus, memory_mb; a resource that is absent is unlimited
     number: int = 0  # decisions of this process so far
-    counts_others: bool = True  # whether jobs that are in no pool take part of the budget
+
+
+@dataclass(frozen=True)
+class OthersRecord:
+    """Jobs in no pool that the brain counts. Key `others`, bound to the brain's lease."""
+
+    jobs: list[str] = field(default_factory=list)
