@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
+from lightning_dlrover.data import columns as memory
+from lightning_dlrover.data.columns import Columns
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.private_names import Names, check_names
 
@@ -22,13 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Block", "Row", "Rows", "collate", "prepare_default_collate"]
 
-ALIGNMENT = 64
-"""Bytes. Each type's columns of a batch begin at a multiple of it."""
-
-
 NAMES: Names = {
     "torch.utils.data._utils.collate": ("default_collate_fn_map",),  # documented as the place for further types
-    "torch:UntypedStorage": ("_new_shared",),
+    **memory.NAMES,
 }
 """Private names of torch that streams use."""
 
@@ -226,14 +224,16 @@ class Rows(Sequence[Row]):
         groups, num_rows = self._parts[0][0].groups, len(self)
         if any(block.groups is not groups and block.groups != groups for block, _, _ in self._parts):
             return {}  # a column has nulls in some blocks only
-        make = _new_matrices if get_worker_info() is None else _new_shared_matrices
+        shapes = [(kind, len(names), num_rows) for kind, names in groups]
+        is_large = get_worker_info() is not None and memory.num_bytes(shapes) > memory.MAX_SENT_BYTES
+        make = memory.new_shared_matrices if is_large else memory.new_matrices
         found: dict[str, torch.Tensor] = {}
-        for number, (matrix, columns) in enumerate(make([(kind, len(names), num_rows) for kind, names in groups])):
+        for number, (matrix, tensors) in enumerate(make(shapes)):
             done = 0
             for block, first, stop in self._parts:
                 matrix[:, done : done + stop - first] = block.arrays[number][:, first:stop]
                 done += stop - first
-            found.update(zip(groups[number][1], columns, strict=True))
+            found.update(zip(groups[number][1], tensors, strict=True))
         return found
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -298,7 +298,8 @@ def collate(rows: Rows) -> dict[str, Any]:
         DataError: the column can be neither.
     """
     tensors = rows.tensors()
-    return {name: tensors[name] if name in tensors else _collated(rows, name) for name in rows.names}
+    batch = {name: tensors[name] if name in tensors else _collated(rows, name) for name in rows.names}
+    return batch if get_worker_info() is None else Columns(batch)
 
 
 def _collated(rows: Rows, name: str) -> Any:
@@ -312,37 +313,6 @@ def _collated(rows: Rows, name: str) -> Any:
             return default_collate(values.to_pylist())
         except (TypeError, RuntimeError):
             raise error from None
-
-
-Matrix = tuple[npt.NDArray[Any], list[torch.Tensor]]
-"""Memory to fill, shape ``(columns, rows)``, and its columns as tensors."""
-
-
-def _new_matrices(shapes: Sequence[tuple[np.dtype[Any], int, int]]) -> list[Matrix]:
-    matrices = [np.empty((columns, rows), kind) for kind, columns, rows in shapes]
-    return [(matrix, [torch.from_numpy(column) for column in matrix]) for matrix in matrices]
-
-
-def _new_shared_matrices(shapes: Sequence[tuple[np.dtype[Any], int, int]]) -> list[Matrix]:
-    """Return matrices in one piece of memory that other processes can map.
-
-    A loader worker sends one piece at a small part of the cost of as many pieces as there are columns.
-    """
-    sizes = [kind.itemsize * columns * rows for kind, columns, rows in shapes]
-    starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
-    storage = torch.UntypedStorage._new_shared(starts[-1])  # type: ignore[no-untyped-call]  # as `default_collate` does
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-    found: list[Matrix] = []
-    for start, size, (kind, columns, rows) in zip(starts, sizes, shapes, strict=False):
-        matrix = memory[start : start + size].view(_torch_type(kind)).view(columns, rows)
-        # `.data`: a change of one column in place must not count as a change of the others.
-        found.append((matrix.numpy(), [column.data for column in matrix.unbind()]))
-    return found
-
-
-@cache
-def _torch_type(kind: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, kind)).dtype
 
 
 def _collate_rows(batch: Any, *, collate_fn_map: dict[type, Callable[..., Any]] | None = None) -> Any:
