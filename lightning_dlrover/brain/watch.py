@@ -96,8 +96,8 @@ class Watch:
         in_pools = {name for folder, name in places if folder in ("members", "grants")}
         if self._counts_others:
             jobs |= self._outsiders.look(in_pools, now)
-        elif self._counts_others is None and (known := readable(OthersRecord, entries.get(pool.others))) is not None:
-            jobs |= self._outsiders.read({*known.jobs} - in_pools, now)
+        elif self._counts_others is None and (others := readable(OthersRecord, entries.get(pool.others))) is not None:
+            jobs |= self._outsiders.read({*others.jobs} - in_pools, now)
         self._learned = {name: learned for name, learned in self._learned.items() if name in jobs}
         return PoolView(jobs, brain_entry)
 

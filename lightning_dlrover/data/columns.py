@@ -95,7 +95,7 @@ def _can_be_sent(value: Any) -> bool:
         and value.numel() > 0
         and value.is_contiguous()
         and not value.requires_grad
-        and not value.is_shared()
+        and not value.is_shared()  # type: ignore[no-untyped-call]
     )
 
 
