@@ -8,6 +8,8 @@ jobs are used, never their names.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dlrover.perf.columns import Columns, Floats, windows_by_configuration
+from lightning_dlrover.perf.errors import Errors, Residuals, variances_of
+from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.population import Bend, Population, Ratios, features
-from lightning_dlrover.perf.prior import SHAPES, TERMS, Measured, PhysicalPrior, amounts_of, job_units
+from lightning_dlrover.perf.prior import PART_WEIGHT, SHAPES, TERMS, PhysicalPrior, amounts_of, job_units
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.threads import one_blas_thread
 
@@ -40,6 +44,8 @@ the evidence. Leaving out one job at a time selects the number."""
 
 EM_ITERATIONS = 40
 
+CONFIGURATIONS_FOR_VARIANCES = 100  # configurations of each job that show how its errors resemble each other
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -47,10 +53,9 @@ class _Job:
     measured: Measured
     prior: PhysicalPrior
 
-    @property
-    def residuals(self) -> Floats:
-        found: Floats = np.log(self.measured.step_s) - self.prior.predict(self.columns).log_s
-        return found
+    @functools.cached_property
+    def residuals(self) -> Residuals:
+        return self.prior.residuals(self.columns, self.measured)
 
 
 def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0) -> Population | None:
@@ -65,12 +70,27 @@ def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0
         groups = windows_by_configuration(windows, node_cores)
         if len(groups) >= MIN_CONFIGURATIONS:
             columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
-            known.append(_Job(columns, measured, PhysicalPrior.fit(columns, measured)))
+            known.append(_Job(columns, measured, PhysicalPrior.of_hardware(columns, measured)))
     if not known:
         return None
-    noise = float(np.sqrt(np.mean([(job.residuals**2).mean() for job in known])))
+    noise = max(MIN_NOISE, float(np.sqrt(np.mean([(job.residuals.step**2).mean() for job in known]))))
     ratios = tuple(_ratios(known, kind) for kind in range(len(SHAPES)))
-    return Population(ratios, max(MIN_NOISE, noise), _bend(known))
+    bend, left = _bend(known)
+    with one_blas_thread():
+        errors = Errors(variances_of([_some(job) for job in left])) if len(left) >= MIN_JOBS_TO_BEND else None
+    return Population(ratios, noise, bend, _part_weight(known, noise), errors)
+
+
+def _part_weight(jobs: Sequence[_Job], noise: float) -> float:
+    """Return the weight of measured computing, which deviates from a fitted prior by another amount than the step does."""
+    squares = [float(np.nanmean(r**2)) for r in (job.residuals.compute for job in jobs) if np.isfinite(r).any()]
+    return min(1.0, noise / max(MIN_NOISE, float(np.sqrt(np.mean(squares))))) if squares else PART_WEIGHT
+
+
+def _some(residuals: Residuals) -> Residuals:
+    """Return configurations of a job in no order, as many as the variances need."""
+    mixed = np.random.default_rng(0).permutation(len(residuals.step))
+    return residuals.rows(np.sort(mixed[:CONFIGURATIONS_FOR_VARIANCES]))
 
 
 def _ratios(jobs: Sequence[_Job], kind: int) -> Ratios:
@@ -107,28 +127,39 @@ class _Moments:
     of_residuals: float
 
 
-def _bend(jobs: Sequence[_Job]) -> Bend | None:
-    """Return the error that the jobs' priors share; None if it does not help jobs that were left out."""
+def _bend(jobs: Sequence[_Job]) -> tuple[Bend | None, list[Residuals]]:
+    """Return the error that the jobs' priors share, and the residuals that the other jobs' shared error leaves of each job.
+
+    The shared error is None if it does not help jobs that were left out.
+    """
+    residuals = [job.residuals for job in jobs]
     if len(jobs) < MIN_JOBS_TO_BEND:
-        return None
-    found = []
-    for job in jobs:
-        groups = features(job.columns, job.prior.predict(job.columns).shares[:, -1])
-        residuals = job.residuals
-        found.append((groups, np.clip(residuals - np.median(residuals), -MAX_SHARED_ERROR, MAX_SHARED_ERROR)))
-    sizes = [group.shape[1] for group in found[0][0]]
-    rows = [(np.hstack(groups), residuals) for groups, residuals in found]
+        return None, residuals
+    rows = [(np.hstack(features(r.columns, r.by_sync)), _without_outliers(r.step)) for r in residuals]
+    sizes = [group.shape[1] for group in features(residuals[0].columns, residuals[0].by_sync)]
     moments = [_Moments(z.T @ z / len(r), z.T @ r / len(r), float((r**2).mean())) for z, r in rows]
     with one_blas_thread():
-        left: dict[float, float] = {}  # mean over the jobs of error left by the others' bend, relative to none
-        for count in CONFIGURATIONS_OF_A_JOB:
-            shares = []
-            for out, (z, r) in enumerate(rows):
-                weights = _weights([m for i, m in enumerate(moments) if i != out], count, sizes)
-                shares.append(float(np.abs(r - z @ weights).mean() / max(1e-12, np.abs(r).mean())))
-            left[count] = float(np.mean(shares))
+        of_others = {
+            count: [_weights([*moments[:out], *moments[out + 1 :]], count, sizes) for out in range(len(jobs))]
+            for count in CONFIGURATIONS_OF_A_JOB
+        }
+        left = {count: _left(rows, weights) for count, weights in of_others.items()}
         best = min(left, key=lambda count: left[count])
-        return Bend(_weights(moments, best, sizes)) if left[best] < 1 else None
+        if left[best] >= 1:
+            return None, residuals
+        bent = [z @ weights for (z, _), weights in zip(rows, of_others[best], strict=True)]
+        straight = [dataclasses.replace(r, step=r.step - b) for r, b in zip(residuals, bent, strict=True)]
+        return Bend(_weights(moments, best, sizes)), straight
+
+
+def _without_outliers(residuals: Floats) -> Floats:
+    return np.clip(residuals - np.median(residuals), -MAX_SHARED_ERROR, MAX_SHARED_ERROR)
+
+
+def _left(rows: Sequence[tuple[Floats, Floats]], weights: Sequence[Floats]) -> float:
+    """Return the mean over jobs of the error that is left by the others' weights, relative to none."""
+    left = [np.abs(r - z @ w).mean() / max(1e-12, np.abs(r).mean()) for (z, r), w in zip(rows, weights, strict=True)]
+    return float(np.mean(left))
 
 
 def _weights(moments: Sequence[_Moments], count: float, sizes: Sequence[int]) -> Floats:

@@ -11,6 +11,7 @@ The planner decides on the use of a prediction.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
+from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.population import Population
-from lightning_dlrover.perf.prior import PARTS, Measured, PhysicalPrior, PriorPrediction
+from lightning_dlrover.perf.prior import PARTS, PhysicalPrior, PriorPrediction
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.perf.threads import one_openmp_thread
 
@@ -121,9 +123,14 @@ class _Layers:
     @classmethod
     def fit(cls, observed: _Observed, prior: PhysicalPrior, variant: _Variant) -> _Layers:
         columns, measured = observed.columns, observed.measured
-        residuals = np.log(measured.step_s) - prior.predict(columns).log_s
-        trees = _fit_trees(columns, residuals, measured.weight) if variant.with_trees else None
-        residuals = residuals - _bent(trees, columns)
+        trees = None
+        if variant.with_trees:
+            plain = dataclasses.replace(prior, own=None)
+            trees = _fit_trees(columns, np.log(measured.step_s) - plain.predict(columns).log_s, measured.weight)
+            if prior.own is not None:
+                # Trees and `own` explain the same residuals in different ways, so their mean has a smaller error than each.
+                prior, trees = dataclasses.replace(prior, own=prior.own.scaled(0.5)), _Scaled(trees, 0.5)
+        residuals = np.log(measured.step_s) - prior.predict(columns).log_s - _bent(trees, columns)
         from_noise = observed.noise**2 / observed.counts
         least = MIN_SIGMA if len(residuals) >= MIN_TESTED_CONFIGURATIONS else UNTESTED_SIGMA
         # The residual variance that noise does not explain (method of moments).
@@ -142,6 +149,18 @@ class _Layers:
             share = weights / weights.sum(axis=1, keepdims=True)
             log_s += (share * closeness * self.trust[index] * self.residuals[index]).sum(axis=1)
         return _Raw(log_s, prior, distances[:, 0], index[:, 0])
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """Trees with a part of their correction."""
+
+    trees: Any
+    factor: float
+
+    def predict(self, features: Floats) -> Floats:
+        found: Floats = self.factor * self.trees.predict(features)
+        return found
 
 
 @dataclass(frozen=True)

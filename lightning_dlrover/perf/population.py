@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Floats
+from lightning_dlrover.perf.errors import Errors
 
 __all__ = ["Bend", "PooledPulls", "Population", "Ratios", "features"]
 
@@ -34,12 +35,12 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Bend:
-    """Log correction of the prior that all jobs of the hardware share, by placement and share of communication."""
+    """Log correction of the prior that all jobs of the hardware share, by placement and elasticity by communication."""
 
     weights: Floats
 
-    def at(self, columns: Columns, communication_share: Floats) -> Floats:
-        bent: Floats = np.hstack(features(columns, communication_share)) @ self.weights
+    def at(self, columns: Columns, by_sync: Floats) -> Floats:
+        bent: Floats = np.hstack(features(columns, by_sync)) @ self.weights
         return bent
 
 
@@ -50,15 +51,17 @@ class Population:
     ratios: tuple[Ratios, ...]  # one for each of the prior's shapes
     noise: float  # deviation of the log of a configuration's step time about a job's fitted prior
     bend: Bend | None  # None: the prior has no error that helps other jobs
+    part_weight: float  # weight of measured computing relative to the whole step
+    errors: Errors | None  # None: too few jobs to know how errors of one job resemble each other
 
 
-def features(columns: Columns, communication_share: Floats) -> list[Floats]:
+def features(columns: Columns, by_sync: Floats) -> list[Floats]:
     """Return groups of features, each of which has a variance of its own; zero effect is the default of all."""
     nodes = np.minimum(columns.num_nodes, _MAX_NODES_APART).astype(int)
     by_nodes = np.eye(_MAX_NODES_APART)[nodes - 1]
     by_workers = _hats(np.log2(columns.num_workers), _LOG_WORKERS)
     by_fullest = _hats(np.log2(columns.fullest), _LOG_ON_NODE)
-    share = communication_share[:, None]
+    share = by_sync[:, None]
     return [
         share * by_nodes,
         share * by_workers,
@@ -78,13 +81,20 @@ def _products(one: Floats, other: Floats) -> Floats:
     return found
 
 
+def _by_bytes_s(ratios: Ratios, units: Floats) -> float:
+    """Return the scale of a job by its gradient bytes; 0 where they are unknown."""
+    num_bytes = float(units.max())
+    return ratios.seconds_per_byte * num_bytes if num_bytes > 1 else 0.0
+
+
 class PooledPulls:
     """Pull of one job's coefficients to the ratios of a population: c_k ~ N(s m_k, s d_k), with the job's own scale s.
 
     The scale is one more unknown of the least squares, and appears in these rows alone.
     """
 
-    def __init__(self, ratios: Ratios, noise: float, units: Floats, scale: float) -> None:
+    def __init__(self, ratios: Ratios, noise: float, units: Floats, scale: float, part_weight: float) -> None:
+        self.part_weight = part_weight
         self._ratios = ratios
         self._noise = noise
         self._units = units
@@ -94,8 +104,9 @@ class PooledPulls:
     def of(cls, population: Population, kind: int, units: Floats, amounts: Floats, step_s: Floats) -> PooledPulls:
         ratios = population.ratios[kind]
         typical = float((ratios.mean / units * amounts.mean(axis=0)).sum())
-        start = FIRST_COMMUNICATION_SHARE * float(np.median(step_s)) / max(1e-12, typical)
-        return cls(ratios, population.noise, units, start)
+        some_s = FIRST_COMMUNICATION_SHARE * float(np.median(step_s))
+        start = some_s / typical if typical > 0 else _by_bytes_s(ratios, units)  # 0: no measurement has several workers
+        return cls(ratios, population.noise, units, start, population.part_weight)
 
     def free(self, pull: Floats) -> Floats:
         """Return the pulls to defaults, without those that the population replaces."""
@@ -108,9 +119,8 @@ class PooledPulls:
             lengths: of the columns of all terms, by which coefficients are multiplied.
         """
         ratios = self._ratios
-        terms = np.flatnonzero(used & ratios.pooled)
-        num_bytes = float(self._units.max())
-        by_bytes_s = ratios.seconds_per_byte * num_bytes if num_bytes > 1 else 0.0
+        terms = np.flatnonzero(used & ratios.pooled & (self._scale > 0))
+        by_bytes_s = _by_bytes_s(ratios, self._units)
         rows = np.zeros((len(terms) + (by_bytes_s > 0), int(used.sum()) + 1))
         expected = ratios.mean[terms] / self._units[terms] * self._scale
         weight = self._noise / (ratios.deviation[terms] / self._units[terms] * self._scale)
@@ -126,6 +136,12 @@ class PooledPulls:
     def error(self, rows: Floats, targets: Floats, coefficients: Floats, change: float) -> float:
         """Return the sum of squares of the rows."""
         return float(((rows @ np.append(coefficients, change) - targets) ** 2).sum())
+
+    def filled(self, coefficients: Floats, unmeasured: NDArray[np.bool_]) -> Floats:
+        """Return the coefficients, with those of unmeasured terms as in other jobs of the same scale, if that is known."""
+        expected = self._ratios.mean / self._units * self._scale
+        found: Floats = np.where(unmeasured & self._ratios.pooled & (self._scale > 0), expected, coefficients)
+        return found
 
     def rescale(self, change: float) -> None:
         self._scale *= max(0.1, change)

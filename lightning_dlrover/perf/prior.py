@@ -15,12 +15,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
+from lightning_dlrover.perf.errors import OwnErrors, Residuals
+from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.population import Bend, PooledPulls, Population
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.threads import one_blas_thread
@@ -30,7 +32,8 @@ __all__ = [
     "SHAPES",
     "TERMS",
     "Configuration",
-    "Measured",
+    "Elasticities",
+    "Overlap",
     "PhysicalPrior",
     "PriorPrediction",
     "Term",
@@ -48,12 +51,23 @@ LATENCY_S = 2e-4  # latency of one more participant in a collective over TCP
 MAX_LATENCY_S = 1e-2  # upper bound on a hop's latency by order of magnitude, however much a model sends
 
 PART_WEIGHT = 0.3  # weight of a measured part relative to the whole step: parts separate terms, but only the whole is predicted
-OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)  # values of g
 MIN_CONFIGURATIONS_FOR_OVERLAP = 6
 LOADER_OVERLAP = 8.0  # value of h, close to the longer of the two
 ITERATIONS = 6
 POOLED_ITERATIONS = 8  # the job's scale of communication needs two more to settle
 MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
+
+
+class Overlap(NamedTuple):
+    """How computing and synchronisation overlap."""
+
+    power: float  # g
+    exposed: float = 0.0  # share of computing beside which nothing is synchronised
+
+
+OVERLAPS = tuple(Overlap(power) for power in (1.0, 1.5, 2.0, 3.0, 5.0))
+BACKWARD_OVERLAPS = tuple(Overlap(overlap.power, 1 / 3) for overlap in OVERLAPS)
+"""Overlaps with the backward pass alone, which takes twice as long as the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -252,48 +266,6 @@ al., Statistical Science 14(4), 1999), and their spread is part of the interval.
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Means of the measurements in each of some configurations; arrays of shape ``(num_configurations,)``."""
-
-    step_s: Floats  # geometric mean
-    compute_s: Floats  # nan where parts were not measured
-    data_s: Floats
-    weight: Floats
-
-    @classmethod
-    def of(cls, groups: Sequence[Sequence[StepProfile]], weights: Sequence[float]) -> Measured:
-        """Return one row for each group of windows of one configuration.
-
-        A hundred windows of one size show no more of the shape than ten, so every configuration counts alike.
-        """
-        parts = [np.mean([_shares(sample) for sample in group], axis=0) for group in groups]
-        step_s = np.array([np.exp(np.mean(np.log([sample.step_time_s for sample in group]))) for group in groups])
-        shares = np.array(parts).reshape(-1, 2)
-        return cls(step_s, shares[:, 0] * step_s, shares[:, 1] * step_s, np.asarray(weights, dtype=np.float64))
-
-    @property
-    def shares(self) -> Floats:
-        """Shares of the step, as `PARTS`; of shape ``(num_configurations, 3)``, nan where parts were not measured."""
-        compute, data = self.compute_s / self.step_s, self.data_s / self.step_s
-        return np.stack([compute, data, np.maximum(0.0, 1 - compute - data)], axis=1)
-
-    def scaled(self, factors: Floats) -> Measured:
-        return Measured(self.step_s * factors, self.compute_s * factors, self.data_s * factors, self.weight)
-
-    def rows(self, index: NDArray[Any]) -> Measured:
-        return Measured(self.step_s[index], self.compute_s[index], self.data_s[index], self.weight[index])
-
-
-def _shares(sample: StepProfile) -> tuple[float, float]:
-    """Return compute and data as shares of the step; nan where the parts do not add up to it."""
-    compute_s = sample.forward_s + sample.backward_s + sample.optimizer_s + sample.other_s
-    whole_s = compute_s + sample.data_wait_s + sample.communication_s
-    if abs(whole_s - sample.step_time_s) > 0.05 * sample.step_time_s:
-        return np.nan, np.nan
-    return compute_s / whole_s, sample.data_wait_s / whole_s
-
-
-@dataclass(frozen=True)
 class PriorPrediction:
     """Predictions for some configurations, with the standard deviations of the shapes about their means."""
 
@@ -301,6 +273,15 @@ class PriorPrediction:
     spread: Floats
     shares: Floats  # shares of the step as `PARTS`, ``(num_configurations, 3)``; overlapping time counts as compute
     shares_spread: Floats
+
+
+@dataclass(frozen=True)
+class Elasticities:
+    """Growth of the step in percent with one percent of a part, and the part from which it is reckoned."""
+
+    log_compute_s: Floats
+    by_compute: Floats
+    by_sync: Floats
 
 
 @dataclass(frozen=True)
@@ -319,12 +300,14 @@ class _Shape:
     """Fitted coefficients of `TERMS`, in their order; 0 for those that the shape leaves out."""
 
     coefficients: Floats
-    overlap: float
+    overlap: Overlap
 
     def overlapped(self, amounts: Floats, loader_overlap: Floats) -> _Overlapped:
         tiny = 1e-9
         compute_s, data_s, sync_s = (np.maximum(amounts[:, of] @ self.coefficients[of], tiny) for of in _OF_PARTS)
-        busy_s = _norm(compute_s, sync_s, np.full(len(amounts), self.overlap))
+        exposed_s = self.overlap.exposed * compute_s
+        hidden_s = (1 - self.overlap.exposed) * compute_s
+        busy_s = exposed_s + _norm(hidden_s, sync_s, np.full(len(amounts), self.overlap.power))
         return _Overlapped(compute_s, sync_s, data_s, busy_s, _norm(busy_s, data_s, loader_overlap))
 
 
@@ -336,6 +319,7 @@ class PhysicalPrior:
     weights: Floats  # weights of the shapes; they add up to 1
     kinds: tuple[int, ...]  # index into `SHAPES` of each shape
     bend: Bend | None = None  # correction that the jobs of a population share
+    own: OwnErrors | None = None  # further deviations of this job
 
     @classmethod
     def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0, population: Population | None = None) -> PhysicalPrior:
@@ -365,25 +349,33 @@ class PhysicalPrior:
             like: take overlaps from this prior instead of trying all.
             population: properties of the hardware. All overlaps and shapes then count by their evidence.
         """
-        overlaps = OVERLAPS if len(columns) >= MIN_CONFIGURATIONS_FOR_OVERLAP else OVERLAPS[:1]
-        tried = [(kind, overlap) for kind in range(len(SHAPES)) for overlap in overlaps]
         if like is not None:
             tried = [(kind, shape.overlap) for kind, shape in zip(like.kinds, like.shapes, strict=True)]
+        else:
+            tried = _tried(len(columns), OVERLAPS if population is None else BACKWARD_OVERLAPS)
         with one_blas_thread():
             if population is None:
                 return cls._best_of_each(tried, _fit_all(tried, columns, measured))
             prior = cls._by_evidence(tried, _fit_all(tried, columns, measured, population), population)
-            if population.bend is None:
-                return prior
-            # The bend depends on the share of communication, which takes a fit without it.
-            bent = population.bend.at(columns, prior.predict(columns).shares[:, -1])
-            straight = measured.scaled(np.exp(-bent))
-            tried = [(kind, shape.overlap) for kind, shape in zip(prior.kinds, prior.shapes, strict=True)]
-            prior = cls._by_evidence(tried, _fit_all(tried, columns, straight, population), population)
-            return dataclasses.replace(prior, bend=population.bend)
+            if population.bend is not None:
+                # The bend depends on the elasticity by communication, which takes a fit without it.
+                bent = population.bend.at(columns, prior.elasticities(columns).by_sync)
+                straight = measured.scaled(np.exp(-bent))
+                tried = [(kind, shape.overlap) for kind, shape in zip(prior.kinds, prior.shapes, strict=True)]
+                prior = cls._by_evidence(tried, _fit_all(tried, columns, straight, population), population)
+                prior = dataclasses.replace(prior, bend=population.bend)
+            own = OwnErrors.of(population.errors, prior.residuals(columns, measured)) if population.errors else None
+            return dataclasses.replace(prior, own=own)
 
     @classmethod
-    def _best_of_each(cls, tried: Sequence[tuple[int, float]], fits: Sequence[tuple[float, _Shape]]) -> PhysicalPrior:
+    def of_hardware(cls, columns: Columns, measured: Measured) -> PhysicalPrior:
+        """Fit the prior to one of several jobs that are compared."""
+        tried = _tried(len(columns), BACKWARD_OVERLAPS)
+        with one_blas_thread():
+            return cls._best_of_each(tried, _fit_all(tried, columns, measured))
+
+    @classmethod
+    def _best_of_each(cls, tried: Sequence[tuple[int, Overlap]], fits: Sequence[tuple[float, _Shape]]) -> PhysicalPrior:
         """Return the shapes, each with its best overlap."""
         kinds = sorted({kind for kind, _ in tried})
         best = [min((f for (k, _), f in zip(tried, fits, strict=True) if k == kind), key=lambda f: f[0])[1] for kind in kinds]
@@ -391,7 +383,7 @@ class PhysicalPrior:
 
     @classmethod
     def _by_evidence(
-        cls, tried: Sequence[tuple[int, float]], fits: Sequence[tuple[float, _Shape]], population: Population
+        cls, tried: Sequence[tuple[int, Overlap]], fits: Sequence[tuple[float, _Shape]], population: Population
     ) -> PhysicalPrior:
         """Return all fits with their posterior weights, as the population's noise makes them (Hoeting et al., 1999)."""
         costs = np.array([cost for cost, _ in fits]) / population.noise**2
@@ -409,9 +401,31 @@ class PhysicalPrior:
         parts_s = np.array([[o.compute_s, o.step_s - o.busy_s, o.busy_s - o.compute_s] for o in found])
         all_shares = parts_s.transpose(0, 2, 1) / np.array([o.step_s for o in found])[:, :, None]
         (log_s, spread), (shares, shares_spread) = (_mean_and_spread(values, self.weights) for values in (logs, all_shares))
-        if self.bend is not None:
-            log_s = log_s + self.bend.at(columns, shares[:, -1])
+        if self.bend is not None or self.own is not None:
+            elastic = self.elasticities(columns)
+            if self.bend is not None:
+                log_s = log_s + self.bend.at(columns, elastic.by_sync)
+            if self.own is not None:
+                log_s = log_s + self.own.at(columns, elastic.by_compute, elastic.by_sync)
         return PriorPrediction(log_s, spread, shares, shares_spread)
+
+    def elasticities(self, columns: Columns) -> Elasticities:
+        """Return the means over the shapes."""
+        amounts, loader_overlap = amounts_of(columns), _loader_overlap(columns)
+        found = []
+        for shape in self.shapes:
+            o = shape.overlapped(amounts, loader_overlap)
+            by_compute, _, by_sync = _slopes(o, shape.overlap, loader_overlap)
+            found.append([np.log(o.compute_s), by_compute * o.compute_s / o.step_s, by_sync * o.sync_s / o.step_s])
+        return Elasticities(*np.tensordot(self.weights, np.array(found), axes=1))
+
+    def residuals(self, columns: Columns, measured: Measured) -> Residuals:
+        """Return how measurements deviate from the predictions."""
+        elastic = self.elasticities(columns)
+        known = measured.compute_s > 1e-3 * measured.step_s  # false where it is nan
+        compute = np.where(known, np.log(np.where(known, measured.compute_s, 1.0)) - elastic.log_compute_s, np.nan)
+        step = np.log(measured.step_s) - self.predict(columns).log_s
+        return Residuals(columns, elastic.by_compute, elastic.by_sync, step, compute, measured.weight)
 
     def step_time_s(self, columns: Columns) -> Floats:
         seconds: Floats = np.exp(self.predict(columns).log_s)
@@ -448,8 +462,14 @@ def _mean_and_spread(values: Floats, weights: Floats) -> tuple[Floats, Floats]:
     return mean, np.sqrt(np.tensordot(weights, (values - mean) ** 2, axes=1))
 
 
+def _tried(num_configurations: int, overlaps: Sequence[Overlap]) -> list[tuple[int, Overlap]]:
+    """Return the shapes and overlaps to fit."""
+    kept = overlaps if num_configurations >= MIN_CONFIGURATIONS_FOR_OVERLAP else overlaps[:1]
+    return [(kind, overlap) for kind in range(len(SHAPES)) for overlap in kept]
+
+
 def _fit_all(
-    tried: Sequence[tuple[int, float]], columns: Columns, measured: Measured, population: Population | None = None
+    tried: Sequence[tuple[int, Overlap]], columns: Columns, measured: Measured, population: Population | None = None
 ) -> list[tuple[float, _Shape]]:
     """Return the objective and the fit of each shape and overlap."""
     amounts, loader_overlap = amounts_of(columns), _loader_overlap(columns)
@@ -474,7 +494,7 @@ def _fit_shape(
     loader_overlap: Floats,
     measured: Measured,
     used: NDArray[np.bool_],
-    overlap: float,
+    overlap: Overlap,
     pooled: PooledPulls | None = None,
 ) -> tuple[float, _Shape]:
     """Return the fit's objective and the shape."""
@@ -484,6 +504,7 @@ def _fit_shape(
     # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
     scale = np.sqrt(((amounts / step_s[:, None]) ** 2).mean(axis=0))
     defaults = np.array([term.default for term in TERMS]) * used
+    unmeasured = used & (scale == 0)
     used = used & (scale > 0)
     pull = _doubts(scale)
     unit = amounts[:, used] / scale[used]
@@ -493,7 +514,8 @@ def _fit_shape(
     if pooled is not None:
         pull = pooled.free(pull)
 
-    part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap)
+    part_weight = PART_WEIGHT if pooled is None else pooled.part_weight
+    part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap, part_weight)
     fixed_rows = np.vstack([part_rows, np.diag(pull[used])])
     fixed_targets = np.concatenate([part_targets, pull[used] * target])
     best: tuple[float, _Shape] | None = None
@@ -521,6 +543,7 @@ def _fit_shape(
             change = solution[-1] if iteration == 0 else (1 + solution[-1]) / 2
             objective += pooled.error(pooled_rows, pooled_targets, coefficients[used] * scale[used], change)
             pooled.rescale(change)
+            shape = _Shape(pooled.filled(coefficients, unmeasured), overlap)
             if iteration < ITERATIONS // 2:
                 objective = np.inf  # another scale makes another objective
         if best is None or objective < best[0]:
@@ -539,20 +562,29 @@ def _doubts(scale: Floats) -> Floats:
     return pull
 
 
-def _gradient(o: _Overlapped, used: NDArray[np.bool_], overlap: float, loader_overlap: Floats) -> Floats:
-    """Return the derivatives of the step by the seconds of each used term."""
+def _slopes(o: _Overlapped, overlap: Overlap, loader_overlap: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return the derivatives of the step by the seconds of each part."""
     by_busy = (o.busy_s / o.step_s) ** (loader_overlap - 1)
-    found: Floats = (
-        _OF_PARTS[0][used] * (by_busy * (o.compute_s / o.busy_s) ** (overlap - 1))[:, None]
-        + _OF_PARTS[1][used] * ((o.data_s / o.step_s) ** (loader_overlap - 1))[:, None]
-        + _OF_PARTS[2][used] * (by_busy * (o.sync_s / o.busy_s) ** (overlap - 1))[:, None]
-    )
+    hidden_s = (1 - overlap.exposed) * o.compute_s
+    both_s = o.busy_s - overlap.exposed * o.compute_s
+    by_compute = overlap.exposed + (1 - overlap.exposed) * (hidden_s / both_s) ** (overlap.power - 1)
+    by_data = (o.data_s / o.step_s) ** (loader_overlap - 1)
+    return by_busy * by_compute, by_data, by_busy * (o.sync_s / both_s) ** (overlap.power - 1)
+
+
+def _gradient(o: _Overlapped, used: NDArray[np.bool_], overlap: Overlap, loader_overlap: Floats) -> Floats:
+    """Return the derivatives of the step by the seconds of each used term."""
+    slopes = zip(_OF_PARTS, _slopes(o, overlap, loader_overlap), strict=True)
+    compute, data, sync = (of[used] * slope[:, None] for of, slope in slopes)
+    found: Floats = compute + data + sync
     return found
 
 
-def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats) -> tuple[Floats, Floats]:
+def _rows_of_parts(
+    unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats, part_weight: float
+) -> tuple[Floats, Floats]:
     """Return rows that the measured seconds of compute and of data should fulfil, in relative error, and their targets."""
-    weight = PART_WEIGHT * measured.weight
+    weight = part_weight * measured.weight
     has_compute = measured.compute_s > 1e-3 * measured.step_s  # false where it is nan
     seconds = np.where(has_compute, measured.compute_s, 1.0)
     compute = unit * _OF_PARTS[0][used] * (weight / seconds)[:, None]

@@ -13,10 +13,14 @@ from test_traces import written
 
 from lightning_dlrover.perf import Columns, Population, StepTimeModel, configuration_of, population_of
 from lightning_dlrover.perf.__main__ import main
+from lightning_dlrover.perf.columns import windows_by_configuration
 from lightning_dlrover.perf.evaluation import evaluate
+from lightning_dlrover.perf.measured import Measured
+from lightning_dlrover.perf.prior import PhysicalPrior
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.traces import read_trace
 
+FITS = (PhysicalPrior.fit, PhysicalPrior.of_hardware)
 NAMES = ("ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3")
 
 
@@ -74,6 +78,34 @@ def test_bytes_known_for_all_jobs_predict_communication_before_it_was_measured()
     larger = [w for w in target if w.num_nodes > 1]
     alone = mean_error(one_worker, larger, None)
     assert mean_error(one_worker, larger, population_of(known)) < min(0.35, alone)
+
+
+def test_placements_without_any_sample_are_as_in_other_jobs() -> None:
+    others = population_of([job(size, 3.0, seed) for seed, size in enumerate((0.02, 0.05, 0.2))])
+    target = job(0.1, 3.0, 9)
+    known, pairs = [w for w in target if w.num_nodes != 2], [w for w in target if w.num_nodes == 2]
+    assert mean_error(known[::3], pairs, others) < 0.1 < mean_error(known[::3], pairs, None)
+
+
+def test_computing_outside_of_the_backward_pass_hides_no_communication() -> None:
+    windows = []
+    for workers in (1, 2, 4, 8, 16):
+        for batch in (8, 16, 32, 64, 128):
+            compute_s, sync_s = 0.01 + 0.001 * batch, 0.02 * np.log2(workers) + 0.05 * (workers > 4)
+            step_s = compute_s / 3 + max(2 * compute_s / 3, sync_s)
+            windows.append(
+                window(
+                    workers,
+                    step_s,
+                    global_batch=workers * batch,
+                    num_nodes=-(-workers // 4),
+                    communication_s=step_s - compute_s,
+                )
+            )
+    groups = windows_by_configuration(windows, 0.0)
+    columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
+    errors = [np.abs(fit(columns, measured).step_time_s(columns) / measured.step_s - 1).mean() for fit in FITS]
+    assert errors[1] < 0.85 * errors[0]
 
 
 def test_too_few_configurations_give_no_population() -> None:
