@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR
 
 TARGETS = ("local", "slurm", "kubernetes")
 
@@ -91,7 +92,7 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that locate a job: its etcd and the folder of run folders."""
     add_etcd_options(parser)
     parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="parent of the jobs' run folders (default runs)"
+        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, metavar="DIR", help="parent of the jobs' run folders (default runs)"
     )
 
 
