@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.output import counted
 from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR
 
 TARGETS = ("local", "slurm", "kubernetes")
@@ -28,6 +29,13 @@ SETTINGS = {
 
 COUNTED = {name: texts[0] for name, texts in SETTINGS.items()} | {"node_cpus": "cores", "node_memory_mb": "MiB of memory"}
 """Units of a plan's fields for each worker and its node."""
+
+
+def counted_field(name: str, value: int) -> str:
+    """Return the value of a plan's field with its unit."""
+    unit = COUNTED[name]
+    return counted(value, unit.removesuffix("s")) if unit.endswith("s") else f"{value} {unit}"
+
 
 NODE_OPTIONS = {
     "gpus": (

@@ -53,7 +53,7 @@ def wait_for_workers(
 
 
 def wait_for_first_round(run: Run) -> None:
-    run.wait_for_output(r"\[round\] round 1: 1 workers", timeout_s=90)
+    run.wait_for_output(r"\[round\] round 1: 1 worker,", timeout_s=90)
 
 
 def is_limited(run: Run) -> bool:

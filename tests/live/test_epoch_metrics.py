@@ -146,7 +146,7 @@ def test_joiner_forgets_samples_that_count_elsewhere() -> None:
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 

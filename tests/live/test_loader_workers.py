@@ -16,7 +16,7 @@ class Signalled:
     """Sends SIGTERM to each process that is forked, before torch or the package runs in it, as long as it is referenced."""
 
     def __init__(self) -> None:
-        multiprocessing.util.register_after_fork(self, Signalled.end)  # type: ignore[attr-defined]
+        multiprocessing.util.register_after_fork(self, Signalled.end)
 
     def end(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
