@@ -251,11 +251,11 @@ class DLRoverCallback(Callback):
             return
         decision = analyst.close(end)
         if analyst.is_alone and decision is not None:
-            verdict = (
-                f"{decision.chosen_workers} workers would do this job in less time"
-                if decision.is_change
-                else "one worker is right for this job on this machine"
-            )
+            verdict = "one worker is right for this job on this machine"
+            if decision.chosen_workers > 1:
+                verdict = f"{decision.chosen_workers} workers would do this job in less time"
+            elif decision.is_change:
+                verdict += ", with other settings"
             rank_zero_info(f"DLRover: {verdict}: {decision.reason}. `dlrover run` resizes a job while it trains.")
 
 

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any, Literal
 
-__all__ = ["complain", "drop_what_cannot_be_written", "flush", "printable", "say", "show"]
+__all__ = ["complain", "counted", "drop_what_cannot_be_written", "flush", "printable", "say", "show"]
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,11 @@ _BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 def printable(text: str) -> str:
     """Return `text` with its control characters spelled out, except line ends and tabs. Others may have written it."""
     return "".join(c if c in "\n\t" or not _controls(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(number: object, noun: str) -> str:
+    """Return the number with its noun, which takes an s unless the number is 1: `1 worker`, `2 workers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def say(line: str) -> None:

@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from lightning_dlrover.output import printable
+from lightning_dlrover.output import counted, printable
 
 PRINTER = """
 import sys
@@ -115,3 +115,7 @@ sys.exit(main.main(["run", {str(script)!r}, "--endpoint", "127.0.0.1:1"]))
 """
     done = run(program, subprocess.PIPE, subprocess.PIPE)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "dlrover: interrupted\n")
+
+
+def test_one_takes_no_plural() -> None:
+    assert [counted(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]

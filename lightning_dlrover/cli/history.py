@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.learn.history import JobHistory, export_windows, history_url
-from lightning_dlrover.output import show
+from lightning_dlrover.output import counted, show
 from lightning_dlrover.planner.warm_start import PastJob
 from lightning_dlrover.report.text_table import text_table
 
@@ -31,7 +31,7 @@ def _list_jobs(options: argparse.Namespace) -> int:
     for job in jobs:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at))
         lasted = f"{job.updated_at - job.started_at:.0f} s"
-        rows.append((job.key, when, lasted, job.outcome, job.descriptor.device, f"{job.num_settings} settings measured"))
+        rows.append((job.key, when, lasted, job.outcome, job.descriptor.device, f"{job.num_settings} measured settings"))
     show("\n".join(text_table("<<><<<", rows)) or "no jobs are remembered yet")
     return EXIT_OK
 
@@ -40,12 +40,13 @@ def _show_job(options: argparse.Namespace) -> int:
     with open_history(options) as history:
         job = find_in_history(history, options.job)[0]
         windows, decisions, outcomes = history.windows(job.key), history.decisions(job.key), history.outcomes(job.key)
-    show(f"{job.key}: {job.outcome}, {len(windows)} windows, {len(decisions)} plans, {len(outcomes)} of them judged")
+    counts = f"{counted(len(windows), 'window')}, {counted(len(decisions), 'plan')}, {len(outcomes)} of them judged"
+    show(f"{job.key}: {job.outcome}, {counts}")
     facts = [(k.replace("_", " "), v if isinstance(v, str) else f"{v:,.6g}") for k, v in vars(job.descriptor).items()]
     show("\n".join(text_table("<<", facts, indent=2)))
     if windows:
         times = PastJob(job.key, job.updated_at, job.descriptor, windows).step_times_s()
-        show("  settings (workers x threads + loader workers each) by median step time, with the newest global batch:")
+        show("  settings (workers x threads + loader workers each / batches ahead) by median step time, with the newest batch:")
         medians = sorted(times.items(), key=lambda item: item[1])
         show("\n".join(text_table("<>", [(settings.short, f"{1000 * s:.3g} ms") for settings, s in medians], indent=4)))
     return EXIT_OK

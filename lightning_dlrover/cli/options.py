@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.output import counted
+from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR
 
 TARGETS = ("local", "slurm", "kubernetes")
 
@@ -27,6 +29,13 @@ SETTINGS = {
 
 COUNTED = {name: texts[0] for name, texts in SETTINGS.items()} | {"node_cpus": "cores", "node_memory_mb": "MiB of memory"}
 """Units of a plan's fields for each worker and its node."""
+
+
+def counted_field(name: str, value: int) -> str:
+    """Return the value of a plan's field with its unit."""
+    unit = COUNTED[name]
+    return counted(value, unit.removesuffix("s")) if unit.endswith("s") else f"{value} {unit}"
+
 
 NODE_OPTIONS = {
     "gpus": (
@@ -91,7 +100,7 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that locate a job: its etcd and the folder of run folders."""
     add_etcd_options(parser)
     parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="parent of the jobs' run folders (default runs)"
+        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, metavar="DIR", help="parent of the jobs' run folders (default runs)"
     )
 
 

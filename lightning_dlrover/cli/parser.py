@@ -115,7 +115,8 @@ def _add_run(commands: Commands) -> None:
     add_slurm_options(run)
     add_kubernetes_options(run)
     run.add_argument("script", help="training script; Kubernetes: its path in the image or a mounted volume")
-    run.add_argument("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
+    arguments = run.add_argument("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
+    arguments.required = False  # not to be named where the script is missing
 
 
 def _add_doctor(commands: Commands) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job, find_place, tell_problems
-from lightning_dlrover.cli.options import COUNTED, SETTINGS, option_of
-from lightning_dlrover.output import show
+from lightning_dlrover.cli.options import COUNTED, SETTINGS, counted_field, option_of
+from lightning_dlrover.output import counted, show
 from lightning_dlrover.planner.cluster.division import ClusterJob, divide, options_of
 from lightning_dlrover.planner.plan import Decision
 from lightning_dlrover.rdzv.job.events import DecisionMade, SizeRequested, events_of, record_of
@@ -136,8 +136,8 @@ def drain_command(options: argparse.Namespace) -> int:
 
 
 def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
-    wanted = ", ".join(f"{value} {COUNTED[name]}" for name, value in settings.items())
-    return wanted if num_workers is None else f"{num_workers} workers" + (f", {wanted} each" if wanted else "")
+    wanted = ", ".join(counted_field(name, value) for name, value in settings.items())
+    return wanted if num_workers is None else counted(num_workers, "worker") + (f", {wanted} each" if wanted else "")
 
 
 def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[str, int]) -> None:

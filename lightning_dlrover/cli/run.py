@@ -215,7 +215,10 @@ def _steer(
             if seat is not None:
                 seat.keep()
             controller.wait(0.2)
-    except (Interrupted, EtcdLostError):
+    except (Interrupted, EtcdLostError) as error:
+        if isinstance(error, Interrupted):
+            name = signal.Signals(error.signal_number).name
+            say(f"{name}: ending all nodes, which takes some seconds; a second Ctrl-C does not wait for them")
         # Slurm signals all processes of a job at once, etcd included. Nodes can be ended without etcd, but nothing would
         # record the end of the job: restart etcd.
         if server is not None and (not server.is_running() or variables.slurm_job(os.environ)):

@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_dlrover.cli.errors import EXIT_OK
 from lightning_dlrover.cli.lookup import connected_job, etcd_access, tell_problems
-from lightning_dlrover.cli.options import COUNTED
-from lightning_dlrover.output import show
+from lightning_dlrover.cli.options import COUNTED, counted_field
+from lightning_dlrover.output import counted, show
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.etcd.caller import full_text
 from lightning_dlrover.rdzv.etcd.inspection import alarms_of
@@ -57,9 +57,9 @@ def _status_text(status: dict[str, Any]) -> str:
     plan = status["plan"]
     if plan:
         binding = "" if plan["binding"] else " (a recommendation)"
-        each = ", ".join(f"{plan[name]} {counted}" for name, counted in COUNTED.items() if name in plan)
+        each = ", ".join(counted_field(name, plan[name]) for name in COUNTED if name in plan)
         binding += f", {each} each" if each else ""
-        lines.append(f"plan: {plan['num_workers']} workers{binding}, by {plan['source']}: {plan['reason']}")
+        lines.append(f"plan: {counted(plan['num_workers'], 'worker')}{binding}, by {plan['source']}: {plan['reason']}")
     if status["controller"]:
         controller = status["controller"]
         nodes = ", ".join(controller["awaited_nodes"])

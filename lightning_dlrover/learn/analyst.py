@@ -289,6 +289,10 @@ class Analyst:
             limits = replace(limits, **free)  # type: ignore[arg-type]
         if self._foreign_cores:
             limits = replace(limits, foreign_cores=median(self._foreign_cores))
+        if self.is_alone:
+            # A lone worker computes with all cores, as it must not in company: workers would only be found to exceed them.
+            threads = tunable_axes(self._node_cores, profile.cores)["intra_op_threads"]
+            limits = replace(limits, intra_op_threads=threads)
         if "num_workers" in news.untunable:
             limits = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
         return limits
@@ -317,7 +321,8 @@ class Analyst:
         situation = Situation(
             windows,
             node_cores=self._node_cores,
-            remaining_samples=news.remaining_samples,
+            # Advice to a lone worker is for its next run, so the little that is left of this one does not count.
+            remaining_samples=None if self.is_alone else news.remaining_samples,
             resize_cost_s=_cost_s(events, TrainingStalled, DEFAULT_RESIZE_COST_S),
             retune_cost_s=_cost_s(events, SettingsApplied, DEFAULT_RETUNE_COST_S),
             age_s=max(0.0, now - self._began_at),

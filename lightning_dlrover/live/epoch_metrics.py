@@ -9,6 +9,7 @@ names and values together, so a name that some workers have not logged cannot mi
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
@@ -31,6 +32,7 @@ __all__ = [
     "add_partial",
     "adopt",
     "entry_of",
+    "ignore_advice_to_reduce",
     "partial_values",
     "reset_metrics",
     "restore_partial",
@@ -184,6 +186,11 @@ def _combined(meta: Any, values: Sequence[Tensor]) -> Tensor:
 # --- all workers together -----------------------------------------------------------------------------------------------------
 
 
+def ignore_advice_to_reduce() -> None:
+    """Drop Lightning's advice to set `sync_dist=True`: the values of an epoch are reduced without it."""
+    warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*, sync_dist=True\)`")
+
+
 class EpochMetrics:
     """Makes the values that callbacks, schedulers and loggers read the same on all workers of a live job.
 
@@ -197,6 +204,7 @@ class EpochMetrics:
 
     def attach(self) -> None:
         """Wrap the points at which Lightning computes an epoch's values."""
+        ignore_advice_to_reduce()
         connector = lightning_names.logger_connector(self._fit.trainer)
         for name in ("epoch_end_reached", "on_epoch_end"):
             connector.__dict__.pop(name, None)

@@ -22,6 +22,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -207,6 +208,9 @@ class _LoaderWorkerInit:
         # An elastic agent that ends its worker signals the whole process group. The worker then hands over and leaves, but a
         # dead loader worker would turn that into an error. The loader worker leaves the group and ends with its worker.
         os.setpgid(0, 0)
+        # Signals sent until here are for the worker alone (see `_iterate`).
+        signal.sigtimedwait({signal.SIGTERM}, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for fd, inode in self._sockets:
             try:
                 if os.stat(fd).st_ino == inode:
@@ -447,11 +451,16 @@ class LoaderWorkers:
         loader.generator = generator
         if loader.num_workers:
             _keep_socket_paths_short()
+            if method != "fork":
+                resource_tracker.ensure_running()  # its start would unblock SIGTERM
         was_enabled = gc.isenabled()
         gc.disable()  # stays off in loader workers until they are initialised
+        # Loader workers inherit this. Until they have left the process group, SIGTERM to the group must not end them.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             return iter(loader)
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if was_enabled:
                 gc.enable()
 

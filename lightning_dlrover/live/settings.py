@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.events import SettingsApplied
 from lightning_dlrover.rdzv.job.records import PlanRecord
 
@@ -29,7 +30,7 @@ class _Settings:
 
     def __str__(self) -> str:
         workers, ahead = ("+".join(map(str, of_loaders)) for of_loaders in (self.loader_workers, self.prefetch_factor))
-        return f"{workers} loader workers, {ahead} batches ahead, {self.intra_op_threads} threads"
+        return f"{workers} loader workers, {ahead} batches ahead, {counted(self.intra_op_threads, 'thread')}"
 
 
 class SettingsInForce:

@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings, step_text
 from lightning_dlrover.report.story import JobStory, outcome_of
 from lightning_dlrover.report.text_table import text_table
@@ -37,9 +38,10 @@ def explain_text(story: JobStory, plan: int | None = None) -> str:
     judged = [o for d in decisions if (o := outcome_of(story, d)) is not None]
     as_expected = sum(o.expected for o in judged)
     lines = [
-        f"job {story.run_id}: {len(decisions)} plans, {changes} of them changes; "
+        f"job {story.run_id}: {counted(len(decisions), 'plan')}, {counted(changes, 'change')}; "
         f"{as_expected} of {len(judged)} that were measured came out as predicted",
-        f"objective: {decisions[-1].objective or 'unknown'}; settings are written workers x threads + loader workers each",
+        f"objective: {decisions[-1].objective or 'unknown'}; settings are written "
+        "workers x threads + loader workers each / batches ahead, if not 2",
         cost_text(story),
     ]
     for number, decision in enumerate(decisions):
@@ -95,7 +97,9 @@ def _telling(decision: Decision) -> list[Candidate]:
 
 
 def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
-    rows = [("settings", "step", "90 % interval", "samples/s", "cores", "to the end", "")]
+    has_costs = any(c.cost_to_end is not None for c in candidates)
+    costs = ("cost to the end",) if has_costs else ()
+    rows: list[tuple[str, ...]] = [("settings", "step", "90 % interval", "samples/s", "cores", *costs, "")]
     for c in candidates:
         marks = [
             *(["chosen"] if c.settings == decision.chosen else []),
@@ -104,10 +108,11 @@ def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
             *([c.note] if c.note else []),
         ]
         interval = f"{step_text(c.low_s)}-{step_text(c.high_s)}"
-        money = f"{c.cost_to_end:.4g}" if c.cost_to_end is not None else "unknown"
-        figures = (step_text(c.step_time_s), interval, f"{c.samples_per_s:,.0f}", f"{c.cores:.3g}", money)
+        if has_costs:
+            costs = (f"{c.cost_to_end:.4g}" if c.cost_to_end is not None else "unknown",)
+        figures = (step_text(c.step_time_s), interval, f"{c.samples_per_s:,.0f}", f"{c.cores:.3g}", *costs)
         rows.append((c.settings.short, *figures, ", ".join(marks)))
-    return text_table(">>>>>><", rows, indent=4)
+    return text_table(">" * (len(rows[0]) - 1) + "<", rows, indent=4)
 
 
 def _settings(settings: Settings) -> str:

@@ -84,7 +84,7 @@ class _Fact:
 
 
 def _facts(story: JobStory) -> list[_Fact]:
-    sizes = [r.num_workers for r in story.rounds]
+    sizes = [r.num_workers for r in story.rounds if r.kind != "stop"]
     seconds = sum(p.num_steps * p.step_time_s for p in story.profiles)
     num_stalls = sum(r.stall_s is not None and r.kind != "start" for r in story.rounds)
     if num_stalls:
@@ -103,7 +103,7 @@ def _facts(story: JobStory) -> list[_Fact]:
             f"{story.num_profiled_samples:,}",
             f"{story.num_profiled_samples / seconds:,.0f}/s in steps" if seconds else "",
         ),
-        _Fact("rounds", str(len(story.rounds)), f"{story.num_resizes} after the first"),
+        _Fact("rounds", str(len(story.rounds)), f"{story.num_resizes} of them changes"),
         _Fact(
             "workers",
             " to ".join(str(n) for n in sorted({min(sizes), max(sizes)})) if sizes else "unknown",

@@ -46,7 +46,7 @@ from lightning_dlrover.rdzv.live.view import read_view
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
 from lightning_dlrover.report.skipped import described_skipped, skipped_rows
 from lightning_dlrover.report.streams import described, described_sequence, read_sequences, read_streams
-from lightning_dlrover.report.surroundings import Surroundings
+from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR, Surroundings
 
 __all__ = [
     "JOB_FILE",
@@ -272,17 +272,34 @@ def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
     """Return a client for a job that should be running.
 
     Raises:
+        JobNotFoundError: the job has ended, and its etcd with it.
         EtcdError: etcd does not answer.
     """
+    has_ended = _has_ended(place, run_dir / place.run_id)
     try:
-        return connect(place)
+        return connect(place, timeout_s=2.0 if has_ended else 5.0)
     except EtcdUnavailableError as error:
+        at = "" if run_dir == DEFAULT_RUN_DIR else f" --run-dir {run_dir}"
+        report = f"`dlrover report {place.run_id}{at}` shows what happened"
+        if has_ended:
+            raise JobNotFoundError(
+                f"job {place.run_id!r} has ended, and with it its nodes on this machine and its etcd at {place.endpoint}; "
+                f"{report}"
+            ) from error
         if not (run_dir / place.run_id / EVENTS_FILE).exists():
             raise
         raise EtcdUnavailableError(
-            f"{error}; if job {place.run_id!r} has ended, its etcd has ended with it: "
-            f"`dlrover report {place.run_id}` shows what happened"
+            f"{error}; if job {place.run_id!r} has ended, its etcd has ended with it: {report}"
         ) from error
+
+
+def _has_ended(place: JobPlace, folder: Path) -> bool:
+    """Whether the run folder shows that a job at this place ran on this machine, and that its `dlrover run` has ended."""
+    try:
+        job = read_job_file(folder / JOB_FILE)
+    except JobNotFoundError:
+        return False
+    return job.target == "local" and job.place.endpoint == place.endpoint and not is_locked(folder)
 
 
 @dataclass(frozen=True)

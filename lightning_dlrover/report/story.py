@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.perf.samples import STEP_PARTS
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings, outcome
 from lightning_dlrover.rdzv.job.events import (
@@ -114,7 +115,7 @@ class JobStory:
 
     @property
     def num_resizes(self) -> int:
-        """Number of rounds after the first."""
+        """Number of rounds that neither start nor stop the job."""
         return sum(r.kind not in ("start", "stop") for r in self.rounds)
 
     @property
@@ -227,7 +228,7 @@ class _Told:
             case WorkerLost():  # every survivor that detects the loss may report it
                 self.losses.setdefault(event.worker_id, Note(at, text or f"worker {event.worker_id} was lost"))
             case SizeRequested():
-                self.notes.append(Note(at, f"{event.source} asked for {event.num_workers} workers"))
+                self.notes.append(Note(at, f"{event.source} asked for {counted(event.num_workers, 'worker')}"))
             case WorkerFailed():
                 self.errors.append(Note(at, event.traceback or text))
             case JobFailed() | RecordIgnored():

@@ -1,16 +1,20 @@
-"""The etcd that a command uses unless its options name another one: that of the environment."""
+"""The etcd and the run folders that a command uses unless its options name others."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.config import access_from
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
 
-__all__ = ["Surroundings"]
+__all__ = ["DEFAULT_RUN_DIR", "Surroundings"]
+
+DEFAULT_RUN_DIR = Path("runs")
+"""Parent of the jobs' run folders."""
 
 
 @dataclass(frozen=True)

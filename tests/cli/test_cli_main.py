@@ -56,6 +56,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--workers", "0:2", "script.py"], "MIN must be at least 1"),
         (["run", "--workers", "two", "script.py"], "'two' is not MIN:MAX, such as 1:3"),
         (["run", "--workers", "-1:2", "script.py"], "--workers"),
+        (["run"], "the following arguments are required: script\n"),
         (["run", "nowhere.py"], "script 'nowhere.py' does not exist or is not a file"),
         (["run", "."], "script '.' does not exist or is not a file"),
         (["run", "broken.py"], "script 'broken.py' is not valid Python"),

@@ -53,7 +53,7 @@ def wait_for_workers(
 
 
 def wait_for_first_round(run: Run) -> None:
-    run.wait_for_output(r"\[round\] round 1: 1 workers", timeout_s=90)
+    run.wait_for_output(r"\[round\] round 1: 1 worker,", timeout_s=90)
 
 
 def is_limited(run: Run) -> bool:
@@ -185,7 +185,8 @@ def test_a_signal_ends_the_job_in_order_and_nothing_else(
     assert run.wait_for_exit() == code, run.output
     dlrover.assert_all_ended()
     assert bystander.poll() is None
-    assert f"job job was ended by {number.name}" in run.output
+    announced, ended = f"{number.name}: ending all nodes", f"job job was ended by {number.name}"
+    assert 0 < run.output.find(announced) < run.output.find(ended)
     assert "Traceback" not in run.output
 
 

@@ -44,7 +44,7 @@ def test_worker_killed_before_the_first_batch_is_replaced(dlrover: Dlrover, tmp_
 def test_growth_by_nodes_that_always_fail_ends_until_it_is_asked_for(dlrover: Dlrover, tmp_path: Path) -> None:
     bad, until = tmp_path / "bad", tmp_path / "until"
     run = dlrover.start("--workers", "1:2", SCRIPT, "on_train_start", bad, until)
-    run.wait_for_output(r"\[round\] round 1: 1 workers", timeout_s=90)
+    run.wait_for_output(r"\[round\] round 1: 1 worker,", timeout_s=90)
     run.wait_for(lambda: run.status()["phase"] == "training", "training")
     bad.mkdir()
     assert dlrover("scale", "job", 2).returncode == 0

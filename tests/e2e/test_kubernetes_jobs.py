@@ -216,7 +216,7 @@ def test_a_job_on_a_real_cluster_grows_and_is_cancelled(dlrover: Dlrover, run_id
     run = dlrover.start(
         "--target", "kubernetes", "--workers", "1:2", *options, "/work/tiny_loop.py", "--until", "/x", run_id=run_id
     )
-    run.wait_for_output(r"\[round\] round 1: 1 workers", timeout_s=300)
+    run.wait_for_output(r"\[round\] round 1: 1 worker,", timeout_s=300)
     assert dlrover("scale", run_id, 2).returncode == 0
     workers = wait_for_workers(run, 2)
     assert len({worker["host"] for worker in workers}) == 2

@@ -412,3 +412,15 @@ def test_trial_counts_as_such_until_three_windows_have_judged_it(start: StartJob
     assert job.analyst.trial == trial
     job.run(1)
     assert job.analyst.trial != trial
+
+
+def test_worker_that_trains_alone_with_all_cores_learns_that_more_would_be_faster() -> None:
+    alone, rng = Analyst(None, Intentions(0.001, Objective(), None), float(TRUTH.node_cores)), random.Random(1)
+    for at in range(2 * analyst_module.WINDOWS_PER_DECISION):
+        profile = window(TRUTH, Settings(1, 0, TRUTH.node_cores, 0), rng, 0.03, at=float(at))
+        remaining_samples = 0.0  # as at the end of the run, where the last decision is made
+        alone.submit(dataclasses.replace(profile, global_rank=0), remaining_samples)
+    decision = alone.close("finished")
+    assert decision is not None
+    assert decision.chosen_workers > 1
+    assert decision.chosen_workers * decision.chosen.intra_op_threads <= TRUTH.node_cores

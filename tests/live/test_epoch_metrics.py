@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, PearsonCorrCoef, SumMetric
@@ -15,6 +16,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryF1Score, BinaryPrecis
 
 from lightning_dlrover.live.epoch_metrics import (
     add_partial,
+    ignore_advice_to_reduce,
     partial_values,
     reset_metrics,
     restore_partial,
@@ -140,3 +142,26 @@ def test_joiner_forgets_samples_that_count_elsewhere() -> None:
     assert joiner.state_dict() == giver.state_dict()
     reset_metrics(joiner)
     assert float(joiner.metric.compute()) == 0.0
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+def test_advice_to_reduce_values_is_not_passed_on(group_of_one: None, recwarn: pytest.WarningsRecorder) -> None:
+    """Lightning gives its advice for each name once, so each reading takes names of its own."""
+    read_at_epoch_end("with_advice")
+    assert [str(warning.message)[:40] for warning in recwarn] == ["It is recommended to use `self.log('with"]
+    recwarn.clear()
+    ignore_advice_to_reduce()
+    read_at_epoch_end("without_advice")
+    assert not recwarn
+
+
+def read_at_epoch_end(name: str) -> None:
+    results = _ResultCollection(training=True)
+    results.log("training_step", name, torch.tensor(1.0), on_epoch=True, batch_size=1)
+    assert results.metrics(on_step=False)["callback"] == {name: 1.0}

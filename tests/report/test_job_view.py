@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
+from lightning_dlrover.cli.run_folder import run_folder
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
@@ -24,7 +26,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.report.event_log import EventLog, JobNotFoundError, read_event_file
-from lightning_dlrover.report.status import JobPlace, find_job, read_job, read_nodes, show_status
+from lightning_dlrover.report.status import JobPlace, connect_to_job, find_job, read_job, read_nodes, show_status
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +65,23 @@ def test_a_job_file_that_cannot_be_read_is_named(tmp_path: Path, content: str) -
 
 def put_event(client: EtcdClient, keys: Keys, number: int, at: float) -> None:
     client.put(f"{keys.events}{number:020d}-w", encode(EventRecord("round", at, f"event {number}")))
+
+
+def test_ended_job_is_not_taken_for_a_fault_of_etcd(tmp_path: Path) -> None:
+    place = written(tmp_path)
+    with pytest.raises(JobNotFoundError, match=rf"'job' has ended, .* `dlrover report job --run-dir {tmp_path}`"):
+        connect_to_job(place, tmp_path)
+
+
+def test_job_with_a_controller_or_another_etcd_has_not_ended_because_etcd_is_silent(tmp_path: Path) -> None:
+    place = written(tmp_path)
+    with pytest.raises(EtcdUnavailableError, match=r"no etcd v3 answered at 127\.0\.0\.1:2"):
+        connect_to_job(JobPlace("job", "127.0.0.1:2"), tmp_path)
+    with (
+        run_folder(tmp_path / "job", "job", place.endpoint, "local"),
+        pytest.raises(EtcdUnavailableError, match=place.endpoint),
+    ):
+        connect_to_job(place, tmp_path)
 
 
 def test_the_event_file_is_complete_and_in_order_at_the_end(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_report_has_four_pictures_and_a_row_per_round_and_decision(whole_page: P
     assert whole_page.tags.count("tr") == (1 + 5) + (1 + 1) + (1 + 2)
     for word in ("throughput (samples/s)", "step time (ms)", "workers", "communication", "predicted"):
         assert word in whole_page.text
-    assert "user asked for 1 workers" in whole_page.text
+    assert "user asked for 1 worker" in whole_page.text
 
 
 def test_the_page_needs_nothing_from_elsewhere(whole_page: Page) -> None:
@@ -293,7 +293,7 @@ def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
 def test_explanation_names_measurement_choice_and_result() -> None:
     text = " ".join(explain_text(tell("job", whole_job())).split())
     for part in (
-        "1 plans, 1 of them changes; 1 of 1 that were measured came out as predicted",
+        "1 plan, 1 change; 1 of 1 that were measured came out as predicted",
         "1x1 -> 2x1",
         "2 workers are faster",
         "saw 1 worker with 1 thread and 0 loader workers each: 130 ms a step",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.events import Event, RoundFormed, WorkerLost
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.rounds import View, cause, losses
@@ -38,7 +39,7 @@ def announce(
         cause=cause(view, round_),
         decided_s=decided_s,
     )
-    event(formed, f"round {round_.number}: {len(round_.members)} workers, {round_.reason}")
+    event(formed, f"round {round_.number}: {counted(len(round_.members), 'worker')}, {round_.reason}")
 
 
 def _evidence(view: View, worker_id: str, buried: Collection[str]) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 
 __all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "next_round", "waits"]
@@ -277,7 +278,7 @@ def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | Non
         group[: view.cap],
         "start",
         planned=True,
-        reason=f"start with {min(len(group), view.cap)} workers",
+        reason=f"start with {counted(min(len(group), view.cap), 'worker')}",
     )
 
 
