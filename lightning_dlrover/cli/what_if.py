@@ -97,6 +97,8 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
     rules = Rules(budget, view.brain.policy)
     by_hand = place.run_id if options.workers is not None and place.run_id in view.jobs else ""
     more = cluster_change(options.cluster) if options.cluster is not None else Resources()
+    if min(vars(budget + more).values()) < 0:
+        raise UsageError(f"--cluster {' '.join(options.cluster)} takes more than the pool has: its budget is {budget.text}")
     jobs = view.pool_jobs
     before, after = sizes_if(jobs, rules, now, budget + more, options.without or "", by_hand, options.workers or 0)
     rows: list[tuple[str, ...]] = [("job", "workers now", "then", "to the end now", "then")]

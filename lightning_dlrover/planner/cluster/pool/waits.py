@@ -66,7 +66,7 @@ def _wait_of(
     job: PoolJob, place: int, need: Resources, free: Resources, ends: list[_End]
 ) -> tuple[Wait, Resources, list[_End]]:
     """Return the wait of one job, and the free resources and later ends after its start."""
-    missing = f"it needs {need.text} and {_positive(free).text} {'is' if _positive(free).text == 'nothing' else 'are'} free"
+    missing = f"it needs {need.text}, and the other jobs leave it {_positive(free).text}"
     waited_s = 0.0
     known = sorted((end for end in ends if end.at_s is not None), key=lambda end: (end.at_s or 0.0, end.name))
     unknown = [end for end in ends if end.at_s is None]
