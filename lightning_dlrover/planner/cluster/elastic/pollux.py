@@ -129,7 +129,7 @@ class _Search:
 
     def _rounded(self, numbers: Ints) -> Ints:
         """Return the columns of the largest allowed sizes up to these numbers of devices, at least those of the smallest."""
-        return self._column_of.take(numbers + self._in_columns)
+        return np.asarray(self._column_of.take(numbers + self._in_columns))
 
     def _mutated(self, people: Ints) -> Ints:
         """Some genes of running jobs go back to the present size; others lose or gain the devices of up to a node."""
