@@ -91,23 +91,26 @@ def _answers(inputs: Inputs, asked: Sequence[Question], make_policy: PolicyMaker
     finally:
         for process in workers.values():
             process.terminate()
-        for process in started:
-            _join(process)
+        _join(started)
 
 
-def _join(process: SpawnProcess) -> None:
-    """Wait until a process has ended that has no more to do, or was told to end.
+def _join(processes: Sequence[SpawnProcess]) -> None:
+    """Wait until processes have ended that have no more to do, or were told to end.
 
     Raises:
-        RuntimeError: it did not end in time, and was killed.
+        RuntimeError: some did not end in time, and were killed.
     """
-    process.join(END_WITHIN_S)
-    if process.exitcode is None:
-        process.kill()
+    killed = []
+    for process in processes:
         process.join(END_WITHIN_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join(END_WITHIN_S)
+            killed.append(f"{process.name} (pid {process.pid})")
+    if killed:
         raise RuntimeError(
-            f"{process.name} (pid {process.pid}), a simulating process, had not ended {END_WITHIN_S:g} s after it was told to, "
-            "and was killed; perhaps something has stopped it, or the machine is short of memory. "
+            f"simulating processes had not ended {END_WITHIN_S:g} s after they were told to, and were killed: "
+            f"{', '.join(killed)}; perhaps something has stopped them, or the machine is short of memory. "
             "All finished simulations are on record: give the same command again"
         )
 
@@ -116,7 +119,7 @@ def _received(connection: Connection, process: SpawnProcess) -> Simulated:
     try:
         found = connection.recv()
     except EOFError:
-        _join(process)
+        _join([process])
         raise RuntimeError(
             f"a simulating process has ended with exit code {process.exitcode}; if memory is short, use fewer processes"
         ) from None
