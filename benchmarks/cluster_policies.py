@@ -147,9 +147,9 @@ def _grouped(simulations: Sequence[Simulated], names: tuple[str, ...], policies:
 
 def _print_equal(found: Found) -> None:
     print(f"\nmean JCT / p99 JCT in hours at {EQUAL} s for all, mean over seeds, +- deviation of the mean JCT between seeds")
-    print(f"{'policy':10}" + "".join(f"{name:>22}" for name in found.workloads))
+    print(f"{'policy':10}" + "".join(f"{name:>24}" for name in found.workloads))
     for policy in found.policies:
-        print(f"{policy:10}" + "".join(f"{_cell(found.by_place[EQUAL, policy, name]):>22}" for name in found.workloads))
+        print(f"{policy:10}" + "".join(f"{_cell(found.by_place[EQUAL, policy, name]):>24}" for name in found.workloads))
     groups = {name: [name] for name in found.workloads} | {
         "those of the constants": [name for name in found.workloads if name in CHOSEN_ON],
         "the others": [name for name in found.workloads if name not in CHOSEN_ON],
