@@ -1,6 +1,7 @@
 """Many elastic jobs on one cluster: policies that divide it, simulated on published traces.
 
-    python benchmarks/cluster.py [--traces DIR] [--speeds DIR] [--seeds N] [--curve-seeds N] [--processes N] [--out DIR]
+    python benchmarks/cluster.py [--traces DIR] [--speeds DIR] [--workload N...] [--policy NAME...] [--seeds N]
+                                 [--curve-seeds N] [--processes N] [--out DIR]
     python benchmarks/cluster.py --quick [--traces DIR] [--speeds DIR]
     python benchmarks/cluster.py --scale [--speeds DIR] [--quick]
     python benchmarks/cluster.py --real [--quick]
@@ -15,12 +16,14 @@ the first as in the trace, the others with shaken arrivals. Each seed is the sam
 chosen on the workloads 1 and 2, so figures are printed for these, for the others, and for all. Then the costs 0.1 to 60 s, and
 those of a restart by model, are simulated with --curve-seeds. Finished simulations stay on record in --out, and its report has
 the pictures; the same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once.
+--workload and --policy leave out the others, and --curve-seeds 0 all costs but the equal one.
 
 The last line:
 
     jct_vs_sia, jct_vs_pollux   mean JCT of `ours` over theirs, means over workloads and seeds
     wins, of                    workloads in which the mean JCT of `ours` is below that of every other policy, and workloads
-    live_gain                   1 - mean JCT of `ours` at 0.5 s / that of the best other policy at its restart costs by model
+    live_gain                   1 - mean JCT of `ours` at 0.5 s / that of the best other policy at its restart costs by model;
+                                absent with --curve-seeds 0
     p99_ratio                   p99 JCT of `ours` over that of the other policy with the lowest mean JCT
 
 --scale takes one decision of `ours` for 1,000 jobs on 10,000 GPUs, and others on clusters that an integer program can solve.
@@ -49,6 +52,8 @@ from cluster_real import real
 from cluster_scale import scale
 from jobs import BenchmarkError, describe_machine, result_line
 
+from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
+
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 
 
@@ -73,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--speeds", type=Path, default=SHARED_DATA / "step_traces", help="folder of step times (default: %(default)s)"
     )
+    parser.add_argument("--workload", type=int, nargs="+", default=[], metavar="N", help="workloads to run (default: all)")
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        choices=list(ELASTIC_POLICIES),
+        default=list(ELASTIC_POLICIES),
+        metavar="NAME",
+        help="policies to run, at least ours, sia and pollux (default: all)",
+    )
     parser.add_argument("--seeds", type=int, default=10, help="seeds at equal costs (default: %(default)s)")
     parser.add_argument("--curve-seeds", type=int, default=1, help="seeds at each other cost (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: cores)")
@@ -86,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     parser = _parser()
     options = parser.parse_args()
-    if min(options.seeds, options.curve_seeds, options.processes) < 1:
-        parser.error("--seeds, --curve-seeds and --processes must be above 0")
+    if min(options.seeds, options.processes) < 1 or options.curve_seeds < 0:
+        parser.error("--seeds and --processes must be above 0, and --curve-seeds not negative")
     print(describe_machine())
     try:
         if options.real:
@@ -107,6 +121,8 @@ def main() -> int:
                 curve_seeds=options.curve_seeds,
                 processes=options.processes,
                 quick=options.quick,
+                policies=options.policy,
+                workloads=options.workload,
             )
     except (BenchmarkError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -24,6 +24,7 @@ __all__ = ["compare"]
 
 OURS, SIA, POLLUX = "ours", "sia", "pollux"
 EQUAL_S, LIVE_S = 30.0, 0.5
+EQUAL, LIVE = f"{EQUAL_S:g}", f"{LIVE_S:g}"
 CURVE: tuple[Cost, ...] = (0.1, LIVE_S, 1.0, 10.0, 60.0, BY_MODEL)
 CHOSEN_ON = ("workload-1", "workload-2")
 """Workloads on which constants of policies were chosen."""
@@ -36,6 +37,11 @@ class Found:
 
     by_place: Mapping[tuple[str, str, str], Sequence[Simulated]]
     workloads: tuple[str, ...]
+    policies: tuple[str, ...]
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return tuple(policy for policy in self.policies if policy != OURS)
 
     def mean_s(self, cost: str, policy: str, workloads: Collection[str]) -> float:
         """Return the mean JCT, each workload and seed alike."""
@@ -44,9 +50,19 @@ class Found:
     def p99_s(self, cost: str, policy: str, workloads: Collection[str]) -> float:
         return statistics.fmean(s.p99_completion_s for name in workloads for s in self.by_place[cost, policy, name])
 
+    def ratio(self, policy: str, workloads: Collection[str]) -> tuple[float, float]:
+        """Return the mean JCT of ours over a policy's at equal costs, and its deviation between seeds; 0 for one seed."""
+        pairs = [(self.by_place[EQUAL, OURS, name], self.by_place[EQUAL, policy, name]) for name in workloads]
+        by_seed = [
+            sum(ours[i].mean_completion_s for ours, _ in pairs) / sum(theirs[i].mean_completion_s for _, theirs in pairs)
+            for i in range(len(pairs[0][0]))
+        ]
+        mean = self.mean_s(EQUAL, OURS, workloads) / self.mean_s(EQUAL, policy, workloads)
+        return mean, statistics.stdev(by_seed) if len(by_seed) > 1 else 0.0
+
     def best_other(self, cost: str, workloads: Collection[str]) -> str:
         """Return the policy with the lowest mean JCT but ours."""
-        return min((p for p in ELASTIC_POLICIES if p != OURS), key=lambda policy: self.mean_s(cost, policy, workloads))
+        return min(self.others, key=lambda policy: self.mean_s(cost, policy, workloads))
 
     def wins(self, cost: str, workloads: Collection[str]) -> list[str]:
         return [
@@ -65,28 +81,38 @@ def compare(
     curve_seeds: int,
     processes: int,
     quick: bool,
+    policies: Sequence[str] = tuple(ELASTIC_POLICIES),
+    workloads: Collection[int] = (),
 ) -> dict[str, float | int]:
     """Run all simulations that are not on record, print tables, write the report, and return the figures of the last line.
 
+    Args:
+        policies: at least ours, Sia and Pollux.
+        curve_seeds: 0 leaves out the costs other than the equal one, and `live_gain`.
+        workloads: numbers of those to run; all if there are none.
     Raises:
         ValueError: a trace or a file of step times cannot be used.
     """
     paths = sorted(traces.glob("workload-*.csv"), key=_number)
+    paths = [path for path in paths if not workloads or _number(path)[0] in workloads]
     if not paths:
         raise BenchmarkError(f"{traces} holds no workload-N.csv: name the folder of Pollux's workloads with --traces")
     inputs, read = read_inputs(paths, speeds, Cluster(16, 4))
+    if missing := {OURS, SIA, POLLUX} - set(policies):
+        raise BenchmarkError(f"the figures need {', '.join(sorted(missing))}, too: add them to --policy")
     if quick:
         num_seeds = curve_seeds = 1
         read = [_shortened(trace) for trace in (read[0], read[-1])]
     names = tuple(trace.name for trace in read)
-    asked = questions(read, list(ELASTIC_POLICIES), [EQUAL_S], range(num_seeds))
-    asked += questions(read, list(ELASTIC_POLICIES), [LIVE_S, BY_MODEL] if quick else CURVE, range(curve_seeds))
-    print(f"{len(asked)} simulations: {len(names)} workloads, {len(ELASTIC_POLICIES)} policies, 16 nodes with 4 GPUs each")
+    asked = questions(read, policies, [EQUAL_S], range(num_seeds))
+    asked += questions(read, policies, [LIVE_S, BY_MODEL] if quick else CURVE, range(curve_seeds))
+    print(f"{len(asked)} simulations: {len(names)} workloads, {len(policies)} policies, 16 nodes with 4 GPUs each")
     simulations = _run(inputs, asked, out, processes)
-    found = _grouped(simulations, names)
+    found = _grouped(simulations, names, tuple(policies))
     _print_equal(found)
-    _print_curve(simulations, names)
-    return _figures(found)
+    if curve_seeds:
+        _print_curve(simulations, found)
+    return _figures(found, with_live=curve_seeds > 0)
 
 
 def _run(inputs: Inputs, asked: Sequence[Question], out: Path, processes: int) -> list[Simulated]:
@@ -112,33 +138,32 @@ def _counted(total: int) -> Iterator[Callable[[Simulated], None]]:
     yield ended
 
 
-def _grouped(simulations: Sequence[Simulated], names: tuple[str, ...]) -> Found:
+def _grouped(simulations: Sequence[Simulated], names: tuple[str, ...], policies: tuple[str, ...]) -> Found:
     groups: defaultdict[tuple[str, str, str], list[Simulated]] = defaultdict(list)
     for simulated in simulations:
         groups[simulated.cost, simulated.policy, simulated.trace].append(simulated)
-    return Found(groups, names)
+    return Found(groups, names, policies)
 
 
 def _print_equal(found: Found) -> None:
-    cost = f"{EQUAL_S:g}"
-    print(f"\nmean JCT / p99 JCT in hours at {cost} s for all, mean over seeds, +- deviation of the mean JCT between seeds")
-    print(f"{'policy':10}" + "".join(f"{name:>22}" for name in found.workloads))
-    for policy in ELASTIC_POLICIES:
-        print(f"{policy:10}" + "".join(f"{_cell(found.by_place[cost, policy, name]):>22}" for name in found.workloads))
-    groups = {
+    print(f"\nmean JCT / p99 JCT in hours at {EQUAL} s for all, mean over seeds, +- deviation of the mean JCT between seeds")
+    print(f"{'policy':10}" + "".join(f"{name:>24}" for name in found.workloads))
+    for policy in found.policies:
+        print(f"{policy:10}" + "".join(f"{_cell(found.by_place[EQUAL, policy, name]):>24}" for name in found.workloads))
+    groups = {name: [name] for name in found.workloads} | {
         "those of the constants": [name for name in found.workloads if name in CHOSEN_ON],
         "the others": [name for name in found.workloads if name not in CHOSEN_ON],
         "all": list(found.workloads),
     }
-    print("\nJCT of ours over that of each policy, and p99 over p99: ratios of means")
-    print(f"{'workloads':24}" + "".join(f"{policy:>14}" for policy in ELASTIC_POLICIES if policy != OURS))
+    print("\nJCT of ours over that of each policy +- deviation between seeds, and p99 over p99: ratios of means")
+    print(f"{'workloads':24}" + "".join(f"{policy:>20}" for policy in found.others))
     for title, names in groups.items():
         if names:
-            print(f"{title:24}" + "".join(f"{_ratios(found, cost, p, names):>14}" for p in ELASTIC_POLICIES if p != OURS))
+            print(f"{title:24}" + "".join(f"{_ratios(found, policy, names):>20}" for policy in found.others))
     seeds = [
-        all(ours.mean_completion_s < found.by_place[cost, p, name][i].mean_completion_s for p in ELASTIC_POLICIES if p != OURS)
+        all(ours.mean_completion_s < found.by_place[EQUAL, p, name][i].mean_completion_s for p in found.others)
         for name in found.workloads
-        for i, ours in enumerate(found.by_place[cost, OURS, name])
+        for i, ours in enumerate(found.by_place[EQUAL, OURS, name])
     ]
     print(f"ours is best in {sum(seeds)} of {len(seeds)} pairs of workload and seed")
 
@@ -150,34 +175,36 @@ def _cell(simulations: Sequence[Simulated]) -> str:
     return f"{statistics.fmean(means):.3f}{deviation} / {p99:.2f}"
 
 
-def _ratios(found: Found, cost: str, policy: str, names: Sequence[str]) -> str:
-    mean = found.mean_s(cost, OURS, names) / found.mean_s(cost, policy, names)
-    return f"{mean:.3f} {found.p99_s(cost, OURS, names) / found.p99_s(cost, policy, names):.2f}"
+def _ratios(found: Found, policy: str, names: Sequence[str]) -> str:
+    mean, deviation = found.ratio(policy, names)
+    p99 = found.p99_s(EQUAL, OURS, names) / found.p99_s(EQUAL, policy, names)
+    return f"{mean:.3f} +- {deviation:.3f} {p99:.2f}"
 
 
-def _print_curve(simulations: Sequence[Simulated], names: Collection[str]) -> None:
+def _print_curve(simulations: Sequence[Simulated], found: Found) -> None:
     """Print mean JCT over the cost, of the seeds that every cost has."""
     seeds = set.intersection(*({s.seed for s in simulations if s.cost == cost} for cost in {s.cost for s in simulations}))
-    common = _grouped([s for s in simulations if s.seed in seeds], tuple(names))
+    common = _grouped([s for s in simulations if s.seed in seeds], found.workloads, found.policies)
     costs = sorted({s.cost for s in simulations}, key=lambda cost: float("inf") if cost == BY_MODEL else float(cost))
     print(f"\nmean JCT in hours over the cost of a resize, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}")
     print(f"{'policy':10}" + "".join(f"{cost if cost == BY_MODEL else cost + ' s':>10}" for cost in costs))
-    for policy in ELASTIC_POLICIES:
-        print(f"{policy:10}" + "".join(f"{common.mean_s(cost, policy, names) / 3600:>10.3f}" for cost in costs))
+    for policy in found.policies:
+        print(f"{policy:10}" + "".join(f"{common.mean_s(cost, policy, found.workloads) / 3600:>10.3f}" for cost in costs))
 
 
-def _figures(found: Found) -> dict[str, float | int]:
-    equal, names = f"{EQUAL_S:g}", found.workloads
-    ours_s = found.mean_s(equal, OURS, names)
-    by_restart = found.best_other(BY_MODEL, names)
-    return {
-        "jct_vs_sia": ours_s / found.mean_s(equal, SIA, names),
-        "jct_vs_pollux": ours_s / found.mean_s(equal, POLLUX, names),
-        "wins": len(found.wins(equal, names)),
+def _figures(found: Found, *, with_live: bool) -> dict[str, float | int]:
+    names = found.workloads
+    figures: dict[str, float | int] = {
+        "jct_vs_sia": found.ratio(SIA, names)[0],
+        "jct_vs_pollux": found.ratio(POLLUX, names)[0],
+        "wins": len(found.wins(EQUAL, names)),
         "of": len(names),
-        "live_gain": 1 - found.mean_s(f"{LIVE_S:g}", OURS, names) / found.mean_s(BY_MODEL, by_restart, names),
-        "p99_ratio": found.p99_s(equal, OURS, names) / found.p99_s(equal, found.best_other(equal, names), names),
     }
+    if with_live:
+        by_restart = found.best_other(BY_MODEL, names)
+        figures["live_gain"] = 1 - found.mean_s(LIVE, OURS, names) / found.mean_s(BY_MODEL, by_restart, names)
+    figures["p99_ratio"] = found.p99_s(EQUAL, OURS, names) / found.p99_s(EQUAL, found.best_other(EQUAL, names), names)
+    return figures
 
 
 def _shortened(trace: Trace) -> Trace:

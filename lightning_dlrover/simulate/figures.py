@@ -31,8 +31,16 @@ def completions_figure(simulations: Sequence[Simulated]) -> Figure:
 
 
 def costs_figure(simulations: Sequence[Simulated]) -> Figure | None:
-    """Draw the mean JCT over the cost of a resize, for each policy; None if there is one cost only."""
-    return _styled(_costs, simulations) if len({s.cost for s in simulations}) > 1 else None
+    """Draw the mean JCT over the cost of a resize, for each policy; None if there is one cost only.
+
+    Costs are compared on the traces and seeds that all of them have.
+    """
+    found: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+    for s in simulations:
+        found[s.cost].add((s.trace, s.seed))
+    common = set.intersection(*found.values())
+    shown = [s for s in simulations if (s.trace, s.seed) in common]
+    return _styled(_costs, shown) if len(found) > 1 and common else None
 
 
 def use_figure(simulations: Sequence[Simulated]) -> Figure:

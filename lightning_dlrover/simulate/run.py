@@ -18,6 +18,9 @@ from lightning_dlrover.simulate.study import Inputs, PolicyMaker, Question, answ
 
 __all__ = ["registered_policy", "run_study"]
 
+END_WITHIN_S = 60.0
+"""Seconds within which a process ends that has no more to do, or was told to end. It needs a few milliseconds."""
+
 
 def registered_policy(name: str, seed: int) -> Policy:
     """Return a policy of the registry.
@@ -65,11 +68,14 @@ def _answers(inputs: Inputs, asked: Sequence[Question], make_policy: PolicyMaker
     context = multiprocessing.get_context("spawn")
     left = deque(asked)
     workers: dict[Connection, SpawnProcess] = {}
+    started: list[SpawnProcess] = []
     try:
         for _ in range(min(processes, len(asked))):
             here, there = context.Pipe()
-            workers[here] = context.Process(target=_work, args=(inputs, make_policy, there), daemon=True)
-            workers[here].start()
+            process = context.Process(target=_work, args=(inputs, make_policy, there), daemon=True)
+            process.start()
+            started.append(process)
+            workers[here] = process
             there.close()
             here.send(left.popleft())
         while workers:
@@ -80,19 +86,40 @@ def _answers(inputs: Inputs, asked: Sequence[Question], make_policy: PolicyMaker
                     connection.send(left.popleft())
                 else:
                     connection.send(None)
-                    workers.pop(connection).join()
+                    del workers[connection]
                 yield found
     finally:
         for process in workers.values():
             process.terminate()
-            process.join()
+        _join(started)
+
+
+def _join(processes: Sequence[SpawnProcess]) -> None:
+    """Wait until processes have ended that have no more to do, or were told to end.
+
+    Raises:
+        RuntimeError: some did not end in time, and were killed.
+    """
+    killed = []
+    for process in processes:
+        process.join(END_WITHIN_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join(END_WITHIN_S)
+            killed.append(f"{process.name} (pid {process.pid})")
+    if killed:
+        raise RuntimeError(
+            f"simulating processes had not ended {END_WITHIN_S:g} s after they were told to, and were killed: "
+            f"{', '.join(killed)}; perhaps something has stopped them, or the machine is short of memory. "
+            "All finished simulations are on record: give the same command again"
+        )
 
 
 def _received(connection: Connection, process: SpawnProcess) -> Simulated:
     try:
         found = connection.recv()
     except EOFError:
-        process.join()
+        _join([process])
         raise RuntimeError(
             f"a simulating process has ended with exit code {process.exitcode}; if memory is short, use fewer processes"
         ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmark_figures import figures_of
@@ -36,13 +37,26 @@ def test_every_policy_is_compared_on_every_workload(
     assert (tmp_path / "out" / "report.html").exists()
 
 
+def quickly(folder: Path, **options: Any) -> None:
+    compare(folder, folder, folder / "out", num_seeds=1, curve_seeds=1, processes=1, quick=True, **options)
+
+
 def test_folders_without_traces_or_speeds_are_refused(tmp_path: Path) -> None:
-    options = {"num_seeds": 1, "curve_seeds": 1, "processes": 1}
     with pytest.raises(BenchmarkError, match=r"holds no workload-N\.csv"):
-        compare(tmp_path, tmp_path, tmp_path / "out", quick=True, **options)
+        quickly(tmp_path)
     write_trace(tmp_path / "workload-1.csv")
+    with pytest.raises(BenchmarkError, match=r"holds no workload-N\.csv"):
+        quickly(tmp_path, workloads=[2])
     with pytest.raises(TraceError, match=r"holds no file NAME-placements\.csv"):
-        compare(tmp_path, tmp_path, tmp_path / "out", quick=True, **options)
+        quickly(tmp_path)
+
+
+def test_policies_that_the_figures_need_cannot_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 50)
+    write_trace(tmp_path / "workload-1.csv")
+    write_speeds(tmp_path, per_node=4)
+    with pytest.raises(BenchmarkError, match=r"the figures need pollux, sia, too: add them to --policy"):
+        quickly(tmp_path, policies=["ours", "user"])
 
 
 @pytest.mark.skipif(not SPEEDS.is_dir(), reason=f"no {SPEEDS}: set DLROVER_SHARED_DATA to the folder that holds step_traces")

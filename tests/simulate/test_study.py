@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from measured_clusters import write_speeds, write_trace
+from waiting import eventually
 
 from lightning_dlrover.planner.cluster import Policy
 from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
 from lightning_dlrover.planner.cluster.workloads import WorkloadError
+from lightning_dlrover.simulate import run
 from lightning_dlrover.simulate.records import FILE_NAME, Results, ResultsError, Simulated
 from lightning_dlrover.simulate.run import registered_policy, run_study
 from lightning_dlrover.simulate.study import BY_MODEL, Inputs, PolicyMaker, Question, Trace, answer, questions, read_inputs
@@ -93,11 +98,35 @@ def lost(name: str, seed: int) -> Policy:
     os._exit(7)
 
 
-@pytest.mark.parametrize("make_policy, message", [(unusable, "no policy user"), (lost, "has ended with exit code 7")])
+@pytest.mark.parametrize("make_policy, message", [(unusable, "no policy (user|srtf)"), (lost, "has ended with exit code 7")])
 def test_a_failure_in_another_process_ends_the_study(tmp_path: Path, make_policy: PolicyMaker, message: str) -> None:
     inputs, traces = inputs_of(tmp_path)
     with Results(tmp_path / "out") as results, pytest.raises((ValueError, RuntimeError), match=message):
         run_study(inputs, asked_of(traces), results, make_policy=make_policy, processes=2)
+    assert not multiprocessing.active_children()
+
+
+def stops_or_fails(folder: Path, name: str, seed: int) -> Policy:
+    """Stop this process for `user`; fail for another policy once that process has stopped."""
+    if name == "user":
+        (folder / f"{os.getpid()}.pid").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    eventually(
+        lambda: any(psutil.Process(int(path.stem)).status() == psutil.STATUS_STOPPED for path in folder.glob("*.pid")),
+        "the process of the other policy stops",
+    )
+    return unusable(name, seed)
+
+
+def test_a_process_that_does_not_end_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process does not act on the signal that ends it."""
+    monkeypatch.setattr(run, "END_WITHIN_S", 0.2)
+    inputs, traces = inputs_of(tmp_path)
+    asked = questions(traces, ["user", "srtf"], [1.0], [0])
+    make_policy = functools.partial(stops_or_fails, tmp_path)
+    with Results(tmp_path / "out") as results, pytest.raises(RuntimeError, match=r"SpawnProcess-\d+ \(pid \d+\)") as raised:
+        run_study(inputs, asked, results, make_policy=make_policy, processes=2)
+    assert "no policy srtf" in str(raised.value.__context__)
     assert not multiprocessing.active_children()
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["best_columns", "by_hulls", "exactly"]
+__all__ = ["MOST_EXACT", "best_columns", "by_hulls", "exactly", "hull"]
 
 MOST_EXACT = 60_000_000
 """Operations up to which the exact solution is computed: a few tenths of a second."""
@@ -68,8 +68,7 @@ def by_hulls(values: Floats, sizes: Ints, num_devices: int) -> Ints:
     left = num_devices - int(sizes[columns].sum())
     steps: list[tuple[float, int, int, int]] = []
     for job, (row, first) in enumerate(zip(values, columns.tolist(), strict=True)):
-        hull = _hull(row, sizes, first)
-        for before, after in pairwise(hull):
+        for before, after in pairwise(hull(row, sizes, first)):
             slope = float((row[after] - row[before]) / (sizes[after] - sizes[before]))
             steps.append((-slope, job, before, after))
     steps.sort()
@@ -99,16 +98,16 @@ def _first_allowed(values: Floats) -> Ints:
     return np.asarray((values > -np.inf).argmax(axis=1), dtype=np.int64)
 
 
-def _hull(row: Floats, sizes: Ints, first: int) -> list[int]:
-    """Columns of the rising part of the upper concave hull, from `first` on."""
-    hull = [first]
+def hull(row: Floats, sizes: Ints, first: int) -> list[int]:
+    """Return the columns of the rising part of the upper concave hull of one job's values, from `first` on."""
+    found = [first]
     peak = int(row.argmax())
     for column in range(first + 1, peak + 1):
-        if row[column] <= row[hull[-1]]:
+        if row[column] <= row[found[-1]]:
             continue
-        while len(hull) > 1 and (row[hull[-1]] - row[hull[-2]]) * (sizes[column] - sizes[hull[-1]]) <= (
-            row[column] - row[hull[-1]]
-        ) * (sizes[hull[-1]] - sizes[hull[-2]]):
-            hull.pop()
-        hull.append(column)
-    return hull
+        while len(found) > 1 and (row[found[-1]] - row[found[-2]]) * (sizes[column] - sizes[found[-1]]) <= (
+            row[column] - row[found[-1]]
+        ) * (sizes[found[-1]] - sizes[found[-2]]):
+            found.pop()
+        found.append(column)
+    return found

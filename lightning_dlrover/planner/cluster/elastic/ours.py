@@ -5,13 +5,17 @@ Sizes maximise the sum of the rates at which jobs come nearer to their ends, eac
     sum_i v_i (S_i(k_i) - g k_i) l_i / (l_i + c_i)    subject to  sum_i k_i <= devices
 
 S_i(k) is the speed with k devices over that of one device at the job's best efficiency. A device has to add at least g,
-`PolicySettings.least_gain`, or it stays free: jobs hold no devices that they leave idle. The urgencies v_i are those of heSRPT
-(Berg, Vesilo and Harchol-Balter, Performance Evaluation 144, 2020), which has the least total completion time where all jobs
-have the speedup k^p. With W_i the weights of the jobs with at least as much work left as job i, and q = 1 / (1 - p),
+`PolicySettings.least_gain`, or it stays free: jobs hold no devices that they leave idle. The urgency v_i is the geometric mean
+of two prices of a job's work, each of which is best for another future:
 
-    v_i = (W_i^q - (W_i - w_i)^q)^(1 / q)
+- heSRPT's (Berg, Vesilo and Harchol-Balter, Performance Evaluation 144, 2020), which has the least total completion time where
+  all jobs have the speedup k^p. With W_i the weights of the jobs with at least as much work left as job i, and q = 1 / (1 - p),
+  it is (W_i^q - (W_i - w_i)^q)^(1 / q). It prefers short jobs strongly, as if jobs always competed for devices. Clusters that
+  stay crowded need this.
+- that by the jobs' learned speedups, see `prices`. It prefers short jobs only as far as the present jobs hinder each other. In
+  a cluster with room for all, no long job stands back.
 
-so the shortest jobs get most, but all get some while that is efficient. Speedups here are the learned ones, of any shape.
+All jobs get some devices while that is efficient.
 
 A change costs c_i seconds without a step, and then lasts l_i seconds: until the job ends, but no longer than `HORIZON_S`. The
 present size costs nothing, so sizes stay unless others are better by more than the cost. A waiting job pays for its start at
@@ -27,6 +31,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns
+from lightning_dlrover.planner.cluster.elastic.prices import prices
 from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
 from lightning_dlrover.planner.cluster.policy import Floats
@@ -37,7 +42,10 @@ HORIZON_S = 300.0
 """Seconds for which sizes are expected to stay."""
 
 SPEEDUP_EXPONENT = 0.7
-"""Exponent p of the speedup for which urgencies are the best ones."""
+"""Exponent p of the speedup for which heSRPT's urgencies are the best ones."""
+
+SHARE_OF_PRICES = 0.5
+"""Exponent of the price by learned speedups in the urgency; the rest is that of heSRPT's price."""
 
 CAUTION = 0.5
 """Deviations of a speed's logarithm by which uncertain speeds count less."""
@@ -54,7 +62,7 @@ def values(share: Share) -> Floats:
     """Return the value of each size for each job, shape ``(num_jobs, num_sizes)``; minus infinity where it is not allowed."""
     unit = np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
     speedups = share.speeds * np.exp(-CAUTION * share.spreads) / unit
-    urgency = urgencies(share.work_left, share.weights, SPEEDUP_EXPONENT)
+    urgency = _urgency(share, speedups)
     cost_s = np.array([job.change_s for job in share.jobs])[:, None]
     lasts_s = np.minimum(share.seconds_left, HORIZON_S)
     kept = np.where(share.sizes == share.present[:, None], 1.0, lasts_s / np.maximum(lasts_s + cost_s, 1e-9))
@@ -64,6 +72,20 @@ def values(share: Share) -> Floats:
     now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
     value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)
     return np.where(share.filling, value, -np.inf)
+
+
+def _urgency(share: Share, speedups: Floats) -> Floats:
+    crowded = urgencies(share.work_left, share.weights, SPEEDUP_EXPONENT)
+    present = prices(
+        speedups,
+        share.filling,
+        share.sizes,
+        share.num_devices,
+        share.work_left,
+        share.weights,
+        share.settings.least_gain,
+    )
+    return np.asarray(crowded ** (1 - SHARE_OF_PRICES) * present**SHARE_OF_PRICES)
 
 
 def urgencies(work: Floats, weights: Floats, exponent: float) -> Floats:

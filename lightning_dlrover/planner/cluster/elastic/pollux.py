@@ -50,8 +50,13 @@ def pollux(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):
         return np.zeros(0, dtype=np.int64)
+    cost = costs(share)
+    least = cost.min(axis=1)
+    cheapest = cost.argmin(axis=1)
+    if share.sizes[cheapest].sum() <= share.num_devices and ((cost == least[:, None]).sum(axis=1) == 1).all():
+        return np.asarray(share.sizes[cheapest])  # each job's best size, which the search begins with and would not leave
     rng = np.random.default_rng((share.settings.seed, int(share.now_s * 1e3)))
-    search = _Search(share, rng)
+    search = _Search(share, cost, rng)
     people = search.first()
     fitness = search.costs_of(people)
     unchanged = 0
@@ -81,32 +86,38 @@ def costs(share: Share) -> Floats:
 
 
 class _Search:
-    """Individuals are arrays of columns of sizes, shape ``(num_individuals, num_jobs)``."""
+    """Individuals are arrays of columns of sizes, shape ``(num_individuals, num_jobs)``.
 
-    def __init__(self, share: Share, rng: np.random.Generator) -> None:
-        self._share, self._rng = share, rng
-        self._costs = costs(share)
+    A gene is looked up in tables with a row for each job, by its place in the flattened table.
+    """
+
+    def __init__(self, share: Share, cost: Floats, rng: np.random.Generator) -> None:
+        self._share, self._costs, self._rng = share, cost, rng
         allowed = np.isfinite(self._costs)
-        self._least = allowed.argmax(axis=1)
-        self._most = allowed.shape[1] - 1 - allowed[:, ::-1].argmax(axis=1)
-        # The nearest allowed column at or below each, so that mutants can be rounded.
-        columns = np.arange(allowed.shape[1])
-        self._round = np.maximum(np.maximum.accumulate(np.where(allowed, columns, -1), axis=1), self._least[:, None])
-        self._jobs = np.arange(len(share.jobs))
-        present = share.columns_of(share.present)
-        self._present, self._runs = self._round[self._jobs, present], share.present > 0
+        num_jobs, num_sizes = allowed.shape
+        least = allowed.argmax(axis=1)
+        self._least = share.sizes[least]
+        self._spare = share.num_devices - int(self._least.sum())
+        # The nearest allowed column at or below each number of devices, so that mutants can be rounded.
+        columns = np.arange(num_sizes)
+        nearest = np.maximum(np.maximum.accumulate(np.where(allowed, columns, -1), axis=1), least[:, None])
+        most = int(max(share.sizes[-1], share.most.max()))
+        self._column_of = nearest[:, share.columns_of(np.arange(most + 1))].ravel()
+        self._jobs = np.arange(num_jobs)
+        self._in_costs, self._in_columns = self._jobs * num_sizes, self._jobs * (most + 1)
+        self._present, self._runs = self._rounded(share.present), share.present > 0
 
     def first(self) -> Ints:
         share = self._share
-        fair = share.columns_of(np.full(len(share.jobs), max(share.num_devices // len(share.jobs), 1), dtype=np.int64))
-        people = np.repeat(np.stack([self._present, self._round[self._jobs, fair]]), POPULATION // 2, axis=0)
+        fair = np.full(len(share.jobs), max(share.num_devices // len(share.jobs), 1), dtype=np.int64)
+        people = np.repeat(np.stack([self._present, self._rounded(np.minimum(fair, share.sizes[-1]))]), POPULATION // 2, axis=0)
         mutants = self._mutated(people)
         mutants[0], mutants[POPULATION // 2] = people[0], people[POPULATION // 2]
         mutants[-1] = by_hulls(-self._costs, share.sizes, share.num_devices)
         return self._repaired(mutants)
 
     def costs_of(self, people: Ints) -> Floats:
-        return np.asarray(self._costs[self._jobs, people].sum(axis=1))
+        return np.asarray(self._costs.ravel().take(people + self._in_costs).sum(axis=1))
 
     def children(self, people: Ints, fitness: Floats) -> Ints:
         count = len(people)
@@ -116,22 +127,30 @@ class _Search:
         crossed = np.where(self._jobs < cut, people[winners[0]], people[winners[1]])
         return self._repaired(self._mutated(crossed))
 
+    def _rounded(self, numbers: Ints) -> Ints:
+        """Return the columns of the largest allowed sizes up to these numbers of devices, at least those of the smallest."""
+        return np.asarray(self._column_of.take(numbers + self._in_columns))
+
     def _mutated(self, people: Ints) -> Ints:
         """Some genes of running jobs go back to the present size; others lose or gain the devices of up to a node."""
         rng, shape, per_node = self._rng, people.shape, self._share.per_node
         people = np.where((rng.random(shape) < 0.1) & self._runs, self._present, people)
         change = rng.integers(1, per_node + 1, size=shape)
         loses, gains = rng.random(shape) < 1.0 / shape[1], rng.random(shape) < 2.0 / shape[1]
-        numbers = self._share.sizes[people] + np.where(gains, change, np.where(loses, -change, 0))
-        return np.asarray(self._round[self._jobs, self._share.columns_of(np.clip(numbers, 0, self._share.most))])
+        numbers = self._share.sizes.take(people) + np.where(gains, change, np.where(loses, -change, 0))
+        return self._rounded(np.minimum(np.maximum(numbers, 0), self._share.most))
 
     def _repaired(self, people: Ints) -> Ints:
         """Take devices that are not there from jobs in a random order, down to their least, until the rest suffices."""
-        sizes, least = self._share.sizes, self._share.sizes[self._least]
-        spare = self._share.num_devices - int(least.sum())
-        order = np.argsort(self._rng.random(people.shape), axis=1)
-        more = np.take_along_axis(sizes[people] - least, order, axis=1)
-        within = np.diff(np.minimum(more.cumsum(axis=1), spare), axis=1, prepend=0)
-        numbers = np.empty_like(people)
-        np.put_along_axis(numbers, order, within, axis=1)
-        return np.asarray(self._round[self._jobs, self._share.columns_of(numbers + least)])
+        draws = self._rng.random(people.shape)
+        more = self._share.sizes.take(people) - self._least
+        is_over = more.sum(axis=1) > self._spare
+        more = more[is_over]
+        order = np.argsort(draws[is_over], axis=1)
+        order += np.arange(len(more))[:, None] * more.shape[1]
+        given = np.minimum(more.take(order).cumsum(axis=1), self._spare)
+        given[:, 1:] -= given[:, :-1].copy()
+        numbers = np.empty_like(more)
+        numbers.put(order, given)
+        people[is_over] = self._rounded(numbers + self._least)
+        return people

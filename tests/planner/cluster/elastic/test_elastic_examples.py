@@ -95,13 +95,19 @@ def test_sia_chooses_powers_of_two_and_whole_nodes() -> None:
 
 
 def test_ours_divides_as_hesrpt_where_speedups_are_powers() -> None:
-    powers = Table(tuple(n**0.7 for n in range(1, 65)))
+    powers = Table(tuple(n**0.7 for n in range(1, 65)))  # its price and that by learned speeds are the same
     short, long = (
         job(name, scaling=powers, max_devices=64, steps_left=left) for name, left in (("short", 10.0), ("long", 1e4))
     )
     state = State(0.0, cluster(1, 64), (short, long))
     # The longest of two gets (1/2)^(1 / 0.3) = 9.9 % of 64 devices.
     assert numbers(make_elastic("ours", PolicySettings(least_gain=0.0))(state)) == {"short": 58, "long": 6}
+
+
+def test_ours_lets_no_long_job_stand_back_where_devices_suffice_for_all() -> None:
+    flat = Table((1.0, 2.0, 3.0, 4.0, *(4.1,) * 4))
+    short, long = (job(name, scaling=flat, steps_left=left) for name, left in (("short", 100.0), ("long", 1e5)))
+    assert sizes("ours", [short, long], [], num_nodes=2) == {"short": 4, "long": 4}
 
 
 def test_urgencies_count_the_weights_of_jobs_that_wait_for_each() -> None:

@@ -6,10 +6,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns, by_hulls, exactly
+from lightning_dlrover.planner.cluster.elastic.sia import solved
 
 
 def total(values: np.ndarray, columns: np.ndarray) -> float:
@@ -37,6 +38,14 @@ def test_exact_solution_has_the_value_of_a_search_over_all(rows: list[list[float
     columns = exactly(values, sizes, num_devices)
     assert sizes[columns].sum() <= num_devices
     assert total(values, columns) == brute_force(values, sizes, num_devices)
+
+
+@given(tables, st.integers(0, 12))
+@settings(max_examples=30, deadline=None)
+def test_exact_solution_has_the_value_of_the_integer_programs(rows: list[list[float]], num_devices: int) -> None:
+    values, sizes = np.array(rows), np.array([0, 1, 2, 4])
+    by_program = solved(-values, sizes, num_devices)
+    assert total(values, exactly(values, sizes, num_devices)) == pytest.approx(total(values, by_program))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 60))
