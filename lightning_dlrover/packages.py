@@ -188,7 +188,7 @@ def on_import(action: Callable[[str], None]) -> None:
 def watch_imports() -> None:
     """Register `strategy="dlrover"` with each package, whether it was imported before or is imported later."""
     if not any(isinstance(finder, _ImportWatch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _ImportWatch())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _ImportWatch())
         on_import(_register_strategy)
 
 

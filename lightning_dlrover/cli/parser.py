@@ -46,7 +46,7 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
-    made = argparse.ArgumentParser if given is None else _made_if_in(given)
+    made: Any = argparse.ArgumentParser if given is None else _made_if_in(given)  # argparse calls it as it would the class
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=made)
     _add_run(commands)
     _add_doctor(commands)

@@ -55,7 +55,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
-    tuning = {"tune": ["num_workers"]} if given.only_resizes else {}
+    tuning: dict[str, Any] = {"tune": ["num_workers"]} if given.only_resizes else {}
     trainer = L.Trainer(
         strategy=DLRoverStrategy(global_batch_size=given.global_batch),
         callbacks=[DLRoverCallback(window_s=given.window_s, plan_every_s=1.0, **tuning)],
