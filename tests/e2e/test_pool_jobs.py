@@ -28,7 +28,7 @@ GROWING = ("--global-batch", 8, "--sample-s", 0.03, "--step-s", 0.002, "--only-r
 """Arguments with which the script is the faster the more workers share a batch."""
 
 LEASE_S = 3
-"""Lease of all processes of a pool whose loss the test awaits. That of a `dlrover run` is twice as long."""
+"""Lease of all processes of a pool whose etcd is away. That of a `dlrover run` is twice as long."""
 
 SETTLING_S = 2.4 * LEASE_S
 """Patience of its brain with records that are missing."""
@@ -106,9 +106,9 @@ def test_job_shrinks_for_another_and_grows_when_it_has_ended(cluster: Cluster, t
 
 @pytest.mark.long
 def test_killed_brain_is_replaced_in_the_middle_of_a_change(cluster: Cluster, tmp_path: Path) -> None:
-    first_brain = cluster.brain("--lease-ttl", f"{LEASE_S}s")
+    first_brain = cluster.brain()
     first_brain.wait_for_output("this process decides")
-    second_brain = cluster.brain("--lease-ttl", f"{LEASE_S}s")
+    second_brain = cluster.brain()
     second_brain.wait_for_output("this one stands by")
     until = tmp_path / "until"
     first = cluster.job("a", "--until", until)
@@ -169,9 +169,8 @@ def test_place_of_a_job_that_fails_goes_to_the_next_one(cluster: Cluster) -> Non
 
 @pytest.mark.long
 def test_killed_run_frees_its_place_once_its_workers_have_ended(cluster: Cluster) -> None:
-    brief = ("--lease-ttl", f"{LEASE_S}s")
-    cluster.brain(*brief)
-    killed = cluster.job("a", "--steps", 100_000, workers="2:2", options=brief)
+    cluster.brain()
+    killed = cluster.job("a", "--steps", 100_000, workers="2:2")
     cluster.wait_for_workers(killed, 2)
     waiting = cluster.job("b", "--steps", 20, workers="2:2")
     waiting.wait_for_output("number 1 of 1 in the queue")
