@@ -7,8 +7,6 @@ before it has to, because an unused one would slow down every start of a worker.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +14,9 @@ from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 __all__ = [
     "PACKAGES",
@@ -119,10 +120,12 @@ def is_installed(package: str) -> bool:
 
 
 def _refuse_malicious(package: str) -> None:
+    from importlib import metadata  # here, as it would be half of the time in which this package is imported
+
     name = DISTRIBUTIONS[package]
     try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
         return
     if name == "lightning" and version in MALICIOUS:
         raise ImportError(
@@ -203,8 +206,11 @@ def _make_strategy(**kwargs: Any) -> Any:
     return importlib.import_module("lightning_dlrover.strategy").DLRoverStrategy(**kwargs)
 
 
-class _ImportWatch(importlib.abc.MetaPathFinder):
-    """Leaves finding to the other finders, and wraps the loader when one of the packages is imported."""
+class _ImportWatch:
+    """Leaves finding to the other finders, and wraps the loader when one of the packages is imported.
+
+    Neither this nor the loader has a base class: `importlib.abc` takes longer to import than the rest of this package.
+    """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in PACKAGES:
@@ -214,15 +220,15 @@ class _ImportWatch(importlib.abc.MetaPathFinder):
             spec: ModuleSpec | None = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _NotingLoader(spec.loader)
+                    spec.loader = _NotingLoader(spec.loader)  # type: ignore[assignment]
                 return spec
         return None
 
 
-class _NotingLoader(importlib.abc.Loader):
+class _NotingLoader:
     """The package's own loader, followed by the actions of `on_import`."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,17 @@ TOGETHER = {
 """Test files with a fixture that costs seconds. Each runs in one process."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave modules and tests out of all garbage collections: they live as long as this process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
     items.sort(key=_turn)
@@ -67,8 +80,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    place = item.path.relative_to(TESTS)
-    if place.as_posix() in TOGETHER or item.get_closest_marker("long") is not None:
+    return 0 if item.get_closest_marker("long") is not None else _turn_of_file(item.path)
+
+
+@cache
+def _turn_of_file(path: Path) -> int:
+    place = path.relative_to(TESTS)
+    if place.as_posix() in TOGETHER:
         return 0
     return 1 if place.parts[0] in WAITING else 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import lightning_dlrover
 from lightning_dlrover import variables
 
 PACKAGE = Path(lightning_dlrover.__file__).parent
-SOURCES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
 
 WORKER, AGENT, NODE, COMMAND = "rdzv/group/config.py", "rdzv/agents/config.py", "components/node.py", "report/surroundings.py"
 READERS = {
@@ -45,20 +45,27 @@ WRITERS = {
 OTHER_USES = {("ACCESS", "report/status.py")}  # its keys are those of `job.json`
 
 
-def uses() -> set[tuple[str, str]]:
+@cache
+def sources() -> dict[str, ast.Module]:
+    """The package's files by their paths."""
+    return {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def uses() -> frozenset[tuple[str, str]]:
     """Return each use of a name of `variables`, with its file."""
-    return {
+    return frozenset(
         (node.attr, file)
-        for file, tree in SOURCES.items()
+        for file, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "variables"
-    }
+    )
 
 
 def test_names_of_own_variables_are_in_one_file() -> None:
     found = {
         (file, node.value)
-        for file, tree in SOURCES.items()
+        for file, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"DLROVER_[A-Z_]*", node.value)
     }
@@ -76,7 +83,7 @@ def test_variable_is_read_in_one_place_per_kind_of_process(name: str) -> None:
 def test_names_are_only_reached_through_their_module() -> None:
     imported = {
         file
-        for file, tree in SOURCES.items()
+        for file, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module == "lightning_dlrover.variables"
     }

@@ -33,6 +33,12 @@ log = logging.getLogger(__name__)
 SOON_S = 0.3
 """Seconds between two looks while a change is under way."""
 
+LEASE_S = 5.0
+"""Seconds of silence after which a brain, or a job's node or worker, counts as lost, unless `--lease-ttl` sets another time."""
+
+SETTLING_LEASES = 2.4
+"""Leases within which every process that lives has registered again. The longest lease of a pool is that of a `dlrover run`."""
+
 
 class BrainBusyError(RuntimeError):
     """Another process decides on this pool."""
@@ -48,9 +54,14 @@ class Patience:
         gone_s: a job without any process on record counts until then.
     """
 
-    lease_s: float = 5.0
-    settle_s: float = 12.0
-    gone_s: float = 12.0
+    lease_s: float = LEASE_S
+    settle_s: float = LEASE_S * SETTLING_LEASES
+    gone_s: float = LEASE_S * SETTLING_LEASES
+
+    @staticmethod
+    def of_lease(lease_s: float) -> Patience:
+        """Return the patience with a pool in which each process counts as lost after this silence."""
+        return Patience(lease_s, lease_s * SETTLING_LEASES, lease_s * SETTLING_LEASES)
 
 
 class Brain:

@@ -18,12 +18,15 @@ from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, Me
 from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
 from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
-__all__ = ["Place", "PlaceError", "wait_text"]
+__all__ = ["MEMBER_LEASES", "Place", "PlaceError", "wait_text"]
 
 log = logging.getLogger(__name__)
 
 MEMBER_TTL_S = 10.0
-"""Seconds after which a killed `dlrover run` has no place in the queue any more."""
+"""Seconds after which a killed `dlrover run` has no place in the queue any more, unless `--lease-ttl` sets another time."""
+
+MEMBER_LEASES = 2.0
+"""The same in leases of a node or worker. A run may stand still while its nodes train."""
 
 LOOK_S = 1.0
 """Seconds between two checks that a brain decides on the pool, while nothing else happens."""
@@ -40,6 +43,7 @@ class Place:
         client: client of the job; its records share their lifetime.
         ask: the job as it was started.
         say: called with a line for people whenever the wait changes.
+        ttl_s: seconds after which the place counts as lost if this process is killed.
 
     Raises:
         PlaceError: another process has, or waits for, a place under this name.
@@ -47,16 +51,23 @@ class Place:
     """
 
     def __init__(
-        self, client: EtcdClient, pool: PoolKeys, keys: Keys, ask: MemberRecord, say: Callable[[str], None] = lambda _: None
+        self,
+        client: EtcdClient,
+        pool: PoolKeys,
+        keys: Keys,
+        ask: MemberRecord,
+        say: Callable[[str], None] = lambda _: None,
+        ttl_s: float = MEMBER_TTL_S,
     ) -> None:
         self._client = client
         self._pool = pool
         self._keys = keys
         self._ask = ask
         self._say = say
+        self._ttl_s = ttl_s
         self._journal = Journal(client, keys)
         self._grant_key = pool.grants + keys.run_id
-        self._tenure = Tenure(self._journal, pool.members + keys.run_id, lambda: ask, self._taken, MEMBER_TTL_S)
+        self._tenure = Tenure(self._journal, pool.members + keys.run_id, lambda: ask, self._taken, ttl_s)
 
     def __enter__(self) -> Place:
         return self
@@ -159,7 +170,7 @@ class Place:
         return PlaceError(
             f"job {self._keys.run_id!r} has, or waits for, a place in pool {self._pool.pool!r} already, by "
             f"{holder_text(holder)}; choose another --rdzv-id (if that process was killed a moment ago: try again in "
-            f"{MEMBER_TTL_S:.0f} s)"
+            f"{self._ttl_s:.0f} s)"
         )
 
 

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(given: list[str], started: Callable[[], None]) -> int:
     if given[:2] == ["run", ESCAPED]:
         given[1:] = map(unquote, given[2:])
-    options = build_parser().parse_args(given)
+    options = build_parser(given).parse_args(given)
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )

@@ -16,7 +16,7 @@ TARGETS = ("local", "slurm", "kubernetes")
 TIMEOUTS = {
     "join_timeout": "time that a node waits for room in the job after the controller has gone, such as 1h (default 10m)",
     "wait_timeout": "time that workers wait for the minimum of --workers after the controller has gone (default 10m)",
-    "lease_ttl": "silence after which a node or worker counts as lost (default 5s)",
+    "lease_ttl": "silence after which a node or worker counts as lost (default 5s), and after twice as long a run with --pool",
 }
 """Timeouts of nodes and workers, by their keys in --rdzv-conf."""
 

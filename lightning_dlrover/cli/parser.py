@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.cli import values
@@ -33,14 +34,20 @@ if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands; parsed options hold the command's name in `command`."""
+def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Build the parser of all commands; parsed options hold the command's name in `command`.
+
+    Args:
+        given: the command line to parse. Building the options of all commands takes longer than parsing it, so only those of
+            its command are built. None: all are.
+    """
     parser = argparse.ArgumentParser(
         prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains."
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    made: Any = argparse.ArgumentParser if given is None else _made_if_in(given)  # argparse calls it as it would the class
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=made)
     _add_run(commands)
     _add_doctor(commands)
     _add_characterize(commands)
@@ -62,6 +69,28 @@ def build_parser() -> argparse.ArgumentParser:
     _add_list(commands)
     _add_history(commands)
     return parser
+
+
+class _Unused(argparse.ArgumentParser):
+    """Parser of a command that is not given: takes all options, and keeps none."""
+
+    def __init__(self) -> None:
+        pass
+
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    add_argument = add_argument_group = add_mutually_exclusive_group = add_subparsers = add_parser = set_defaults = _nothing
+
+
+def _made_if_in(given: Sequence[str]) -> Callable[..., argparse.ArgumentParser]:
+    """Return a maker of parsers for the command in a command line, whose other commands get none."""
+    command = next((word for word in given if not word.startswith("-")), "")
+
+    def make(prog: str, **texts: Any) -> argparse.ArgumentParser:
+        return argparse.ArgumentParser(prog, **texts) if prog.split()[-1] == command else _Unused()
+
+    return make
 
 
 def _add_job_command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:

@@ -70,6 +70,14 @@ def add_brain(commands: Commands) -> None:
         help="a job that waits longer goes before all others (default 1h)",
     )
     brain.add_argument(
+        "--lease-ttl",
+        type=values.lease,
+        default=5.0,
+        metavar="TIME",
+        help="silence after which this process counts as lost, and another one decides (default 5s); at least the longest "
+        "--lease-ttl of the pool's jobs",
+    )
+    brain.add_argument(
         "--owner-weight",
         action="append",
         default=[],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dlrover import variables
-from lightning_dlrover.brain.place import Place
+from lightning_dlrover.brain.place import MEMBER_LEASES, MEMBER_TTL_S, Place
 from lightning_dlrover.cli.errors import EXIT_FAILED, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
@@ -128,7 +128,7 @@ def _run_job(
         client = stack.enter_context(connect(place))
         _refuse_unusable_job(client, place, is_resumed=(folder / JOB_FILE).exists())
         # Before the target: its nodes end before the place is given back.
-        seat = stack.enter_context(_seat(client, place, *asked, options.place_timeout)) if asked is not None else None
+        seat = stack.enter_context(_seat(client, place, *asked, options)) if asked is not None else None
         target = _make_target(options, spec, folder / "logs", hurry)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
@@ -180,16 +180,17 @@ def _node_spec(options: argparse.Namespace, script: Path, place: JobPlace) -> No
 
 
 def _seat(
-    client: EtcdClient, place: JobPlace, pool: PoolKeys, asked: MemberRecord, timeout_s: float | None
+    client: EtcdClient, place: JobPlace, pool: PoolKeys, asked: MemberRecord, options: argparse.Namespace
 ) -> contextlib.AbstractContextManager[Place]:
     """Return the job's place in a pool, once it has one.
 
     Raises:
         PlaceError: the pool can never have room for the job, or had none in time.
     """
-    seat = Place(client, pool, place.keys, asked, say)
+    ttl_s = MEMBER_LEASES * options.lease_ttl if options.lease_ttl else MEMBER_TTL_S
+    seat = Place(client, pool, place.keys, asked, say, ttl_s)
     try:
-        num_workers = seat.wait(timeout_s or PLACE_TIMEOUT_S)
+        num_workers = seat.wait(options.place_timeout or PLACE_TIMEOUT_S)
     except BaseException:
         seat.leave()
         raise

@@ -44,6 +44,13 @@ def duration(text: str) -> float:
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
+def lease(text: str) -> float:
+    """Seconds of a lease, as `duration`. etcd knows no shorter ones than 2 s."""
+    if (ttl_s := duration(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short: a lease of etcd lasts for 2 s at least")
+    return ttl_s
+
+
 def cluster(text: str) -> tuple[int, int]:
     """Nodes and devices of each, from `16x4`."""
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})", text)

@@ -108,6 +108,13 @@ def test_place_is_kept_for_nodes_that_outlive_their_run(client: EtcdClient, pool
     eventually(is_gone, "the end of the grant")
 
 
+def test_place_outlasts_a_killed_run_by_the_given_lease(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
+    with Place(client, pool, keys, ask(), ttl_s=4.0):
+        entry = client.get(pool.members + keys.run_id)
+        assert entry is not None
+        assert client.leases.refresh(entry.lease_id, 5.0) == 4
+
+
 def test_lost_place_is_taken_again(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     member = pool.members + keys.run_id
     with Place(client, pool, keys, ask()) as place:

@@ -172,6 +172,12 @@ def test_status_refuses_an_empty_endpoint(dlrover: RunCli) -> None:
     assert (code, "argument --endpoint: its value is empty" in errors) == (2, True)
 
 
+@pytest.mark.parametrize("given", [["scale", "job", "3"], ["-v", "history", "list"], ["brain", "--budget", "cores=2"]])
+def test_parser_of_one_command_reads_it_as_that_of_all_does(given: list[str]) -> None:
+    assert build_parser(given).parse_args(given) == build_parser().parse_args(given)
+    assert build_parser(given).format_help() == build_parser().format_help()
+
+
 def test_arguments_after_the_script_are_not_ours() -> None:
     options = build_parser().parse_args(["run", "--workers", "2", "train.py", "--workers", "9", "--", "--help", "-v"])
     assert options.workers == (2, 2)
@@ -181,3 +187,9 @@ def test_arguments_after_the_script_are_not_ours() -> None:
 @pytest.mark.parametrize("text, seconds", [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
 def test_times_have_units(text: str, seconds: float) -> None:
     assert values.duration(text) == seconds
+
+
+def test_lease_is_at_least_etcds_shortest() -> None:
+    assert values.lease("2s") == 2.0
+    with pytest.raises(argparse.ArgumentTypeError, match="'1s' is too short"):
+        values.lease("1s")

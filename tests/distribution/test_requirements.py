@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -55,14 +56,16 @@ def imports(tree: ast.AST) -> Iterator[str]:
         yield from imports(node)
 
 
-def imported() -> set[str]:
+@cache
+def imported() -> frozenset[str]:
     """Distributions that the package imports from."""
     packages = {name for file in PACKAGE.rglob("*.py") for name in imports(ast.parse(file.read_text()))}
     homes = importlib.metadata.packages_distributions()
     own = {*sys.stdlib_module_names, "lightning_dlrover"}
     found = ([canonicalize_name(home) for home in homes.get(name, [name])] for name in packages - own)
     # Several distributions may share a namespace, such as `google`.
-    return {next((home for home in of_name if home in declared()), of_name[0]) for of_name in found}
+    known = declared()
+    return frozenset(next((home for home in of_name if home in known), of_name[0]) for of_name in found)
 
 
 def test_every_import_is_declared() -> None:

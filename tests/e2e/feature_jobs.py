@@ -318,7 +318,8 @@ class Follower(Callback):
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: float(value) for key, value in state.items() if isinstance(value, float | int | Tensor)}
+    """Numbers of a callback's state, without the one that Lightning saves and does not restore: a joiner lacks it."""
+    return {k: float(v) for k, v in state.items() if isinstance(v, float | int | Tensor) and k != "current_score"}
 
 
 class Validated(ToyModel):

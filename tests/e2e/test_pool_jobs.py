@@ -23,7 +23,16 @@ from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import GrantRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
 
-SCRIPT = Path(__file__).with_name("pooled_script.py")
+SCRIPT = Path(__file__).with_name("tiny_script.py")
+GROWING = ("--global-batch", 8, "--sample-s", 0.03, "--step-s", 0.002, "--only-resizes")
+"""Arguments with which the script is the faster the more workers share a batch."""
+
+LEASE_S = 3
+"""Lease of all processes of a pool whose etcd is away. That of a `dlrover run` is twice as long."""
+
+SETTLING_S = 2.4 * LEASE_S
+"""Patience of its brain with records that are missing."""
+
 POOL = PoolKeys("default")
 
 
@@ -40,7 +49,7 @@ class Cluster:
 
     def job(self, name: str, *arguments: object, workers: str = "1:2", options: tuple[object, ...] = ()) -> Run:
         place = ("--pool", "default", "--endpoint", self.etcd.endpoint, "--workers", workers, *options)
-        return self.dlrover.start(*place, SCRIPT, *arguments, run_id=name)
+        return self.dlrover.start(*place, SCRIPT, *GROWING, *arguments, run_id=name)
 
     def grant(self, name: str) -> GrantRecord | None:
         return readable(GrantRecord, self.client.get(POOL.grants + name))
@@ -119,24 +128,25 @@ def test_killed_brain_is_replaced_in_the_middle_of_a_change(cluster: Cluster, tm
 @pytest.mark.long
 def test_nothing_changes_while_etcd_is_away_and_all_goes_on_afterwards(cluster: Cluster, tmp_path: Path) -> None:
     """etcd stands still for longer than all leases, so every record of a living process expires."""
-    brain = cluster.brain()
+    brief = ("--lease-ttl", f"{LEASE_S}s")
+    brain = cluster.brain(*brief)
     until = tmp_path / "until"
-    first = cluster.job("a", "--until", until, workers="1:1")
-    second = cluster.job("b", "--until", until, workers="1:1")
+    first = cluster.job("a", "--until", until, workers="1:1", options=brief)
+    second = cluster.job("b", "--until", until, workers="1:1", options=brief)
     for run in (first, second):  # a worker that starts without etcd fails
         cluster.wait_for_decision(run)
-    waiting = cluster.job("c", "--steps", 10, workers="1:1")
+    waiting = cluster.job("c", "--steps", 10, workers="1:1", options=brief)
     waiting.wait_for_output("number 1 of 1 in the queue")
     pid = cluster.etcd.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
         brain.wait_for_output("nothing changes until etcd is back")
-        time.sleep(12)
+        time.sleep(2 * LEASE_S + 1)
     finally:
         os.kill(pid, signal.SIGCONT)
     brain.wait_for_output("etcd is back")
-    time.sleep(15)  # longer than the brain's patience with records that are missing
+    time.sleep(SETTLING_S + 1)
     assert "has a place" not in waiting.output
     assert len(cluster.workers_of_script()) == 2
     until.touch()

@@ -27,8 +27,8 @@ from table_verdict import assembled, judge, lose_shared_memory_of, shared_memory
 MakeJob = Callable[..., Job]
 T = TypeVar("T")
 
-SETTINGS = TableSettings(step_s=0.06)  # slow enough for several changes on a busy machine
-FEW_STEPS = 12
+SETTINGS = TableSettings(num_rows=112, step_s=0.13)  # few steps, slow enough for several changes on a busy machine
+FEW_STEPS = 8
 """More steps than jobs make, slow as they are, in three intervals of snapshots."""
 LEASE_TTL_S = 3
 """Seconds for which the workers of a job that was killed as a whole keep the next ones waiting."""
@@ -41,7 +41,7 @@ def some(cases: Sequence[T], step: int) -> Sequence[T]:
     return cases if ALL else cases[:: 2 * step]
 
 
-VALIDATING = replace(SETTINGS, num_val_rows=21, val_every=7)
+VALIDATING = replace(SETTINGS, num_val_rows=21, val_every=5)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ OTHER_TABLES = {
     "one_table": replace(SETTINGS, kinds=("table_wise",)),  # most workers hold no rows
     "collection": replace(SETTINGS, kinds=("row_wise", "table_wise", "column_wise"), is_bag=False),
     "manual": replace(SETTINGS, manual=True),
-    "uneven": replace(SETTINGS, num_rows=205, batch_size=7),  # shares differ, and the last batch has two samples
+    "uneven": replace(SETTINGS, num_rows=93, batch_size=7),  # shares differ, and the last batch has two samples
 }
 
 
@@ -296,7 +296,7 @@ def test_workers_are_killed_one_after_the_other_and_replaced(new_job: MakeJob) -
 
 @pytest.mark.parametrize("moment", ["save", "save_done"])
 def test_checkpoint_is_saved_again_after_a_kill_in_mid_save(new_job: MakeJob, moment: str) -> None:
-    settings = replace(SETTINGS, save_at=50)
+    settings = replace(SETTINGS, save_at=23)
     job = new_job(settings)
     workers = started(job, 2)
     wait_for_snapshot(job)
@@ -463,32 +463,32 @@ def test_loss_after_the_last_step_restarts_from_the_snapshot(new_job: MakeJob) -
 
 
 def test_job_without_shared_memory_resumes_from_the_newest_checkpoint(new_job: MakeJob) -> None:
-    settings = replace(SETTINGS, save_at=20)
+    settings = replace(SETTINGS, save_at=9)
     job = new_job(settings, lease_ttl_s=LEASE_TTL_S)
     started(job, 2)
-    job.wait_for_step(23)
+    job.wait_for_step(12)
     kill_all(job)
     lose_shared_memory_of(job)
     again = [job.start() for _ in range(3)]
     codes = job.finish()
     assert codes == [-9, -9, 0, 0, 0], job.report()
-    assert min(r["step"] for w in again for r in w.records("done")) == 21
-    assert judge(job, settings, undisturbed(new_job, settings), read_at=20) == [], job.report()
+    assert min(r["step"] for w in again for r in w.records("done")) == 10
+    assert judge(job, settings, undisturbed(new_job, settings), read_at=9) == [], job.report()
 
 
 def test_loss_of_all_copies_returns_the_job_to_its_checkpoint(new_job: MakeJob) -> None:
-    settings = replace(SETTINGS, save_at=20, replicas=0)
+    settings = replace(SETTINGS, save_at=9, replicas=0)
     job = new_job(settings)
     started(job, 2)
-    job.wait_for_step(23)
+    job.wait_for_step(12)
     job.workers[1].kill()  # looks to the other worker like the loss of the whole host
     assert job.workers[0].wait() not in (0, -9)
     assert "start again" in job.workers[0].output
     again = [job.start(), job.start()]  # restarts, as agents would make
     codes = job.finish()
     assert codes[2:] == [0, 0], job.report()
-    assert min(r["step"] for w in again for r in w.records("done")) == 21
-    assert judge(job, settings, undisturbed(new_job, settings), read_at=20) == [], job.report()
+    assert min(r["step"] for w in again for r in w.records("done")) == 10
+    assert judge(job, settings, undisturbed(new_job, settings), read_at=9) == [], job.report()
     assert any("cannot be used: no worker has the parts of" in event.text for event in job.events("snapshot"))
 
 
@@ -510,24 +510,24 @@ def test_job_without_shared_memory_resumes_from_the_snapshot_on_disk(new_job: Ma
 
 
 def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: MakeJob) -> None:
-    settings = replace(SETTINGS, save_at=25, snapshot_s=1000.0, apart=False)  # one snapshot, at the beginning of each round
+    settings = replace(SETTINGS, save_at=11, snapshot_s=1000.0, apart=False)  # one snapshot, at the beginning of each round
     job = new_job(settings, lease_ttl_s=LEASE_TTL_S)
     started(job, 2)
-    job.wait_for_step(28)
+    job.wait_for_step(14)
     kill_all(job)
     again = [job.start(), job.start()]
     codes = job.finish()
     assert codes == [-9, -9, 0, 0], job.report()
-    assert min(r["step"] for w in again for r in w.records("done")) == 26
-    assert judge(job, settings, undisturbed(new_job, settings), read_at=25) == [], job.report()
+    assert min(r["step"] for w in again for r in w.records("done")) == 12
+    assert judge(job, settings, undisturbed(new_job, settings), read_at=11) == [], job.report()
 
 
 def test_newer_checkpoint_of_the_user_is_preferred_to_the_snapshot(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, snapshot_s=1000.0, apart=False)  # one snapshot, at the beginning of each round
-    donor = new_job(replace(settings, save_at=25), lease_ttl_s=LEASE_TTL_S)
+    donor = new_job(replace(settings, save_at=11), lease_ttl_s=LEASE_TTL_S)
     started(donor, 1)
     donor.wait_until(lambda: (donor.folder / "checkpoint").exists(), "the checkpoint")
-    donor.wait_for_step(26)
+    donor.wait_for_step(12)
     kill_all(donor)
     job = new_job(settings, lease_ttl_s=LEASE_TTL_S)
     started(job, 2)
@@ -537,7 +537,7 @@ def test_newer_checkpoint_of_the_user_is_preferred_to_the_snapshot(new_job: Make
     again = [job.start(settings=resuming), job.start(settings=resuming)]
     codes = job.finish()
     assert codes == [-9, -9, 0, 0], job.report()
-    assert min(r["step"] for w in again for r in w.records("done")) == 26
+    assert min(r["step"] for w in again for r in w.records("done")) == 12
 
 
 @pytest.mark.parametrize(
@@ -550,12 +550,12 @@ def test_newer_checkpoint_of_the_user_is_preferred_to_the_snapshot(new_job: Make
 def test_a_checkpoint_is_read_by_another_number_of_workers_bit_for_bit(
     new_job: MakeJob, before: int, after: int, kinds: tuple[str, ...]
 ) -> None:
-    settings = replace(SETTINGS, save_at=12, kinds=kinds)
+    settings = replace(SETTINGS, save_at=6, kinds=kinds)
     job = new_job(settings, min_workers=before)
     for _ in range(before):
         job.start()
     job.wait_until(lambda: (job.folder / "checkpoint").exists(), "the checkpoint")
-    job.wait_for_step(13)
+    job.wait_for_step(7)
     kill_all(job)
     resuming = replace(settings, ckpt_path=str(job.folder / "checkpoint"), save_at=None)
     other = new_job(resuming, min_workers=after)
@@ -567,7 +567,7 @@ def test_a_checkpoint_is_read_by_another_number_of_workers_bit_for_bit(
     for name, values in saved.items():
         assert not values.isnan().any(), name
         assert torch.equal(values, loaded[name]), name
-    assert judge(other, resuming, undisturbed(new_job, settings), after=12) == [], other.report()
+    assert judge(other, resuming, undisturbed(new_job, settings), after=6) == [], other.report()
 
 
 def test_job_whose_last_fit_has_no_tables_leaves_no_snapshot(new_job: MakeJob) -> None:
@@ -580,7 +580,7 @@ def test_job_whose_last_fit_has_no_tables_leaves_no_snapshot(new_job: MakeJob) -
 
 
 def test_loss_in_a_later_fit_leads_back_to_a_snapshot_of_that_fit(new_job: MakeJob) -> None:
-    settings = replace(SETTINGS, num_rows=640, max_epochs=1)
+    settings = replace(SETTINGS, num_rows=240, max_epochs=1)
     job = new_job(settings, script=train_tables_twice)
     lost, survivor = job.start(), job.start()
     job.wait_for_world(2)

@@ -1,4 +1,8 @@
-"""A small script with Lightning. It trains until a file appears or for some steps."""
+"""A small script with Lightning. It trains until a file appears or for some steps.
+
+Steps sleep, and compute next to nothing: their time depends neither on other processes nor on the machine. With `--sample-s`
+it grows with a worker's share of the global batch, so that more workers are faster.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,16 @@ from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
 
 class TinyModel(L.LightningModule):
-    def __init__(self, until: Path | None, step_s: float) -> None:
+    def __init__(self, until: Path | None, step_s: float, sample_s: float, fail_at: int) -> None:
         super().__init__()
         self.net = nn.Linear(8, 1)
         self.until = until
-        self.step_s = step_s
+        self.step_s, self.sample_s, self.fail_at = step_s, sample_s, fail_at
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        time.sleep(self.step_s)
+        if self.trainer.global_step == self.fail_at:
+            raise ArithmeticError(f"the script's own error at step {self.fail_at}")
+        time.sleep(self.step_s + self.sample_s * len(batch[0]))
         return nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -40,14 +46,19 @@ def main() -> None:
     parser.add_argument("--until", type=Path)
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--sample-s", type=float, default=0.0)
+    parser.add_argument("--global-batch", type=int)
     parser.add_argument("--window-s", type=float, default=0.5)
+    parser.add_argument("--only-resizes", action="store_true")
+    parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-after-fit", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
+    tuning: dict[str, Any] = {"tune": ["num_workers"]} if given.only_resizes else {}
     trainer = L.Trainer(
-        strategy=DLRoverStrategy(),
-        callbacks=[DLRoverCallback(window_s=given.window_s, plan_every_s=1.0)],
+        strategy=DLRoverStrategy(global_batch_size=given.global_batch),
+        callbacks=[DLRoverCallback(window_s=given.window_s, plan_every_s=1.0, **tuning)],
         accelerator="cpu",
         max_epochs=-1,
         max_steps=given.steps,
@@ -58,7 +69,7 @@ def main() -> None:
         enable_progress_bar=False,
     )
     loader = DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=8, shuffle=True)
-    trainer.fit(TinyModel(given.until, given.step_s), loader)
+    trainer.fit(TinyModel(given.until, given.step_s, given.sample_s, given.fail_at), loader)
     if trainer.is_global_zero:
         print(f"trained for {trainer.global_step} steps", flush=True)
     if given.fail_after_fit:

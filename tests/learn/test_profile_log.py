@@ -106,6 +106,7 @@ def test_publication_that_etcd_did_not_take_is_repeated_with_the_next_window() -
     assert not published.is_due(WINDOW, 1000, now=4.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), swing=st.sampled_from([0.1, 0.3, 1.0, 3.0]), run=st.integers(1, 6))
 def test_no_noise_takes_more_than_the_allowance(seed: int, swing: float, run: int) -> None:

@@ -186,12 +186,16 @@ def test_strategy_refuses_a_release_without_a_name(monkeypatch: pytest.MonkeyPat
 # --- one file -----------------------------------------------------------------------------------------------------------------
 
 
+def is_named(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def private_names(tree: ast.AST) -> Iterator[str]:
     """Private attributes, except those of `self`, and private names that are imported."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            is_inherited = ast.unparse(node.value) == "super()"
+            is_own = is_named(node.value, "self", "cls")
+            is_inherited = isinstance(node.value, ast.Call) and is_named(node.value.func, "super")
             if node.attr.startswith("_") and not node.attr.startswith("__") and not is_own and not is_inherited:
                 yield node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("lightning.", "pytorch_lightning")):
@@ -217,7 +221,7 @@ def own_names(tree: ast.AST) -> set[str]:
             found.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_named(node.value, "self"):
             found.add(node.attr)
     return found
 
@@ -225,13 +229,13 @@ def own_names(tree: ast.AST) -> set[str]:
 def test_other_files_use_no_private_name_of_lightning() -> None:
     listed = {name for name in LISTED if name.startswith("_")}
     package = Path(lightning_dlrover.__path__[0])
-    own = {name for file in package.rglob("*.py") for name in own_names(ast.parse(file.read_text()))}
-    for file in sorted(package.rglob("*.py")):
+    trees = {file: ast.parse(file.read_text()) for file in sorted(package.rglob("*.py"))}
+    own = {name for tree in trees.values() for name in own_names(tree)}
+    for file, tree in trees.items():
         room = file.relative_to(package).parts[0]
         # The rendezvous and the nodes cannot import Lightning. The tables have torchrec's private names, in two files.
         if room in ("components", "rdzv", "tables") or file.name == "lightning_names.py":
             continue
-        tree = ast.parse(file.read_text())
         used = {*private_names(tree)}
         assert not (used - own - OF_OTHERS), file
         assert not (used & listed), file

@@ -87,7 +87,7 @@ MIB = 1 << 20
 part = st.floats(min_value=1e-5, max_value=1.0)
 
 
-@given(steps=st.lists(st.tuples(part, part, part, part, part), min_size=2, max_size=60))
+@given(steps=st.lists(st.tuples(part, part, part, part, part), min_size=2, max_size=16))
 def test_the_parts_of_a_step_add_up_to_its_time(steps: list[tuple[float, float, float, float, float]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         bench = Bench()

@@ -122,6 +122,7 @@ def test_jobs_of_one_worker_say_nothing_of_communication_and_are_harmless() -> N
 
 
 @needs_traces
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_other_models_do_no_harm_on_measured_traces(name: str) -> None:
     traces = {other: read_trace(TRACES / f"{other}-placements.csv").samples for other in NAMES}

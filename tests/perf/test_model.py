@@ -432,6 +432,7 @@ def mean_error(predicted: Sequence[float], windows: Sequence[StepProfile]) -> fl
 
 
 @needs_traces
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ncf", "cifar10", "yolov3"])
 def test_model_beats_its_prior_and_trees_on_a_quarter_of_a_trace(name: str) -> None:
     from sklearn.ensemble import HistGradientBoostingRegressor
@@ -457,6 +458,7 @@ def test_model_beats_its_prior_and_trees_on_a_quarter_of_a_trace(name: str) -> N
 
 
 @needs_traces
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3"])
 def test_eight_workers_predict_larger_sizes_within_ten_percent(name: str) -> None:
     windows = traced(name)

@@ -119,6 +119,7 @@ def test_drifting_speed_does_not_make_the_planner_oscillate() -> None:
     assert sum(shares) / len(shares) >= 0.93, shares
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(KINDS),
     start=st.tuples(st.integers(1, 4), st.integers(0, 2), st.sampled_from([1, 2, 4])),

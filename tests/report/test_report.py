@@ -270,6 +270,7 @@ def test_no_field_of_any_event_can_break_the_summary(data: st.DataObject) -> Non
     assert summary_text("job", events)
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(data=st.data())
 def test_no_number_of_any_event_can_break_the_pictures(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:

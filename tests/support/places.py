@@ -198,7 +198,7 @@ class SlurmPlace:
         self._commands.keep_jobs()
 
     def make_target(self) -> Target:
-        return SlurmTarget(SPEC, SlurmOptions(), self._folder / "logs", POLL_S, command_s=0.3, clock=self.clock)
+        return SlurmTarget(SPEC, SlurmOptions(), self._folder / "logs", POLL_S, command_s=2.0, clock=self.clock)
 
     def run(self, node: str) -> None:
         self._commands.set_state(node, "RUNNING")

@@ -91,6 +91,7 @@ def test_a_layout_given_up_half_way_leaves_nothing_behind(arena: Arena) -> None:
     assert resident() - before < SIZE // 4
 
 
+@pytest.mark.slow
 def test_slots_never_overlap() -> None:
     small = Arena(6 * MIB)
     generator = torch.Generator().manual_seed(0)

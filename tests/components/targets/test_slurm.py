@@ -263,7 +263,7 @@ def test_a_job_that_squeue_does_not_list_is_looked_up(
     make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path, scontrol: str, exit_code: str | None, status: str
 ) -> None:
     commands.queue(row(1, "RUNNING"))
-    target = make_target(command_s=0.3)
+    target = make_target(command_s=2.0)
     assert target.status("1/node1") == "running"
     if exit_code is not None:
         (tmp_path / "logs/node1").mkdir(parents=True)

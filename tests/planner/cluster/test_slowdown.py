@@ -64,6 +64,7 @@ def test_a_third_of_the_pairs_predicts_the_rest_within_its_interval() -> None:
     assert statistics.fmean(inside) >= 0.75
 
 
+@pytest.mark.slow
 def test_groups_of_three_are_predicted_from_pairs_and_learned_from_themselves() -> None:
     some = jobs()
     rng = random.Random(2)

@@ -74,6 +74,7 @@ def profile_of(worker: Membership, number: int) -> StepProfile:
     )
 
 
+@pytest.mark.slow
 def test_keys_and_database_stay_bounded_over_hours(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_EVENTS", MAX_EVENTS)
     with ExitStack() as stack:
