@@ -73,7 +73,7 @@ REMEDIES: tuple[Act, ...] = ("replace", "enlarge", "add_workers")
 DEFAULT_LEAD_S = 30.0
 """Seconds from a request for a worker to the round with it, assumed until the job has measured it."""
 
-SEARCH_SHARE = 0.002
+SEARCH_SHARE = 0.005
 """Maximum share of a core for the search for stragglers. Training computes on the same cores, and one search takes 5 ms."""
 
 MAX_SEARCH_PAUSE_S = 10.0
