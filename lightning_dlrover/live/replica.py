@@ -34,7 +34,7 @@ class Replica:
     def __init__(self, strategy: DLRoverStrategy, unused: UnusedParameters) -> None:
         self.unused = unused
         self._strategy = strategy
-        self._trainable: list[tuple[nn.Parameter, bool]] = []  # each with a flag: trainable when DDP wrapped the model
+        self._frozen: list[nn.Parameter] = []  # parameters that were not trainable when DDP wrapped the model
 
     def wrap(
         self, module: nn.Module, make: Callable[[nn.Module], DistributedDataParallel], world: World | None
@@ -44,7 +44,7 @@ class Replica:
         Args:
             make: Lightning's own way.
         """
-        self._trainable = [(p, p.requires_grad) for p in module.parameters()]
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         with ddp_arguments(self._strategy, **({"find_unused_parameters": True} if self.unused.found else {})):
             wrapped = make(module)
         self._strategy.clock.stop_in_forward(wrapped)
@@ -101,7 +101,7 @@ class Replica:
         assert strategy.lightning_module is not None
         if strategy.tables is not None or strategy.world_size == 1 or not strategy.lightning_module.automatic_optimization:
             return
-        if any(p.requires_grad and not was_trainable for p, was_trainable in self._trainable):
+        if any(p.requires_grad for p in self._frozen):
             self.wrap_anew()
 
     def note_optimizers(self) -> None:

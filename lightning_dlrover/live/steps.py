@@ -18,7 +18,7 @@ from lightning_dlrover.checks.script import BackwardCheck
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fit_context import FitContext
-from lightning_dlrover.live.redo import Before, Frozen, call_restart_hooks, metrics_of
+from lightning_dlrover.live.redo import Before, Counts, Frozen, call_restart_hooks, metrics_of
 from lightning_dlrover.live.update import ManualWindow, Update, apply, capture
 from lightning_dlrover.rdzv.live.member import WorldError
 
@@ -40,6 +40,7 @@ class TrainingSteps:
         self._users_metrics: list[torchmetrics.Metric] = []  # torchmetrics objects of the user's module
         self._before: Before | None = None  # record from before the open accumulation window
         self._undo: Update | None = None
+        self._counts: Counts | None = None
         self._frozen: Frozen | None = None  # set while a manual step may freeze parameters, as `toggle_optimizer` does
         self._manual_steps = 0
         self._max_manual_steps = 0  # most optimizer steps in one batch; 0: not known, so there may be several
@@ -65,6 +66,7 @@ class TrainingSteps:
     def run_automatic(self, run: Callable[..., Any], optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """Run Lightning's automatic optimization of one batch, and repeat it as often as its collectives fail."""
         progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
+        counts = self._counts_of(progress)
         closes_window = not lightning_names.is_accumulating(self._fit.trainer)
         again = False
 
@@ -79,12 +81,12 @@ class TrainingSteps:
         undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
             self._fit.position.in_step = True
-            before = progress.state_dict()  # copies all counts
+            before = counts.take()
             if (done := self._fit.collectives.attempt(compute)) is not None:
                 result = done[0]
                 break
             skip = self._fit.collectives.recover()
-            progress.load_state_dict(before)
+            counts.restore(before)
             if skip:
                 progress.step.increment_ready()
                 progress.step.increment_completed()
@@ -105,13 +107,14 @@ class TrainingSteps:
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
         """Run the user's own optimization of one batch. Undo and repeat it as often as its collectives fail."""
         progress = self._epoch_loop.manual_optimization.optim_step_progress
+        counts = self._counts_of(progress)
         self._remember()
         if self._fit.position.size > 1:
             self._frozen = Frozen(self._fit.trainer.lightning_module)
             self.window.remember()
         while True:
             self._begin_manual_batch()
-            before = progress.state_dict()  # copies all counts
+            before = counts.take()
             skip = False
             if (done := self._fit.collectives.attempt(run, kwargs)) is not None:
                 result = done[0]
@@ -127,7 +130,7 @@ class TrainingSteps:
                         "the step cannot be taken back: this worker has to start again"
                     )
                 apply(self._fit.trainer, self._undo)
-            progress.load_state_dict(before)
+            counts.restore(before)
             self.window.restore()
             call_restart_hooks(self._fit.trainer, self._epoch_loop.batch_progress.current.ready - 1)
             if self._before is not None:
@@ -220,6 +223,11 @@ class TrainingSteps:
         """Record the logged values before an accumulation window, in case its batches are computed again."""
         results = lightning_names.results_of(self._epoch_loop)
         self._before = Before(self._users_metrics, results) if self._fit.position.size > 1 else None
+
+    def _counts_of(self, progress: Any) -> Counts:
+        if self._counts is None or self._counts.progress is not progress:
+            self._counts = Counts(progress)
+        return self._counts
 
     def _begin_manual_batch(self) -> None:
         self._fit.position.in_step = True

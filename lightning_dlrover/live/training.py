@@ -223,8 +223,10 @@ class LiveTraining:
             self.checkpoints.save()
         if number is not None:
             self._switch(number)
-        elif self.world.wishes:
+            return
+        if self.world.wishes:
             self.tables.voted()
+        self._pace.begin_vote(self.loaders.batch_number)
 
     def _switch(self, number: int) -> None:
         position, former = self.position, self.formation

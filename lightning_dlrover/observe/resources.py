@@ -206,6 +206,7 @@ class MemoryWatch:
         self.children: Sequence[int] = ()
         """Process ids at the last sample."""
         self._of_children = self._peak_of_children = 0
+        self._parents: dict[int, int] = {}
         self._closing = threading.Event()
         self._forget_peak()
         self._thread = threading.Thread(target=self._run, name="dlrover-memory", daemon=True)
@@ -234,7 +235,7 @@ class MemoryWatch:
     def _run(self) -> None:
         while not self._closing.is_set():
             # This walks the page tables of the children, so it must not run where training would wait for it.
-            self.children = _children()
+            self.children = _children(self._parents)
             self._of_children = sum(map(_private_bytes, self.children))
             self._peak_of_children = max(self._peak_of_children, self._of_children)
             self._closing.wait(self._sample_s)
@@ -268,12 +269,23 @@ def status_bytes(*names: str, process: int | str = "self") -> dict[str, int]:
     return found
 
 
-def _children() -> list[int]:
-    # Only the main thread starts loader workers. psutil would read the status of all processes of the machine.
-    try:
+def _children(parents: dict[int, int]) -> list[int]:
+    """Return the ids of this process's children.
+
+    Args:
+        parents: parent of each process of the machine by id, as the last call has left it. Empty at first.
+    """
+    # Only the main thread starts loader workers.
+    with suppress(OSError):  # some kernels are built without it
         return [int(pid) for pid in (PROC / f"self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:  # some kernels are built without it
-        return [child.pid for child in psutil.Process().children()]
+    # psutil would read the status of all processes of the machine each time, which takes milliseconds on a large one.
+    present = {int(name) for name in os.listdir(PROC) if name.isdigit()}
+    for pid in parents.keys() - present:
+        del parents[pid]
+    for pid in present - parents.keys():
+        with suppress(OSError, ValueError, IndexError):  # the process has ended
+            parents[pid] = int((PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return [pid for pid, parent in parents.items() if parent == os.getpid()]
 
 
 def _private_bytes(pid: int) -> int:

@@ -58,7 +58,11 @@ __all__ = ["HangPatience", "Watchdog", "hang_event"]
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.25
+POLL_S = 0.5
+"""Seconds between two looks at this worker. Each takes time from its training thread."""
+
+STOPPED_S = 5.0
+"""Seconds between two looks from which on the process counts as stopped meanwhile, or its host as asleep."""
 
 DEFAULT_RESIZE_COST_S = 0.5
 """Seconds assumed until the job has measured a change of the world of its own."""
@@ -80,6 +84,9 @@ JUDGE_AGAIN_S = 10.0
 
 GIL_TIMEOUT_S = 15.0
 """Seconds without a chance to run after which the watch reports that no Python thread of this worker could run."""
+
+GIL_POLL_S = 1.0
+"""Seconds between two looks whether a Python thread of this worker can run."""
 
 TELL_AGAIN_S = 600.0
 """Seconds between two equal reports: that no Python thread could run, or that a worker is a straggler."""
@@ -138,7 +145,7 @@ class Watchdog:
             now = time.monotonic()
             try:
                 # A stopped process, or one on a host that slept, has missed its own polls.
-                self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > 20 * POLL_S)
+                self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > STOPPED_S)
                 self._stragglers.look(now)
                 self._memory.look(now)
                 away = False
@@ -171,7 +178,7 @@ class _GilWatch:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._closing.wait(POLL_S):
+        while not self._closing.wait(GIL_POLL_S):
             self.look(time.monotonic())
         if self._is_unsafe:
             faulthandler.cancel_dump_traceback_later()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.loops.progress import _OptimizerProgress
 from live_parts import a_worker
 
 from lightning_dlrover.live import steps as module
@@ -18,7 +19,7 @@ def test_redone_batches_are_not_counted_for_the_closing_step(
     live = a_worker()
     trainer, steps = live._trainer, live.steps
     live.position.formation = SimpleNamespace(size=1, rank=0)
-    progress = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    progress = _OptimizerProgress()
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.automatic_optimization = SimpleNamespace(optim_progress=SimpleNamespace(optimizer=progress))
     trainer.accumulate_grad_batches, trainer.fit_loop._should_accumulate = 2, lambda: False

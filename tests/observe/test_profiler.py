@@ -154,7 +154,7 @@ def test_many_batches_ahead_do_not_keep_a_window_from_beginning(bench: Bench) ->
 @pytest.fixture
 def childless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide other tests' processes, which come and go. Request this before `bench`, which counts at once."""
-    monkeypatch.setattr(resources, "_children", list)
+    monkeypatch.setattr(resources, "_children", lambda parents: [])
 
 
 def test_memory_limit_is_shared_by_the_workers_of_a_node(childless: None, bench: Bench) -> None:

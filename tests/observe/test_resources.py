@@ -6,6 +6,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -169,7 +170,7 @@ def test_the_limits_of_all_control_groups_count(own: str, folder: str, limit: st
 
 def test_memory_that_a_child_shares_with_this_process_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[int] = []  # without those of other tests, which come and go
-    monkeypatch.setattr(resources, "_children", lambda: children)
+    monkeypatch.setattr(resources, "_children", lambda parents: children)
     context = multiprocessing.get_context("fork")
     shared = _touched(600 * MIB)
     ready, end = context.Event(), context.Event()
@@ -216,6 +217,24 @@ def test_cpu_time_of_children_counts_without_a_search(monkeypatch: pytest.Monkey
         child.kill()
     assert 0.25 <= family.cpu_s - own.cpu_s < 10.0
     assert own.cpu_s == pytest.approx(time.process_time(), abs=0.5)
+
+
+def test_search_for_children_reads_each_process_of_the_machine_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def show(pid: int, parent: int) -> Path:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        (tmp_path / f"{pid}/stat").write_text(f"{pid} (a (b) c) S {parent} 1 1")
+        return tmp_path / str(pid)
+
+    monkeypatch.setattr(resources, "PROC", tmp_path)  # of a kernel that lists no children
+    parents: dict[int, int] = {}
+    own = show(100, os.getpid())
+    show(200, 1)
+    assert resources._children(parents) == [100]
+    show(200, os.getpid())  # not read again
+    assert resources._children(parents) == [100]
+    shutil.rmtree(own)
+    show(300, os.getpid())
+    assert resources._children(parents) == [300]
 
 
 def test_load_of_others_excludes_this_job() -> None:

@@ -34,6 +34,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
 )
 
+_WATCH_WAIT_S = 60.0  # seconds after which a watch's reader wakes up without a reason
+
 
 _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 _is_cut_off_by_fork = False
@@ -93,23 +95,40 @@ class Connection:
 
 
 class WatchStream:
-    """Responses of one watch; `cancel` may be called from any thread and ends the iteration."""
+    """Responses of one watch, for one reader; `cancel` may be called from any thread and ends the iteration."""
 
     def __init__(self, connection: Connection, request: Any, metadata: tuple[tuple[str, str], ...]) -> None:
         # The queue keeps the stream open: if a client closes its half, a strict server or proxy ends the watch.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._requests.put(request)
         self._connection = connection
+        self._is_patient = False
         self._call = connection.watch.Watch(iter(self._requests.get, None), metadata=metadata)
 
     def __iter__(self) -> Iterator[Any]:
         for response in self._call:
             self._connection.heard_at = time.monotonic()
+            if not self._is_patient:  # the request has arrived, so only this thread waits for the call from now on
+                self._is_patient = True
+                _wait_without_polling(self._call)
             yield response
 
     def cancel(self) -> None:
         self._requests.put(None)
         self._call.cancel()
+
+
+def _wait_without_polling(call: Any) -> None:
+    """Let the reader of a call sleep until gRPC wakes it.
+
+    gRPC's Python wakes a waiting reader ten times a second, so that signal handlers run in time if it is the main thread. A
+    worker reads several watches for as long as it trains, in other threads, and each wake-up interrupts its training. A release
+    of gRPC without the private names goes on as before.
+    """
+    condition = getattr(getattr(call, "_state", None), "condition", None)
+    if isinstance(condition, threading.Condition):
+        wait = condition.wait
+        condition.wait = lambda timeout=None: wait(_WATCH_WAIT_S)  # type: ignore[method-assign]
 
 
 class Connections:

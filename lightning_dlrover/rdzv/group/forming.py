@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import torch_names
@@ -37,7 +38,7 @@ CONNECT_TIMEOUT_S = 0.5
 VOTE_ROOM = 32, 8
 """Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
 
-SHORT_VOTE = 4
+SHORT_VOTE = 2
 """Numbers in the first message of a vote among more than `FEW` workers. Gloo sends each number around the ring by itself."""
 
 PROBE_INTERVAL_S = 0.1
@@ -79,6 +80,7 @@ class Forming:
         self._sockets = sockets
         self._groups = groups
         self._reach = reach
+        self._gloo_devices: list[Any] = []  # gloo's, of all groups that do not connect late
 
     def form(
         self, target: RoundRecord, hello: bytes, activity: Callable[[], str], is_in_step: Callable[[], bool]
@@ -222,7 +224,8 @@ class Forming:
     ) -> list[dist.ProcessGroupGloo]:
         """Connect gloo among the members of a round, or other workers: one group for each store.
 
-        Groups that connect late have connected each worker with as many others as a barrier needs.
+        Groups that connect late have connected each worker with its neighbours in the ring: collectives that carry a message
+        around would otherwise connect the pairs one after the other. Most collectives need no other connection.
 
         Gloo waits for a dead member as long as for a slow one, several times the timeout of a collective. While it waits for
         the other side to connect there is no socket to shut down. So it waits in a thread of its own, which is abandoned if the
@@ -232,15 +235,14 @@ class Forming:
         rank, size = workers.index(self._membership.worker_id), len(workers)
         timeout = timedelta(seconds=self._config.collective_timeout_s)
 
-        def group_on(store: Store) -> Any:
-            late = torch_names.late_gloo(store, rank, size, timeout) if connects_late else None
-            return dist.ProcessGroupGloo(store, rank, size, timeout) if late is None else late
-
         def connect() -> None:
             try:
-                groups = [group_on(store) for store in stores]
-                if connects_late:
-                    groups[0].barrier().wait()
+                groups: list[Any] = []
+                for store in stores:
+                    late = torch_names.gloo_devices(is_late=True) if connects_late else []
+                    groups.append(torch_names.gloo(store, rank, size, timeout, late or self._shared_devices()))
+                    if late:
+                        _join_ring(groups[-1], rank, size, timeout)
                 connected.set_result(groups)
             except BaseException as error:
                 connected.set_exception(error)
@@ -255,6 +257,11 @@ class Forming:
                 raise self._reach.too_late(target, f"round {target.number}: the workers could not connect to each other")
         return connected.result()
 
+    def _shared_devices(self) -> list[Any]:
+        if not self._gloo_devices:
+            self._gloo_devices = torch_names.gloo_devices(is_late=False)
+        return self._gloo_devices
+
     def _raise_if_void(self, target: RoundRecord) -> None:
         if self._member.will_never_form(self._membership.view, target.number):
             raise VoidRoundError
@@ -265,6 +272,24 @@ class Forming:
     def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             self._membership.wait_for(lambda view: None, seconds, "nothing")
+
+
+def _join_ring(group: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """Connect with both neighbours in the ring, in as long as a few connections take, however many workers there are.
+
+    Gloo connects two workers in the thread that begins their message. One of both only waits for the other, so both begin with
+    the same one of their connections.
+    """
+    message = torch.zeros(1)
+
+    def send() -> None:
+        group.send([message], (rank + 1) % size, 0).wait(timeout)  # a wait without a timeout would take another thread
+
+    def receive() -> None:
+        group.recv([message], (rank - 1) % size, 0).wait(timeout)
+
+    for exchange in (receive, send) if rank % 2 else (send, receive):
+        exchange()
 
 
 def _connect_briefly(target: RoundRecord) -> Store | None:

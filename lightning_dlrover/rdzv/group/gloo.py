@@ -23,6 +23,7 @@ from lightning_dlrover.rdzv.etcd.config import parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.torch_names import TCPStore
+from lightning_dlrover.rdzv.group.waits import AWAKE_S
 from lightning_dlrover.rdzv.live.member import Member
 from lightning_dlrover.rdzv.live.outlook import Outlook
 
@@ -38,9 +39,6 @@ __all__ = [
     "use_interface_of",
     "with_gloo",
 ]
-
-AWAKE_S = 0.5
-"""Grace period in seconds after severing a group. By then gloo has failed every operation that it will fail on its own."""
 
 
 def with_gloo(backend: str) -> str:
@@ -136,6 +134,7 @@ class RoundSockets:
         self._lock = threading.Lock()
         self._sockets: list[tuple[int, int]] = []  # (fd, inode) of the group's connections
         self._known_inodes: set[int] = set()  # inodes of sockets that are older than the group
+        self.severed: list[tuple[int, int]] = []  # (fd, inode) of connections that are down; another list in each round
         self._severed_at = 0.0
 
     @property
@@ -155,6 +154,7 @@ class RoundSockets:
             self._member.number = number
             self._known_inodes = set(inet_sockets().values())
             self._sockets = []
+            self.severed = []
             self._connects_late = False
             self.are_severed = False
             self._member.forming = True
@@ -203,7 +203,8 @@ class RoundSockets:
             else:
                 doomed, self._sockets = [*self._sockets, *self._opened_late()], []
             for fd, inode in doomed:
-                shut_down(fd, inode, self._etcd_ports, self._server.port)
+                if shut_down(fd, inode, self._etcd_ports, self._server.port):
+                    self.severed.append((fd, inode))
             if not quietly and self._has_nccl and dist.is_initialized():
                 with contextlib.suppress(RuntimeError):
                     torch_names.abort_process_group()
@@ -284,21 +285,26 @@ def inet_sockets() -> dict[int, int]:
     return found
 
 
-def shut_down(fd: int, inode: int, spared_peer_ports: set[int], store_port: int) -> None:
+def shut_down(fd: int, inode: int, spared_peer_ports: set[int], store_port: int) -> bool:
+    """Shut down a connection, if it still is the one with this inode and has to be. Return whether it is down."""
     try:
         if os.stat(fd).st_ino != inode:
-            return  # the descriptor belongs to something else by now
+            return False  # the descriptor belongs to something else by now
         with socket.socket(fileno=os.dup(fd)) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                return
+                return False
             # A listening gloo socket must stay: shutting it down ends the process (uncaught in gloo's listener).
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return
-            if sock.getpeername()[1] in spared_peer_ports:
-                return
+                return False
+            try:
+                if sock.getpeername()[1] in spared_peer_ports:
+                    return False
+            except OSError:
+                return True  # the peer is gone
             # Others may already be connected to our store for a newer round than the severed one.
             if sock.getsockname()[1] == store_port:
-                return
+                return False
             sock.shutdown(socket.SHUT_RDWR)
+            return True
     except OSError:
-        return  # not connected, or closed meanwhile
+        return False  # closed meanwhile

@@ -56,7 +56,7 @@ TICK_S = 0.25
 """Seconds between two readings of a worker's counts."""
 
 QUIET_S = 0.5
-"""Seconds without a new collective after which a worker publishes its counts and reads those of others."""
+"""Minimum seconds without a new collective after which a worker publishes its counts and reads those of others."""
 
 ANSWER_S = 1.5
 """Seconds to wait for the other workers' places once a mismatch is certain."""
@@ -463,12 +463,13 @@ class Meeting:
         seen, since = Counts(0, 0), time.monotonic()
         num_looks = 0
         next_look = 0.0
+        pause_s = self._size / LOOKS_PER_S
         while not self._closed.wait(TICK_S) and self.mismatch is None:
             now = Counts(self._num_compared, self._begun())
             if now != seen:
                 seen, since = now, time.monotonic()
-            elif time.monotonic() - since > QUIET_S and time.monotonic() >= next_look:
-                next_look = time.monotonic() + self._size / LOOKS_PER_S
+            elif time.monotonic() - since > max(QUIET_S, pause_s) and time.monotonic() >= next_look:
+                next_look = time.monotonic() + pause_s
                 try:
                     self._look(now, num_looks * NUM_COMPARED)
                     num_looks += 1

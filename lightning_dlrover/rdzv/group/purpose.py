@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -63,18 +63,21 @@ def shown(frame: FrameType | None) -> Place:
 
 def place_of(frame: FrameType | None) -> Place:
     """Return the place of a call, given its innermost frame."""
-    caller, outermost = "", ""
+    caller, outermost = "", frame
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
         package = name.partition(".")[0]
-        code = frame.f_code
-        outermost = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         if package not in LIBRARIES:
-            return Place(outermost, caller, f"{Path(code.co_filename).name}:{frame.f_lineno}")
+            return Place(_line(frame), caller, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
         if not caller and package not in ("torch", "lightning_dlrover", "contextlib", "functools"):
-            caller = f"{name}.{getattr(code, 'co_qualname', code.co_name)}"  # Python 3.10 has the short name only
-        frame = frame.f_back
-    return Place(outermost, caller, "")
+            # Python 3.10 has the short name only.
+            caller = f"{name}.{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"
+        outermost, frame = frame, frame.f_back
+    return Place(_line(outermost) if outermost is not None else "", caller, "")
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}

@@ -18,10 +18,10 @@ __all__ = ["FEW", "Neighbour", "Patrol", "Reach"]
 log = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 0.3
-"""Seconds between two probes of the next rank's process."""
+"""Minimum seconds between two probes of more than `FEW` workers."""
 
 CALM_INTERVAL_S = 1.0
-"""The same among more than `FEW` workers, where the collectives of a step seldom wait for the next rank alone."""
+"""Seconds between two probes of the next rank's process while a round lasts. Each takes time from both workers' training."""
 
 OUT_OF_REACH_S = 5.0
 """Seconds without a response from another worker, not even a refusal, after which this worker counts as cut off from it."""
@@ -134,7 +134,7 @@ class Neighbour:
         formation = self._member.formation
         if formation is None or self._member.forming or formation.size == 1 or time.monotonic() < self._next_probe:
             return
-        self._next_probe = time.monotonic() + (PROBE_INTERVAL_S if formation.size <= FEW else CALM_INTERVAL_S)
+        self._next_probe = time.monotonic() + CALM_INTERVAL_S
         neighbour = formation.round.members[(formation.rank + 1) % formation.size]
         answer: Answer = "accepts"
         with contextlib.suppress(EtcdUnavailableError):  # see `Patrol`

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,10 +32,11 @@ __all__ = [
     "after_backward",
     "backend_of",
     "check",
+    "gloo",
+    "gloo_devices",
     "has_gradient_hook",
     "is_in_backward",
     "is_point_to_point",
-    "late_gloo",
     "num_begun",
     "replace_buffer_broadcast",
     "work_class",
@@ -82,19 +84,37 @@ def is_point_to_point(work: Any) -> bool:
     return work._get_op_type() in POINT_TO_POINT
 
 
-def late_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Create a gloo backend that connects two workers at their first message; None if this release of torch has none.
+def gloo_devices(is_late: bool) -> list[Any]:
+    """Create gloo's listening port and its thread for sockets; none if this release of torch cannot connect late.
 
-    Creating it needs one request to the store, and each pair of workers that comes to exchange a message two more. A backend
-    that connects all pairs at once needs as many sockets in each worker as there are workers.
+    The thread wakes up a hundred times a second, even without a message. Groups with devices that do not connect late can share
+    them. Those that connect late cannot, because they number their connections by rank.
+
+    Args:
+        is_late: whether two workers connect only at their first message.
+    """
+    create = dist.ProcessGroupGloo.create_device
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    try:
+        if interfaces:
+            return [create(interface=name, lazy_init=is_late) for name in interfaces]
+        return [dist.ProcessGroupGloo.create_default_device(lazy_init=is_late)]
+    except TypeError:
+        if is_late:
+            return []
+    return [create(interface=name) for name in interfaces] or [dist.ProcessGroupGloo.create_default_device()]
+
+
+def gloo(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[Any]) -> Any:
+    """Create a gloo backend, with torch's usual number of threads for operations.
+
+    With devices that connect late it needs one request to the store, and each pair of workers that comes to exchange a message
+    two more. Otherwise it connects all pairs at once, and needs as many sockets as there are workers.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    try:
-        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
-    except TypeError:
-        return None
+    options._devices = list(devices)
     options._timeout = timeout
-    options._threads = 2
+    options._threads = 2 * len(devices)
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.group import torch_names
+from lightning_dlrover.rdzv.group.dead_sockets import silence
 from lightning_dlrover.rdzv.live.member import RoundEndedError
 
 __all__ = [
+    "AWAKE_S",
     "begin",
     "broadcast_buffers",
     "end_waits_with",
@@ -39,6 +42,9 @@ __all__ = [
 ]
 
 SLICE_S = 0.2
+
+AWAKE_S = 0.5
+"""Grace period in seconds after severing a group. By then gloo has failed every operation that it will fail on its own."""
 
 Round = tuple[int, bool]
 
@@ -215,14 +221,19 @@ def broadcast_buffers(group: Any, tensors: Sequence[torch.Tensor], buffer_size: 
                 tensor.copy_(values.view_as(tensor))
 
 
-def let_go(groups: Sequence[object], after: threading.Event) -> threading.Thread:
+def let_go(groups: Sequence[object], sockets: Sequence[tuple[int, int]], after: threading.Event) -> threading.Thread:
     """Drop groups once `after` is set, in a thread that may hang in their destructors. The caller must drop them as well.
 
     If the thread returned from a destructor while the process ends, it would abort the process. Do not set `after` then.
+
+    Args:
+        sockets: (fd, inode) pairs of the groups' connections, which are down, or shut down by the caller right after this call.
     """
     kept = list(groups)
 
     def drop() -> None:
+        time.sleep(AWAKE_S)  # until gloo has closed those that it closes by itself
+        silence(sockets)
         after.wait()
         kept.clear()
 

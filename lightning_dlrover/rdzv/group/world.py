@@ -64,6 +64,9 @@ __all__ = ["AnyWorld", "World"]
 
 log = logging.getLogger(__name__)
 
+VOTES_TO_DROP = 3
+"""Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
+
 
 class World:
     """This worker's process groups, one round after the other.
@@ -103,6 +106,7 @@ class World:
         self.wishes: list[int] = []  # minimum over all members of each wish in this round's newest vote
         self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
         self._vote: Vote | None = None
+        self._num_votes = 0  # votes in this round
         self._meeting: Meeting | None = None  # the round's meeting; None if this worker is alone in the round
         self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
         self.membership = when_there_is_room(
@@ -316,7 +320,7 @@ class World:
         self._destroy(is_last=True)
         if meeting is not None:
             meeting.join(1.0)
-        self._groups.join(0.5)
+        self._groups.join(1.0)
         if not self.standing.is_recorded:
             # Without the record the job would count as not done. All that the script keeps is written by now.
             self.membership.deliver(self.config.wait_timeout_s)
@@ -385,7 +389,8 @@ class World:
         """Start a vote on the round to switch to: a collective of all members that overlaps with the next step.
 
         Args:
-            check_every: steps until this worker wants to vote again; the maximum over all members applies.
+            check_every: steps from this vote's result until this worker wants to vote again; the maximum over all members
+                applies.
             wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`.
             place: number of the next step; must be equal on all members.
         """
@@ -413,6 +418,9 @@ class World:
         assert self.formation is not None
         vote, self._vote = self._vote, None
         newest, opposite, *self.wishes = vote.counted()
+        self._num_votes += 1
+        if self._num_votes == VOTES_TO_DROP:
+            self._groups.drop_early()
         return (newest if newest > self.formation.round.number else None), -opposite
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
@@ -440,7 +448,8 @@ class World:
             self._meeting.close()
             self._meeting = None
         self.wishes = []  # they belong to a round that is over
-        self._groups.let_go(is_last)
+        self._groups.let_go(is_last, self._sockets.are_severed, self._sockets.severed)
+        self._num_votes = 0
         self._sockets.destroy_group()
 
     def _round_of_waits(self) -> tuple[int, bool]:

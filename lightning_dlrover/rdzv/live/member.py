@@ -258,9 +258,11 @@ class Member:
     async def _next_after(self, broken: RoundRecord, unreachable: Sequence[str] = ()) -> RoundRecord:
         # A worker that left the job hands over its tables to this round. If it dies meanwhile, it may have been the convener.
         suspects = list(dict.fromkeys([*broken.members, *self._means.view.leavers]))
-        await self._means.bury_the_dead(suspects)
-        if self.worker_id in broken.members:
-            await self._means.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
+        newest = self._means.view.round
+        if newest is None or newest.number <= broken.number:  # else a convener has seen what became of the round
+            await self._means.bury_the_dead(suspects)
+            if self.worker_id in broken.members:
+                await self._means.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
 
         def look(view: Outlook) -> RoundRecord | None:
             if view.job is not None and view.job.is_over:

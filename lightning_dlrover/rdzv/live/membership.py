@@ -61,7 +61,7 @@ R = TypeVar("R")
 CHECK_S = 5.0
 """Seconds between two checks that a mirror has missed no change. Its watch reports changes at once."""
 
-TICK_S = 0.25
+TICK_S = 0.5
 """Maximum seconds between two turns of the background thread, as patience runs out without a change. Each takes time from
 training where all cores compute."""
 
@@ -81,7 +81,7 @@ class Membership:
     Args:
         client: a connected client; its owner closes it.
         on_view: called from the background thread after every change, with the new view. Must return quickly.
-        on_tick: called from the background thread about every 100 ms, even without a change.
+        on_tick: called from the background thread at least every `TICK_S` seconds, even without a change.
 
     Attributes:
         own: this worker's own record.

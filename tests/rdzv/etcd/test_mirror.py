@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,23 @@ def test_a_mirror_reports_changes_by_watch_not_by_polling(client: EtcdClient, ke
             delays.append(seen[-1] - began)
         assert sorted(delays)[15] < 0.1  # 0.6 ms on a quiet machine
         assert mirror.healthy
+
+
+def test_thread_of_a_mirror_sleeps_until_there_is_a_change(client: EtcdClient, keys: Keys) -> None:
+    with Mirror(client, keys.root, check_interval_s=60) as mirror:
+        client.put(keys.root + "k", b"1")
+        mirror.wait_for(lambda found: found.get(keys.root + "k"), 5)
+        task = Path(f"/proc/self/task/{mirror._threads[0].native_id}/status")
+
+        def num_wakes() -> int:
+            [line] = [line for line in task.read_text().splitlines() if line.startswith("voluntary_ctxt_switches")]
+            return int(line.split()[1])
+
+        # A thread that has just seen a change still goes back to its wait.
+        eventually(lambda: "(sleeping)" in task.read_text() or None, "the thread to sleep", 5)
+        before = num_wakes()
+        assert not threading.Event().wait(1.0)
+        assert num_wakes() - before <= 2  # gRPC's own wait wakes up ten times
 
 
 def test_a_transaction_of_several_keys_is_seen_at_once_or_not_at_all(client: EtcdClient, keys: Keys) -> None:

@@ -153,7 +153,7 @@ def outcome(scenario: str, peer: int, is_dropped: bool) -> dict[str, Any]:
     assert dist.group.WORLD is not None
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
     are_unused = threading.Event()
-    keeper = waits.let_go([group], are_unused)
+    keeper = waits.let_go([group], [], are_unused)
     del group
     dist.destroy_process_group()
     if is_dropped:  # true in a job that continues, false in a process that ends

@@ -127,11 +127,11 @@ from lightning_dlrover.live.position import Position, can_meet
 from lightning_dlrover.rdzv import World, WorldConfig
 from lightning_dlrover.rdzv.group import torch_names
 
-connect = dist.ProcessGroupGloo
+connect = torch_names.gloo
 
-def die_while_connecting(store, rank, size, timeout):
+def die_while_connecting(*args):
     threading.Timer(float(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    return connect(store, rank, size, timeout)
+    return connect(*args)
 
 initialise = dist.init_process_group
 
@@ -156,8 +156,7 @@ match sys.argv[1:]:
     case ["fail"]:
         dist.init_process_group = fail_after_the_others_have_formed
     case [_]:
-        torch_names.check()  # before the name is replaced
-        dist.ProcessGroupGloo = die_while_connecting
+        torch_names.gloo = die_while_connecting
 config = WorldConfig.from_environment(os.environ, "1")
 world = World(config, can_meet=can_meet)
 formation = world.start()

@@ -32,23 +32,32 @@ def view_of(phase: Any, *workers: str) -> View:
 
 
 class Means:
-    """A worker that finds its round broken. No further event occurs."""
+    """A worker that finds its round broken.
+
+    Args:
+        later: what it sees once it waits. None: no further event occurs.
+    """
 
     worker_id = "a"
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, later: View | None = None) -> None:
         self.view = outlook_of(view)
         self.probed: list[str] = []
+        self.written: list[object] = []
+        self._later = later
 
     async def until(
         self, found: Callable[[Outlook], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> Any:
         self.probed += probe
+        if self._later is not None:
+            self.view = outlook_of(self._later)
         result = found(self.view)
         assert result is not None, f"waits for {what}"
         return result
 
-    async def write(self, *args: object, **kwargs: object) -> None: ...
+    async def write(self, *args: object, **kwargs: object) -> None:
+        self.written.append(args)
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
         self.probed += workers
@@ -76,11 +85,19 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
 
 
 def test_worker_that_was_handing_over_is_probed_when_the_round_breaks() -> None:
-    workers = view_of("training", "a", "b", "leaver").workers
+    view = view_of("training", "a", "b", "leaver")
     following = RoundRecord(6, ["a", "b"], "test", "retry", planned=False)
-    means = Means(replace(view_of("training"), round=following, workers=workers))
+    means = Means(view, later=replace(view, round=following))
     assert run_blocking(Member(means)._next_after(ROUND)) == following  # type: ignore[arg-type]
     assert means.probed == 2 * ["a", "b", "leaver"]  # at once and while it waits
+    assert means.written == [("reforming", 5)]
+
+
+def test_worker_that_sees_the_next_round_already_reports_nothing_of_the_broken_one() -> None:
+    following = RoundRecord(6, ["a"], "lost b", "loss", planned=False)
+    means = Means(replace(view_of("training", "a"), round=following))
+    assert run_blocking(Member(means)._next_after(ROUND)) == following  # type: ignore[arg-type]
+    assert means.written == []
 
 
 def test_drained_worker_leaves_a_broken_round_to_the_others() -> None:
