@@ -30,7 +30,7 @@ from lightning_dlrover.colocate.memory import GROWTH, memory_actions
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.schedule import Scheduler
 from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting
-from lightning_dlrover.colocate.usage import families, is_program, marked
+from lightning_dlrover.colocate.usage import Families, families, is_program, marked
 from lightning_dlrover.colocate.watched import WatchedJob
 from lightning_dlrover.observe.seat import Answer, write_answer
 
@@ -107,6 +107,7 @@ class Dispatcher:
         self._attempts: dict[str, int] = defaultdict(int)
         self._evictions: dict[str, int] = defaultdict(int)
         self._not_before_s: dict[str, float] = {}
+        self._families = Families()
         self._companies = {place.name: Company(place.name, place.kind) for place in places}
         for record in journal.records:
             self._recall(record)
@@ -215,7 +216,7 @@ class Dispatcher:
     def look(self) -> None:
         """Look at all jobs once, decide, and act."""
         now = self._clock()
-        below = families([job.kept.keeper_pid for job in self.running.values()])
+        below = self._families.below([job.kept.keeper_pid for job in self.running.values()], now)
         for job in list(self.running.values()):
             if (outcome := job.kept.outcome()) is not None:
                 self._settle(job, outcome, now)

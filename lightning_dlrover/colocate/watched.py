@@ -77,9 +77,10 @@ class WatchedJob:
     def look(self, now: float, pids: list[int]) -> None:
         """Read the reports, and measure the processes if that was not done a moment ago."""
         self._looked_s = now
-        reports = read_reports(self.seat)
-        # Those of processes that are gone do not count, unless process ids differ here and there.
-        self.reports = [report for report in reports if report.process_id in pids] or reports
+        if self.phase != "paused" or not self.reports:
+            reports = read_reports(self.seat)
+            # Those of processes that are gone do not count, unless process ids differ here and there.
+            self.reports = [report for report in reports if report.process_id in pids] or reports
         if now - self._measured_s >= MEASURE_S:
             former, former_s = self.use, self._measured_s
             self._measured_s = now
