@@ -1,6 +1,7 @@
 """Jobs that share devices: real ones on this machine; and slowdowns, sets and a simulated cluster on pairs measured elsewhere.
 
     python benchmarks/colocation.py [--mixes NAME...] [--policies NAME...] [--rounds N] [--job-seconds S] [--minutes M]
+    python benchmarks/colocation.py --rehearse [--mixes NAME...] [--policies NAME...] [--seeds N]
     python benchmarks/colocation.py --pairs [--data DIR] [--device NAME] [--seeds N] [--quick]
     python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
 
@@ -9,6 +10,9 @@ rounds (`colocation_mixes.py`), and models train after an estimate of their peak
 job has run alone before, so peaks and profiles are known to all policies. The last line holds the throughput of ours over one
 job at a time in the balanced mix, the smallest over any other policy in any mix, that over random pairs in the balanced mix,
 and the errors of estimates and predictions. --minutes ends the rounds after some time, --without-memory leaves the models out.
+
+--rehearse: the same mixes on a simulated machine of two cores, by the scheduler of `dlrover colocate`
+(`colocation_rehearsal.py`): mean makespan, how many times ours that is, and the used part of the cores' time. It takes seconds.
 
 DIR holds Gavel's traces (default: $DLROVER_SHARED_DATA/job_traces/gavel, else ../shared/data/job_traces/gavel), whose form
 `gavel_traces.py` describes.
@@ -30,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colocation_memory import memory_errors
-from colocation_mixes import MIXES, POLICIES, Length, figures, measure_mixes, table
+from colocation_mixes import MIXES, OURS, POLICIES, Length, figures, measure_mixes, table
 from colocation_pairs import (
     Choice,
     Errors,
@@ -42,6 +46,7 @@ from colocation_pairs import (
     left_out_errors,
     quarter,
 )
+from colocation_rehearsal import rehearse
 from colocation_simulation import LOADS, Run, runs
 from gavel_traces import MeasuredPairs, TraceError, default_folder, read_arrivals, read_pairs
 from jobs import BenchmarkError, describe_machine, result_line
@@ -132,9 +137,24 @@ def real_benchmark(arguments: argparse.Namespace) -> None:
     print(result_line({name: found.get(name, float("nan")) for name in names}))
 
 
+def rehearsal(mixes: Sequence[str], policies: Sequence[str], num_seeds: int) -> None:
+    for mix in mixes:
+        runs = {
+            policy: [rehearse(MIXES[mix], POLICIES[policy].policy, POLICIES[policy].at_once, seed) for seed in range(num_seeds)]
+            for policy in dict.fromkeys((OURS, *policies))
+        }
+        ours = statistics.fmean(machine.now for machine in runs[OURS])
+        print(mix)
+        for policy, machines in runs.items():
+            makespan_s = statistics.fmean(machine.now for machine in machines)
+            used = statistics.fmean(machine.utilisation for machine in machines)
+            print(f"  {policy:15}{makespan_s:8.1f} s  {makespan_s / ours:5.2f}  {100 * used:3.0f} % of the cores")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Predict slowdowns and choose sets of jobs on measured pairs.")
     parser.add_argument("--pairs", action="store_true", help="predict and choose pairs, and time decisions")
+    parser.add_argument("--rehearse", action="store_true", help="run the mixes on a simulated machine of two cores")
     parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="mixes of real jobs (default: all)")
     parser.add_argument(
@@ -162,6 +182,9 @@ def main() -> int:
     if arguments.seeds < 1 or arguments.rounds < 1 or min(arguments.job_seconds, arguments.minutes) <= 0:
         parser.error("--seeds, --rounds, --job-seconds and --minutes must be above 0")
     try:
+        if arguments.rehearse:
+            rehearsal(arguments.mixes, arguments.policies, arguments.seeds)
+            return 0
         if not (arguments.pairs or arguments.simulate):
             print(describe_machine())
             real_benchmark(arguments)

@@ -33,15 +33,24 @@ MIXES: Mapping[str, Mapping[str, int]] = {
     "memory": {"compute": 2, "memory": 8, "input": 2},
     "input": {"compute": 2, "memory": 2, "input": 8},
 }
-POLICIES: Mapping[str, Sequence[str]] = {
-    "sequential": (),
-    "fifo": (),
-    "random_pairs": ("--policy", "random_sets", "--at-once", "2"),
-    "random_sets": (),
-    "rmixer": (),
-    "complementary": (),
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy, and the most jobs that run at once; 0: as `dlrover colocate` chooses."""
+
+    policy: str
+    at_once: int = 0
+
+
+POLICIES: Mapping[str, Variant] = {
+    "sequential": Variant("sequential"),
+    "fifo": Variant("fifo"),
+    "random_pairs": Variant("random_sets", 2),
+    "random_sets": Variant("random_sets"),
+    "rmixer": Variant("rmixer"),
+    "complementary": Variant("complementary"),
 }
-"""Options of `dlrover colocate`, by name; without any, the name is that of the policy."""
 OURS, SEQUENTIAL = "complementary", "sequential"
 QUEUE_TIMEOUT_S = 1800.0
 CALIBRATION_STEPS = 60
@@ -207,12 +216,9 @@ def _dispatch(queue: Path, jobs: Sequence[tuple[str, str, int]], policy: str, le
     ]
     file.write_text(json.dumps({"jobs": commands}))
     command = [sys.executable, "-m", "lightning_dlrover.cli", "colocate", str(file), "--out", str(queue)]
-    command += [
-        *(POLICIES[policy] or ("--policy", policy)),
-        "--seed",
-        str(seed),
-        *(["--learn-from", str(learned)] if learned is not None else []),
-    ]
+    variant = POLICIES[policy]
+    command += ["--policy", variant.policy, *(["--at-once", str(variant.at_once)] if variant.at_once else [])]
+    command += ["--seed", str(seed), *(["--learn-from", str(learned)] if learned is not None else [])]
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=QUEUE_TIMEOUT_S)
     if done.returncode:

@@ -4,10 +4,11 @@ Most of a slowdown follows from the division of cores (`cores.py`). The rest is 
 the log of the expected speed e of a job i of family f beside jobs j of families g, each of which keeps a fraction b of the
 machine's cores busy:
 
-    log speed = (1 + a_f) log e + c_f + sum over j of b_j (d_g + h_fg)
+    log speed = log e + a_f log t + c_f + sum over j of b_j (d_g + h_fg)
 
-a is how much better a job's work goes with fewer threads, c the cost of waking up late, d a job's pressure on caches and
-memory, h what only these two do to each other. All are small before anything was observed (a Bayesian linear regression).
+t is the speed with the job's threads if the cores were enough. a is how much better a job's work goes with fewer threads, c the
+cost of waking up late, d a job's pressure on caches and memory, h what only these two do to each other. All are small before
+anything was observed (a Bayesian linear regression).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dlrover.planner.cluster.cores import CoreUse, Shares, expected_use, thread_shares
+from lightning_dlrover.planner.cluster.cores import CoreUse, Shares, expected, thread_shares
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.policy import Floats
 from lightning_dlrover.planner.cluster.slowdown import LEAST_SPEED, Observation
@@ -60,9 +61,9 @@ class CoreSpeeds:
         targets: list[float] = []
         for observation in observations:
             group = tuple(_use_of(job, observation.device) for job in observation.group)
-            expected, of_group = _terms(group, _num_cores(observation.device), shares)
+            speeds, of_group = _terms(group, _num_cores(observation.device), shares)
             rows += of_group
-            targets += [float(np.log(speed / e)) for speed, e in zip(observation.relative_speeds, expected, strict=True)]
+            targets += [float(np.log(speed / e)) for speed, e in zip(observation.relative_speeds, speeds, strict=True)]
         columns = {name: index for index, name in enumerate(sorted({name for row in rows for name in row}))}
         if not columns:
             return cls(None, shares)
@@ -85,11 +86,10 @@ class CoreSpeeds:
     def _speeds(self, group: Group, num_cores: float) -> Floats:
         known = self._known.get((group, num_cores))
         if known is None:
-            expected, rows = _terms(group, num_cores, self._shares)
-            known = expected
+            known, rows = _terms(group, num_cores, self._shares)
             if self._corrections is not None and len(group) > 1:
                 columns, values = self._corrections.columns, self._corrections.values
-                known = expected * np.exp(np.array([_row(row, columns) for row in rows]) @ values)
+                known = known * np.exp(np.array([_row(row, columns) for row in rows]) @ values)
             known = self._known[group, num_cores] = np.maximum(known, LEAST_SPEED)
         return known
 
@@ -98,16 +98,19 @@ def _terms(group: Group, num_cores: float, shares: Shares) -> tuple[Floats, list
     """Return expected speeds, and for each job the weights of the corrections that concern it."""
     if len(group) == 1:
         return np.ones(1), [{}]
-    use, expected = expected_use(group, shares([job.cores for job in group], num_cores), num_cores)
+    found = expected(group, shares([job.cores for job in group], num_cores), num_cores)
     rows = []
     for i, job in enumerate(group):
-        row: dict[tuple[str, ...], float] = {("threads", job.family): float(np.log(expected[i])), ("wake", job.family): 1.0}
+        row: dict[tuple[str, ...], float] = {
+            ("threads", job.family): float(np.log(found.threaded[i])),
+            ("wake", job.family): 1.0,
+        }
         for j, other in enumerate(group):
             if j != i:
                 for name in (("pressure", other.family), ("pair", job.family, other.family)):
-                    row[name] = row.get(name, 0.0) + float(use[j]) / num_cores
+                    row[name] = row.get(name, 0.0) + float(found.use[j]) / num_cores
         rows.append(row)
-    return expected, rows
+    return found.speeds, rows
 
 
 def _row(row: Mapping[tuple[str, ...], float], columns: Mapping[tuple[str, ...], int]) -> Floats:

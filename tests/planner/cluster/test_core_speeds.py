@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_dlrover.planner.cluster import Device, Job, Profile
 from lightning_dlrover.planner.cluster.core_speeds import CoreSpeeds
-from lightning_dlrover.planner.cluster.cores import CoreUse, expected_use, thread_shares
+from lightning_dlrover.planner.cluster.cores import CoreUse, expected, thread_shares
 from lightning_dlrover.planner.cluster.slowdown import Observation
 
 CPU = Device("cpu", "cpu", "node", 16 * 10**9, {"cores": 2.0}, 8)
@@ -28,10 +28,10 @@ uses = st.builds(CoreUse, family=st.just("any"), cores=st.floats(0.0, 4.0), wait
 @settings(max_examples=50)
 def test_jobs_never_use_more_cores_than_there_are_or_than_alone(jobs: list[CoreUse], num_cores: float) -> None:
     shares = thread_shares([job.cores for job in jobs], num_cores)
-    use, speeds = expected_use(jobs, shares, num_cores)
-    assert use.sum() <= num_cores + 1e-6
-    assert all(amount <= max(job.cores, 1e-3) + 1e-6 for amount, job in zip(use, jobs, strict=True))
-    assert ((speeds > 0) & (speeds <= 1 + 1e-9)).all()
+    found = expected(jobs, shares, num_cores)
+    assert found.use.sum() <= num_cores + 1e-6
+    assert all(amount <= max(job.cores, 1e-3) + 1e-6 for amount, job in zip(found.use, jobs, strict=True))
+    assert ((found.speeds > 0) & (found.speeds <= found.threaded + 1e-9) & (found.threaded <= 1 + 1e-9)).all()
 
 
 @given(st.lists(st.floats(0.0, 8.0), min_size=2, max_size=6), st.sampled_from([1.0, 2.0, 8.0]))
@@ -51,9 +51,9 @@ def test_job_beside_others_that_wait_keeps_its_threads() -> None:
 
 def test_light_job_keeps_its_speed_beside_two_heavy_ones() -> None:
     heavy, light = CoreUse("heavy", 1.0), CoreUse("light", 0.2, 0.8)
-    use, speeds = expected_use([heavy, heavy, light], [1, 1, 1], 2.0)
-    assert speeds[2] == pytest.approx(1.0)
-    assert use[:2] == pytest.approx([0.9, 0.9])
+    found = expected([heavy, heavy, light], [1, 1, 1], 2.0)
+    assert found.speeds[2] == pytest.approx(1.0)
+    assert found.use[:2] == pytest.approx([0.9, 0.9])
 
 
 def job(family: str, number: int) -> Job:
@@ -64,9 +64,9 @@ def job(family: str, number: int) -> Job:
 def true_speeds(group: Sequence[Job]) -> list[float]:
     """The division of cores, better work with one thread, and a hidden pressure."""
     jobs = [CoreUse(one.family, *USES[one.family][:2]) for one in group]
-    use, speeds = expected_use(jobs, thread_shares([one.cores for one in jobs], 2.0), 2.0)
-    loss = [sum(USES[o.family][2] * use[j] / 2 for j, o in enumerate(group) if j != i) for i in range(len(group))]
-    return [float(speed**0.8 * np.exp(-each)) for speed, each in zip(speeds, loss, strict=True)]
+    found = expected(jobs, thread_shares([one.cores for one in jobs], 2.0), 2.0)
+    loss = [sum(USES[o.family][2] * found.use[j] / 2 for j, o in enumerate(group) if j != i) for i in range(len(group))]
+    return [float(speed**0.9 * np.exp(-each)) for speed, each in zip(found.speeds, loss, strict=True)]
 
 
 def groups_of(sizes: Sequence[int]) -> list[tuple[Job, ...]]:
