@@ -23,6 +23,7 @@ from torch import nn
 from lightning_dlrover.observe.seat import Seat, SeatReport
 
 LEARNING_RATE = 0.01
+WARMUP_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ def main() -> None:
             report = report_of(estimate_peak(model, [torch.optim.SGD(model.parameters(), LEARNING_RATE)], batch(), step))
         answer = seat.ask(report)
         torch.set_num_threads(answer.threads or torch.get_num_threads())
+    started = time.monotonic()
     for done in range(1, steps + 1):
+        if done == WARMUP_STEPS + 1:
+            started = time.monotonic()
         began = time.monotonic()
         next_batch = batch()
         waited_s = time.monotonic() - began
@@ -104,7 +108,7 @@ def main() -> None:
                 seat.report(steps - done, torch.get_num_threads())
                 if (threads := seat.answer().threads) and threads != torch.get_num_threads():
                     torch.set_num_threads(threads)
-    print("done", flush=True)
+    print(f"{max(1, steps - WARMUP_STEPS) / (time.monotonic() - started):.3f} steps/s", flush=True)
 
 
 if __name__ == "__main__":

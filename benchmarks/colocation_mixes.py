@@ -17,7 +17,7 @@ from statistics import median
 
 from jobs import BenchmarkError
 
-from lightning_dlrover.colocate.journal import Ended, Rates, read_records
+from lightning_dlrover.colocate.journal import Ended, Profiled, Rates, read_records
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.summary import summarize
 from lightning_dlrover.planner.cluster import Device, Job
@@ -53,7 +53,8 @@ POLICIES: Mapping[str, Variant] = {
 }
 OURS, SEQUENTIAL = "complementary", "sequential"
 QUEUE_TIMEOUT_S = 1800.0
-CALIBRATION_STEPS = 60
+CALIBRATION_STEPS = 100
+NUM_CORES = len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -154,18 +155,25 @@ def figures(results: Sequence[MixResult]) -> dict[str, float]:
 
 
 def _calibrate(folder: Path, job_s: float) -> tuple[dict[str, int], Path]:
-    """Run one job of each kind alone. Return the steps that take `job_s`, and the queue's folder, which has the profiles."""
-    queue = folder / "alone"
-    _dispatch(queue, [(kind, kind, CALIBRATION_STEPS) for kind in KINDS], SEQUENTIAL, None, 0)
-    steps = {}
-    for record in read_records(queue):
-        if isinstance(record, Ended):
-            trained_s = sum(span.ended - span.began for span in record.spans if span.phase == "running")
-            steps[record.job] = max(20, round(CALIBRATION_STEPS * job_s / max(0.1, trained_s)))
+    """Return the steps that take `job_s` alone, and the folder of a queue that has run each kind so, with its profiles."""
+    steps = {kind: max(20, round(job_s * _steps_per_s(kind))) for kind in KINDS}
     print("steps of each job:", ", ".join(f"{kind} {count}" for kind, count in steps.items()), flush=True)
-    alone = folder / "known"
-    _dispatch(alone, [(kind, kind, steps[kind]) for kind in KINDS], SEQUENTIAL, None, 0)
-    return steps, alone
+    known = folder / "known"
+    _dispatch(known, [(kind, kind, steps[kind]) for kind in KINDS], SEQUENTIAL, None, 0)
+    num_profiled = len({record.job_kind for record in read_records(known) if isinstance(record, Profiled)})
+    if num_profiled < len(KINDS):
+        raise BenchmarkError(f"{num_profiled} of {len(KINDS)} kinds of jobs were measured alone; give more --job-seconds")
+    return steps, known
+
+
+def _steps_per_s(kind: str) -> float:
+    """Return the speed of a job that has the machine to itself."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(NUM_CORES), "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, str(JOB), kind, str(CALIBRATION_STEPS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=QUEUE_TIMEOUT_S)
+    if done.returncode:
+        raise BenchmarkError(f"a job of kind {kind} ended with {done.returncode}: {done.stderr[-500:]}")
+    return float(done.stdout.split()[-2])
 
 
 def _run(queue: Path, mix: str, policy: str, steps: Mapping[str, int], learned: Path, number: int) -> MixResult:
@@ -189,7 +197,7 @@ def _slowdown_errors(queue: Path, learned: Path, shares: Shares) -> list[float]:
     knowledge.read(learned)
     errors: list[float] = []
     seen: set[tuple[str, ...]] = set()
-    device = Device("cpu", "cpu", "cpu", 1 << 40, {"cores": float(len(os.sched_getaffinity(0)))}, 8)
+    device = Device("cpu", "cpu", "cpu", 1 << 40, {"cores": float(NUM_CORES)}, 8)
     for record in read_records(queue):
         if not isinstance(record, Rates):
             continue

@@ -47,6 +47,7 @@ class _Alone:
     """The job that a device belongs to while it is measured."""
 
     job: str
+    kind: str
     since_s: float
 
 
@@ -152,18 +153,18 @@ class Scheduler:
         by_name = {tenant.name: tenant for tenant in tenants}
         if current is not None:
             tenant = by_name.get(current.job)
-            is_over = tenant is None or tenant.phase == "ending" or self._knowledge.is_profiled(tenant.kind, place.kind)
-            if tenant is not None and not is_over and now - current.since_s > ALONE_LIMIT_S:
-                self._given_up.add(tenant.kind)
-                is_over = True
-            if not is_over:
+            is_measured = self._knowledge.is_profiled(current.kind, place.kind)
+            is_gone = tenant is None or tenant.phase == "ending"
+            if not (is_measured or is_gone or now - current.since_s > ALONE_LIMIT_S):
                 return current.job
+            if not is_measured:
+                self._given_up.add(current.kind)  # too short to be measured, or without steps
             del self._alone[place.name]
         for tenant in tenants:
             is_able = tenant.is_admitted and not tenant.paused_for_memory
             is_known = self._knowledge.is_profiled(tenant.kind, place.kind) or tenant.kind in self._given_up
             if is_able and not is_known and len(tenants) > 1:
-                self._alone[place.name] = _Alone(tenant.name, now)
+                self._alone[place.name] = _Alone(tenant.name, tenant.kind, now)
                 return tenant.name
         return None
 

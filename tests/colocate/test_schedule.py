@@ -158,6 +158,16 @@ def test_each_kind_is_measured_alone_once() -> None:
     assert queue.knowledge.is_profiled("input", "cpu")
 
 
+def test_kind_whose_job_ends_before_it_is_measured_is_not_measured_again() -> None:
+    queue = Pretended("complementary", [("input", 0, 400, 60.0)] + [("short", 0, 400, 1.0)] * 6)
+    pauses = 0
+    while queue.waiting or len(queue.tenants) > 1:
+        queue.step()
+        pauses += queue.tenants["j0"].phase == "paused"
+    assert queue.knowledge.profile("short", "cpu") is None
+    assert pauses <= 2
+
+
 def test_job_of_a_low_priority_runs_for_a_part_of_the_time() -> None:
     jobs = [("compute", 1, 400, 4000.0)] * 4 + [("compute", 0, 400, 4000.0)]
     queue = Pretended("complementary", jobs, wait_s=60.0, knows=True)
