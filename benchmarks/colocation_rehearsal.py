@@ -24,6 +24,8 @@ __all__ = ["KINDS", "Kind", "Machine", "rehearse"]
 
 LOOK_S = 0.1
 WINDOW_S = 4.0
+END_S = 0.2
+"""Seconds after a job's last step until the dispatcher knows of its end."""
 MIB = 1 << 20
 CROWDED = 0.01
 """Part of its speed that a job loses for each busy process beyond the cores; a guess, as CPU times of real queues show none."""
@@ -58,6 +60,7 @@ class _Work:
     kind: str
     start_s: float
     train_s: float
+    end_s: float = END_S
 
 
 @dataclass
@@ -118,8 +121,16 @@ class Machine:
         return self.busy_s / (self.num_cores * self.now)
 
     def _advance(self) -> None:
-        active = [tenant for tenant in self.tenants.values() if tenant.phase in ("starting", "running")]
         self.now += LOOK_S
+        for name in [name for name in self.tenants if self.work[name].train_s <= 0]:
+            self.work[name].end_s -= LOOK_S
+            if self.work[name].end_s <= 0:
+                del self.tenants[name]
+        active = [
+            tenant
+            for tenant in self.tenants.values()
+            if tenant.phase in ("starting", "running") and self.work[tenant.name].train_s > 0
+        ]
         if not active:
             return
         shares = self.scheduler.thread_shares(self.place, [t.kind if t.phase == "running" else "" for t in active])
@@ -147,8 +158,6 @@ class Machine:
                 self._put(tenant, "asks", resident_bytes=need, need_bytes=need)
         else:
             work.train_s -= seconds
-            if work.train_s <= 0:
-                del self.tenants[tenant.name]
 
     def _learn(self, active: Sequence[Tenant], real: Mapping[str, float]) -> None:
         names = tuple(sorted(tenant.name for tenant in active))
