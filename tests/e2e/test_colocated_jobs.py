@@ -35,18 +35,20 @@ def test_elastic_job_that_outgrows_its_part_gives_a_worker_up_and_goes_on(tmp_pa
             made.look()
             time.sleep(LOOK_S)
 
-        step()
-        job = made.running["elastic"]
-        run_until(step, lambda: job.num_processes == 2, "two workers, as the job's planner chooses", TIMEOUT_S)
-        room = 0.93 * (ALL_MIB - OTHER_MIB) - job.use.resident_bytes / MIB
-        (tmp_path / "ballast").write_text(str(int(room / 2)))
-        run_until(step, lambda: job.most_processes == 1, "more memory than there is room for", TIMEOUT_S)
-        run_until(step, lambda: job.num_processes == 1, "one worker", TIMEOUT_S)
-        steps = job.num_steps
-        run_until(step, lambda: job.num_steps > steps + 5, "further steps", TIMEOUT_S)
-        until.touch()
-        run_until(step, lambda: "elastic" not in made.running, "the job's end", TIMEOUT_S)
-        made._stop()
+        try:
+            step()
+            job = made.running["elastic"]
+            run_until(step, lambda: job.num_processes == 2, "two workers, as the job's planner chooses", TIMEOUT_S)
+            room = 0.93 * (ALL_MIB - OTHER_MIB) - job.use.resident_bytes / MIB
+            (tmp_path / "ballast").write_text(str(int(room / 2)))
+            run_until(step, lambda: job.most_processes == 1, "more memory than there is room for", TIMEOUT_S)
+            run_until(step, lambda: job.num_processes == 1, "one worker", TIMEOUT_S)
+            steps = job.num_steps
+            run_until(step, lambda: job.num_steps > steps + 5, "further steps", TIMEOUT_S)
+            until.touch()
+            run_until(step, lambda: "elastic" not in made.running, "the job's end", TIMEOUT_S)
+        finally:
+            made._stop()
     ended = {record.job: record for record in read_records(tmp_path) if isinstance(record, Ended)}
     assert (ended["elastic"].result, ended["elastic"].reason) == ("done", "")
     assert not [span for span in ended["elastic"].spans if span.phase == "paused"]
