@@ -1,8 +1,8 @@
 """The mixes of `colocation_mixes.py` on a simulated machine: the real scheduler and rules of memory, jobs by arithmetic.
 
-Cores are divided as `planner/cluster/cores.py` expects, and jobs beside each other lose what `Kind.pressure` and `CROWDED`
-take. The scheduler learns from windows, as it does from real jobs. Nothing here is measured: the figures show what a policy's
-choices are worth where jobs behave as their profiles say.
+Cores are divided as `planner/cluster/cores.py` expects, and jobs beside each other lose what `Kind.pressure` takes. The
+scheduler learns from windows, as it does from real jobs. Nothing here is measured: the figures show what a policy's choices are
+worth where jobs behave as their profiles say.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ WINDOW_S = 4.0
 END_S = 0.2
 """Seconds after a job's last step until the dispatcher knows of its end."""
 MIB = 1 << 20
-CROWDED = 0.01
-"""Part of its speed that a job loses for each busy process beyond the cores; a guess, as CPU times of real queues show none."""
 START = CoreUse("start", 1.0)
 
 
@@ -138,16 +136,18 @@ class Machine:
         found = expected(uses, shares, self.num_cores)
         busy, speeds = found.use, found.speeds
         self.busy_s += LOOK_S * float(sum(busy))
-        crowd = max(0.0, sum(min(use.cores, threads) for use, threads in zip(uses, shares, strict=True)) - self.num_cores)
         press = [self.kinds[use.family].pressure if use.family in self.kinds else 0.05 for use in uses]
-        lost = [
-            1 + sum(p * b for p, b in zip(press, busy, strict=True)) - press[i] * busy[i] + CROWDED * crowd
-            for i in range(len(active))
-        ]
+        lost = [1 + self._pressure(i, press, busy.tolist()) for i in range(len(active))]
         real = {tenant.name: float(s) / loss for tenant, s, loss in zip(active, speeds, lost, strict=True)}
         self._learn(active, real)
         for tenant in active:
             self._progress(tenant, LOOK_S * real[tenant.name])
+
+    def _pressure(self, index: int, press: Sequence[float], busy: Sequence[float]) -> float:
+        """Return what the others take from a job: while it has a core, they have the rest."""
+        others = sum(busy) - busy[index]
+        total = sum(p * b for p, b in zip(press, busy, strict=True)) - press[index] * busy[index]
+        return total * min(1.0, (self.num_cores - 1) / others) if others else 0.0
 
     def _progress(self, tenant: Tenant, seconds: float) -> None:
         work = self.work[tenant.name]

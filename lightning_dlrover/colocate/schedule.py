@@ -17,7 +17,7 @@ from lightning_dlrover.colocate.tenants import Action, Pause, Resume, Start, Ten
 from lightning_dlrover.planner.cluster import Allocation, Device, Job, PolicySettings, Profile, Running, State
 from lightning_dlrover.planner.cluster.cores import equal_shares, thread_shares
 from lightning_dlrover.planner.cluster.policies import make_policy
-from lightning_dlrover.planner.cluster.policies.turns import turns
+from lightning_dlrover.planner.cluster.policies.turns import MOST_USE, turns
 from lightning_dlrover.planner.cluster.waiting import with_bounded_wait
 
 __all__ = ["AHEAD", "Scheduler", "jobs_per_core"]
@@ -28,8 +28,6 @@ ALONE_LIMIT_S = 10.0
 """A job that has not been measured alone within this time is not measured."""
 QUANTUM_S = 30.0
 """Jobs that run stay together for this long, unless one comes or goes."""
-BUSY = 0.9
-"""No second job starts beside others that keep this part of the cores busy."""
 MOST_TOGETHER = 6
 PAUSING = ("complementary",)
 """Policies that may pause jobs."""
@@ -195,7 +193,7 @@ class Scheduler:
         # A start keeps one core busy. One is always under way.
         busy = num_starting + sum(self._cores(tenant, place) for tenant in tenants if tenant.phase == "running")
         overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
-        if num_starting and busy >= BUSY * place.num_cores:
+        if num_starting and busy + 1 > MOST_USE * place.num_cores:
             return []
         if len(tenants) >= place.most_jobs + AHEAD or (num_paused >= AHEAD and not overdue):
             return []

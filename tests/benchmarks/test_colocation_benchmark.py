@@ -46,10 +46,13 @@ def test_memory_lets_all_measured_pairs_share_a_device() -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_no_other_policy_ends_a_mix_earlier_where_jobs_behave_as_their_profiles_say(mix: str) -> None:
+def test_no_other_policy_keeps_the_cores_busier_where_jobs_behave_as_their_profiles_say(mix: str) -> None:
     ours = rehearse(MIXES[mix], "complementary").now
-    for policy, at_once in (("fifo", 0), ("random_sets", 2), ("rmixer", 0)):
-        assert rehearse(MIXES[mix], policy, at_once).now >= ours, policy
+    least = {"fifo": 0.99, "rmixer": 0.99, "random_sets": 1.05}
+    if mix == "input":
+        least = dict.fromkeys(least, 1.1)
+    for policy, ratio in least.items():
+        assert rehearse(MIXES[mix], policy, at_once=2 if policy == "random_sets" else 0).now >= ratio * ours, policy
 
 
 ALONE = "device,job,num_devices,steps_per_s\nk80,A (batch size 2),1,4\nk80,B,1,2\n"

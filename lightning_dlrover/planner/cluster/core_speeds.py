@@ -2,7 +2,7 @@
 
 Most of a slowdown follows from the division of cores (`cores.py`). The rest is learned from observed groups, as corrections of
 the log of the expected speed e of a job i of family f beside jobs j of families g, each of which keeps a fraction b of the
-machine's cores busy:
+machine's cores busy while the job has one:
 
     log speed = log e + a_f log t + c_f + sum over j of b_j (d_g + h_fg)
 
@@ -29,6 +29,8 @@ Group = tuple[CoreUse, ...]
 
 DEVIATIONS = {"threads": 0.3, "wake": 0.1, "pressure": 0.2, "pair": 0.1}
 """Standard deviations of the corrections before anything was observed: a, c, d, h."""
+LEAST_REST = 0.5
+"""Cores of others beside a job on a single core: they leave their data in its cache."""
 NOISE = 0.08
 """Standard deviation of the log of an observed speed."""
 
@@ -101,6 +103,9 @@ def _terms(group: Group, num_cores: float, shares: Shares) -> tuple[Floats, list
     found = expected(group, shares([job.cores for job in group], num_cores), num_cores)
     rows = []
     for i, job in enumerate(group):
+        # While a job has a core, the others have the rest.
+        others = float(found.use.sum() - found.use[i])
+        at_once = min(1.0, max(num_cores - 1.0, LEAST_REST) / others) if others else 0.0
         row: dict[tuple[str, ...], float] = {
             ("threads", job.family): float(np.log(found.threaded[i])),
             ("wake", job.family): 1.0,
@@ -108,7 +113,7 @@ def _terms(group: Group, num_cores: float, shares: Shares) -> tuple[Floats, list
         for j, other in enumerate(group):
             if j != i:
                 for name in (("pressure", other.family), ("pair", job.family, other.family)):
-                    row[name] = row.get(name, 0.0) + float(found.use[j]) / num_cores
+                    row[name] = row.get(name, 0.0) + at_once * float(found.use[j]) / num_cores
         rows.append(row)
     return found.speeds, rows
 

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_dlrover.planner.cluster.grouping import Group
+from lightning_dlrover.planner.cluster.grouping import Group, Room
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policies.complementary import best_sets, costs
-from lightning_dlrover.planner.cluster.policy import PolicySettings
+from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
 from lightning_dlrover.planner.cluster.waiting import Place
 
 __all__ = ["MOST_USE", "turns"]
 
-MOST_USE = 1.2
-"""Jobs of a set may want this times a limit. Their use is a mean, and an idle core is lost."""
-LEAST_GAIN = 0.02
-"""A set is better than one with earlier jobs if it makes more progress by this fraction."""
+MOST_USE = 2.0
+"""Jobs of a set may want this times a limit. An idle core is lost, and turns on a busy one cost hardly any CPU time."""
+SAME = 0.02
+"""Fraction by which the progress of two sets may differ before one is better."""
 
 
 def turns(settings: PolicySettings) -> Place:
@@ -50,8 +50,26 @@ def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: Pol
     sets = best_sets(packing, groups, device, settings, most_use=MOST_USE)
     if present:
         return next(group.waiting for group in sets if group.device is not None)
-    weights = np.array([sum(job.weight for job in group.waiting) for group in sets])
-    progress = weights / costs([group.waiting for group in sets], device, settings)
-    good = [group for group, amount in zip(sets, progress, strict=True) if amount >= (1 - LEAST_GAIN) * progress.max()]
+    progress = _progress([group.waiting for group in sets], device, settings)
+    good = [group for group, amount in zip(sets, progress, strict=True) if amount >= (1 - SAME) * progress.max()]
     place_of = {job.name: number for number, job in enumerate(jobs)}
-    return min(good, key=lambda group: min(place_of[job.name] for job in group.waiting)).waiting
+    best = min(good, key=lambda group: min(place_of[job.name] for job in group.waiting)).waiting
+    return _filled(packing, device, best, jobs, settings)
+
+
+def _filled(
+    packing: Packing, device: Device, chosen: tuple[Job, ...], jobs: Sequence[Job], settings: PolicySettings
+) -> tuple[Job, ...]:
+    """Add jobs in order that fit and take nothing from the progress: they use the cores while others begin and end."""
+    (least,) = (1 - SAME) * _progress([chosen], device, settings)
+    for job in [job for job in jobs if job not in chosen]:
+        more = (*chosen, job)
+        room = Room(packing, [Group((each,)) for each in more], device, settings.most_together, True, MOST_USE)
+        if room.fits(range(len(more))) and _progress([more], device, settings)[0] >= least:
+            chosen = more
+    return chosen
+
+
+def _progress(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySettings) -> Floats:
+    """Return the sum of the weighted relative speeds of each set."""
+    return np.array([sum(job.weight for job in jobs) for jobs in sets]) / costs(sets, device, settings)
