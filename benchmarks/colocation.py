@@ -152,7 +152,7 @@ def rehearsal(mixes: Sequence[str], policies: Sequence[str], num_seeds: int) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Predict slowdowns and choose sets of jobs on measured pairs.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", action="store_true", help="predict and choose pairs, and time decisions")
     parser.add_argument("--rehearse", action="store_true", help="run the mixes on a simulated machine of two cores")
     parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
