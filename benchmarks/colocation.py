@@ -1,13 +1,18 @@
 """Jobs that share devices: real ones on this machine; and slowdowns, sets and a simulated cluster on pairs measured elsewhere.
 
-    python benchmarks/colocation.py [--mixes NAME...] [--rounds N] [--job-seconds S] [--quick]
+    python benchmarks/colocation.py [--mixes NAME...] [--policies NAME...] [--rounds N] [--job-seconds S] [--minutes M]
+    python benchmarks/colocation.py --rehearse [--mixes NAME...] [--policies NAME...] [--seeds N]
     python benchmarks/colocation.py --pairs [--data DIR] [--device NAME] [--seeds N] [--quick]
     python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
 
-Without an option, queues of twelve small DLRM-like jobs run with `dlrover colocate` under every policy, in interleaved rounds
-(`colocation_mixes.py`), and models train after an estimate of their peak memory (`colocation_memory.py`). The last line holds
-the throughput of ours over one job at a time in the balanced mix, the smallest over any other policy in any mix, that over
-random sets in the balanced mix, and the errors of estimates and predictions.
+Without an option, queues of twelve small DLRM-like jobs run with `dlrover colocate` under several policies, in interleaved
+rounds (`colocation_mixes.py`), and models train after an estimate of their peak memory (`colocation_memory.py`). Each kind of
+job has run alone before, so peaks and profiles are known to all policies. The last line holds the throughput of ours over one
+job at a time in the balanced mix, the smallest over any other policy in any mix, that over random pairs in the balanced mix,
+and the errors of estimates and predictions. --minutes ends the rounds after some time, --without-memory leaves the models out.
+
+--rehearse: the same mixes on a simulated machine of two cores, by the scheduler of `dlrover colocate`
+(`colocation_rehearsal.py`): mean makespan, how many times ours that is, and the used part of the cores' time. It takes seconds.
 
 DIR holds Gavel's traces (default: $DLROVER_SHARED_DATA/job_traces/gavel, else ../shared/data/job_traces/gavel), whose form
 `gavel_traces.py` describes.
@@ -29,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colocation_memory import memory_errors
-from colocation_mixes import MIXES, figures, measure_mixes
+from colocation_mixes import MIXES, OURS, POLICIES, Length, figures, measure_mixes, table
 from colocation_pairs import (
     Choice,
     Errors,
@@ -41,6 +46,7 @@ from colocation_pairs import (
     left_out_errors,
     quarter,
 )
+from colocation_rehearsal import rehearse
 from colocation_simulation import LOADS, Run, runs
 from gavel_traces import MeasuredPairs, TraceError, default_folder, read_arrivals, read_pairs
 from jobs import BenchmarkError, describe_machine, result_line
@@ -116,34 +122,54 @@ def simulate_benchmark(pairs: MeasuredPairs, trace: Path, num_seeds: int, quick:
         report_runs(list(runs(pairs, arrivals, num_devices, num_seeds)))
 
 
-def real_benchmark(mixes: Sequence[str], num_rounds: int, job_s: float, quick: bool) -> None:
-    from colocation_models import HELD_OUT  # imports torch
-
-    if quick:
-        mixes, num_rounds, job_s = mixes[:1], 1, min(job_s, 4.0)
-    results = measure_mixes(mixes, num_rounds, job_s)
+def real_benchmark(arguments: argparse.Namespace) -> None:
+    mixes, length = arguments.mixes, Length(arguments.rounds, arguments.job_seconds, 60 * arguments.minutes)
+    if arguments.quick:
+        mixes, length = mixes[:1], Length(1, min(arguments.job_seconds, 4.0), length.limit_s)
+    results = measure_mixes(mixes, arguments.policies, length, arguments.keep)
+    print("\n".join(table(results)))
     found = figures(results)
-    memory = memory_errors(list(HELD_OUT)[:3] if quick else None)
-    names = ("balanced", "worst_vs_others", "vs_random")
-    print(
-        result_line(
-            {
-                **{name: found.get(name, float("nan")) for name in names},
-                "memory_error": memory["memory_error"],
-                "memory_under": memory["memory_under"],
-                "ooms": found["ooms"],
-                "slowdown_error": found["slowdown_error"],
-            }
-        )
-    )
+    if not arguments.without_memory:
+        from colocation_models import HELD_OUT  # imports torch
+
+        found |= memory_errors(list(HELD_OUT)[:3] if arguments.quick else None)
+    names = ("balanced", "worst_vs_others", "vs_random", "memory_error", "memory_under", "ooms", "slowdown_error")
+    print(result_line({name: found.get(name, float("nan")) for name in names}))
+
+
+def rehearsal(mixes: Sequence[str], policies: Sequence[str], num_seeds: int) -> None:
+    for mix in mixes:
+        runs = {
+            policy: [rehearse(MIXES[mix], POLICIES[policy].policy, POLICIES[policy].at_once, seed) for seed in range(num_seeds)]
+            for policy in dict.fromkeys((OURS, *policies))
+        }
+        ours = statistics.fmean(machine.now for machine in runs[OURS])
+        print(mix)
+        for policy, machines in runs.items():
+            makespan_s = statistics.fmean(machine.now for machine in machines)
+            used = statistics.fmean(machine.utilisation for machine in machines)
+            print(f"  {policy:15}{makespan_s:8.1f} s  {makespan_s / ours:5.2f}  {100 * used:3.0f} % of the cores")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Predict slowdowns and choose sets of jobs on measured pairs.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", action="store_true", help="predict and choose pairs, and time decisions")
+    parser.add_argument("--rehearse", action="store_true", help="run the mixes on a simulated machine of two cores")
     parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="mixes of real jobs (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each mix (default: %(default)s)")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        choices=POLICIES,
+        default=[name for name in POLICIES if name != "random_sets"],
+        help="policies of real jobs; one job at a time runs in the first round only (default: all but random_sets)",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="most rounds of each mix (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=240.0, help="start no further mix after this time (default: %(default)s)"
+    )
+    parser.add_argument("--without-memory", action="store_true", help="train no models after estimates of their memory")
+    parser.add_argument("--keep", type=Path, help="new folder for the journals of all queues (default: they are removed)")
     parser.add_argument(
         "--job-seconds", type=float, default=8.0, help="seconds that a job's steps take alone (default: %(default)s)"
     )
@@ -153,12 +179,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="random quarters, and simulations (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer queues, decisions and jobs")
     arguments = parser.parse_args()
-    if arguments.seeds < 1 or arguments.rounds < 1 or arguments.job_seconds <= 0:
-        parser.error("--seeds, --rounds and --job-seconds must be above 0")
+    if arguments.seeds < 1 or arguments.rounds < 1 or min(arguments.job_seconds, arguments.minutes) <= 0:
+        parser.error("--seeds, --rounds, --job-seconds and --minutes must be above 0")
     try:
+        if arguments.rehearse:
+            rehearsal(arguments.mixes, arguments.policies, arguments.seeds)
+            return 0
         if not (arguments.pairs or arguments.simulate):
             print(describe_machine())
-            real_benchmark(arguments.mixes, arguments.rounds, arguments.job_seconds, arguments.quick)
+            real_benchmark(arguments)
             return 0
         pairs = read_pairs(arguments.data, arguments.device)
         print(describe_machine())

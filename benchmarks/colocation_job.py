@@ -1,4 +1,4 @@
-"""A small DLRM-like job for `colocation.py`: plain PyTorch, which reports its steps as DLRoverCallback does.
+"""A small DLRM-like job for `colocation.py`: plain PyTorch, which reports its memory and its steps as DLRoverCallback does.
 
     python colocation_job.py KIND STEPS [SEED]
 
@@ -6,6 +6,8 @@ compute   wide MLPs, small tables
 memory    many random rows of tables that no cache holds
 input     each batch waits for a store
 mixed     some of each
+
+The optimizer is written out: the first one of `torch.optim` imports as much again as all of torch.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_dlrover.observe.peak_memory import estimate_peak, report_of
-from lightning_dlrover.observe.seat import Seat
+from lightning_dlrover.observe.seat import Seat, SeatReport
+
+LEARNING_RATE = 0.01
+WARMUP_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Kind:
 
 KINDS = {
     "compute": Kind(rows=10_000, dim=16, num_tables=4, lookups=2, width=768, batch=256, wait_s=0.0),
-    "memory": Kind(rows=600_000, dim=64, num_tables=4, lookups=16, width=64, batch=512, wait_s=0.0),
+    "memory": Kind(rows=300_000, dim=64, num_tables=4, lookups=16, width=64, batch=512, wait_s=0.0),
     "input": Kind(rows=50_000, dim=16, num_tables=4, lookups=4, width=64, batch=128, wait_s=0.02),
     "mixed": Kind(rows=200_000, dim=32, num_tables=4, lookups=8, width=256, batch=256, wait_s=0.003),
 }
@@ -66,7 +70,6 @@ def main() -> None:
     kind, steps, seed = KINDS[sys.argv[1]], int(sys.argv[2]), int((*sys.argv[3:], "0")[0])
     torch.manual_seed(seed)
     model = Model(kind)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(kind.wait_s)
@@ -78,22 +81,34 @@ def main() -> None:
 
     seat = Seat.from_environment(os.environ, 0)
     if seat is not None:
-        answer = seat.ask(report_of(estimate_peak(model, [optimizer], batch(), step)))
+        if seat.needs_no_estimate:
+            report = SeatReport(os.getpid(), time.monotonic())
+        else:
+            from lightning_dlrover.observe.peak_memory import estimate_peak, report_of
+
+            report = report_of(estimate_peak(model, [torch.optim.SGD(model.parameters(), LEARNING_RATE)], batch(), step))
+        answer = seat.ask(report)
         torch.set_num_threads(answer.threads or torch.get_num_threads())
+    started = time.monotonic()
     for done in range(1, steps + 1):
+        if done == WARMUP_STEPS + 1:
+            started = time.monotonic()
         began = time.monotonic()
         next_batch = batch()
         waited_s = time.monotonic() - began
-        optimizer.zero_grad()
         torch.autograd.backward(step(next_batch))
-        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
+                    parameter.grad = None
         if seat is not None:
             seat.step_ended(waited_s)
             if seat.is_due:
                 seat.report(steps - done, torch.get_num_threads())
                 if (threads := seat.answer().threads) and threads != torch.get_num_threads():
                     torch.set_num_threads(threads)
-    print("done", flush=True)
+    print(f"{max(1, steps - WARMUP_STEPS) / (time.monotonic() - started):.3f} steps/s", flush=True)
 
 
 if __name__ == "__main__":

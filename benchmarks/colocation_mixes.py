@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -15,10 +17,13 @@ from statistics import median
 
 from jobs import BenchmarkError
 
-from lightning_dlrover.colocate.journal import Ended, Rates, read_records
+from lightning_dlrover.colocate.journal import Ended, Profiled, Rates, read_records
+from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.summary import summarize
+from lightning_dlrover.planner.cluster import Device, Job
+from lightning_dlrover.planner.cluster.cores import Shares, equal_shares, thread_shares
 
-__all__ = ["MIXES", "POLICIES", "MixResult", "measure_mixes"]
+__all__ = ["MIXES", "POLICIES", "Length", "MixResult", "figures", "measure_mixes", "table"]
 
 JOB = Path(__file__).resolve().with_name("colocation_job.py")
 KINDS = ("compute", "memory", "input", "mixed")
@@ -28,10 +33,43 @@ MIXES: Mapping[str, Mapping[str, int]] = {
     "memory": {"compute": 2, "memory": 8, "input": 2},
     "input": {"compute": 2, "memory": 2, "input": 8},
 }
-POLICIES = ("sequential", "fifo", "random_sets", "rmixer", "complementary")
-OURS = "complementary"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy, and the most jobs that run at once; 0: as `dlrover colocate` chooses."""
+
+    policy: str
+    at_once: int = 0
+
+
+POLICIES: Mapping[str, Variant] = {
+    "sequential": Variant("sequential"),
+    "fifo": Variant("fifo"),
+    "random_pairs": Variant("random_sets", 2),
+    "random_sets": Variant("random_sets"),
+    "rmixer": Variant("rmixer"),
+    "complementary": Variant("complementary"),
+}
+OURS, SEQUENTIAL = "complementary", "sequential"
 QUEUE_TIMEOUT_S = 1800.0
-CALIBRATION_STEPS = 60
+CALIBRATION_STEPS = 100
+NUM_CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Length:
+    """Size of a measurement.
+
+    Args:
+        rounds: most rounds of all mixes.
+        job_s: time of one job's steps when it has the machine to itself.
+        limit_s: no queues of another mix begin after this time.
+    """
+
+    rounds: int
+    job_s: float
+    limit_s: float
 
 
 @dataclass(frozen=True)
@@ -41,88 +79,125 @@ class MixResult:
     mix: str
     policy: str
     makespan_s: float
+    jobs_cpu_s: float
+    own_cpu_s: float  # CPU time of the dispatcher and the keepers
     slowdown_errors: tuple[float, ...]
     num_out_of_memory: int
 
 
-def measure_mixes(mixes: Sequence[str], rounds: int, job_s: float, seed: int = 0) -> list[MixResult]:
-    """Run each mix under each policy, `rounds` times, in an order that changes from round to round.
+def measure_mixes(
+    mixes: Sequence[str], policies: Sequence[str], length: Length, keep: Path | None = None, seed: int = 0
+) -> list[MixResult]:
+    """Run each mix under each policy, several times, in an order that changes from round to round.
+
+    One job at a time takes the longest and varies least, so it runs in the first round only.
 
     Args:
-        job_s: time of one job's steps when it has the machine to itself.
+        keep: folder for the queues' journals; None: they are removed.
 
     Raises:
         BenchmarkError: a queue did not end, or a job of it failed.
     """
     order = random.Random(seed)
     results = []
-    with tempfile.TemporaryDirectory(prefix="dlrover-colocation-") as folder:
-        steps, learned = _calibrate(Path(folder), job_s)
-        for number in range(rounds):
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dlrover-colocation-") as temporary:
+        folder = keep or Path(temporary)
+        steps, learned = _calibrate(folder, length.job_s)
+        for number in range(length.rounds):
+            of_round = [policy for policy in policies if number == 0 or policy != SEQUENTIAL]
             for mix in mixes:
-                for policy in order.sample(POLICIES, len(POLICIES)):
-                    queue = Path(folder) / f"{mix}-{policy}-{number}"
-                    results.append(_run(queue, mix, policy, steps, learned, number))
-                    print(f"round {number + 1}  {mix:10}{policy:15}{results[-1].makespan_s:8.1f} s", flush=True)
+                if time.monotonic() - began > length.limit_s:
+                    print(f"round {number + 1}  {mix:10}is left out: {length.limit_s:.0f} s have passed", flush=True)
+                    continue
+                for policy in order.sample(of_round, len(of_round)):
+                    result = _run(folder / f"{mix}-{policy}-{number}", mix, policy, steps, learned, number)
+                    results.append(result)
+                    cpu = f"CPU time: jobs {result.jobs_cpu_s:6.1f} s, dispatcher {result.own_cpu_s:4.1f} s"
+                    print(f"round {number + 1}  {mix:10}{policy:15}{result.makespan_s:8.1f} s   {cpu}", flush=True)
     return results
 
 
+def _times(results: Sequence[MixResult]) -> dict[str, dict[str, float]]:
+    """Return the median makespan by mix and policy."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for result in results:
+        times.setdefault(result.mix, {}).setdefault(result.policy, []).append(result.makespan_s)
+    return {mix: {policy: median(of_policy) for policy, of_policy in of.items()} for mix, of in times.items()}
+
+
+def table(results: Sequence[MixResult]) -> list[str]:
+    """Return a line for each mix: the median makespan under each policy, and in parentheses how many times ours that is."""
+    lines = []
+    for mix, times in _times(results).items():
+        ours = times.get(OURS, float("nan"))
+        cells = (f"{policy} {times[policy]:.1f} s ({times[policy] / ours:.2f})" for policy in POLICIES if policy in times)
+        lines.append(f"{mix:10}{', '.join(cells)}")
+    return lines
+
+
 def figures(results: Sequence[MixResult]) -> dict[str, float]:
-    """Return the figures of the last line: ratios of medians over the rounds."""
-    times: dict[tuple[str, str], float] = {}
-    for mix in dict.fromkeys(result.mix for result in results):
-        for policy in POLICIES:
-            times[mix, policy] = median(r.makespan_s for r in results if (r.mix, r.policy) == (mix, policy))
-    mixes = dict.fromkeys(result.mix for result in results)
-    found = {"balanced": times["balanced", "sequential"] / times["balanced", OURS]} if "balanced" in mixes else {}
-    found["worst_vs_others"] = min(
-        times[mix, policy] / times[mix, OURS] for mix in mixes for policy in POLICIES if policy != OURS
-    )
-    if "balanced" in mixes:
-        found["vs_random"] = times["balanced", "random_sets"] / times["balanced", OURS]
+    """Return the figures of the last line: ratios of medians over the rounds. Those without a measurement are absent."""
+    found: dict[str, float] = {}
+    times = _times(results)
+    balanced = times.get("balanced", {})
+    for name, policy in (("balanced", SEQUENTIAL), ("vs_random", "random_pairs")):
+        if policy in balanced and OURS in balanced:
+            found[name] = balanced[policy] / balanced[OURS]
+    others = [time_s / of[OURS] for of in times.values() if OURS in of for policy, time_s in of.items() if policy != OURS]
+    if others:
+        found["worst_vs_others"] = min(others)
     errors = [error for result in results for error in result.slowdown_errors]
     found["ooms"] = sum(result.num_out_of_memory for result in results)
-    found["slowdown_error"] = median(errors) if errors else float("nan")
+    if errors:
+        found["slowdown_error"] = median(errors)
     return found
 
 
 def _calibrate(folder: Path, job_s: float) -> tuple[dict[str, int], Path]:
-    """Run one job of each kind alone. Return the steps that take `job_s`, and the queue's folder, which has the profiles."""
-    queue = folder / "alone"
-    _dispatch(queue, [(kind, kind, CALIBRATION_STEPS) for kind in KINDS], "sequential", None, 0)
-    steps = {}
-    for record in read_records(queue):
-        if isinstance(record, Ended):
-            trained_s = sum(span.ended - span.began for span in record.spans if span.phase == "running")
-            steps[record.job] = max(20, round(CALIBRATION_STEPS * job_s / max(0.1, trained_s)))
+    """Return the steps that take `job_s` alone, and the folder of a queue that has run each kind so, with its profiles."""
+    steps = {kind: max(20, round(job_s * _steps_per_s(kind))) for kind in KINDS}
     print("steps of each job:", ", ".join(f"{kind} {count}" for kind, count in steps.items()), flush=True)
-    alone = folder / "known"
-    _dispatch(alone, [(kind, kind, steps[kind]) for kind in KINDS], "sequential", None, 0)
-    return steps, alone
+    known = folder / "known"
+    _dispatch(known, [(kind, kind, steps[kind]) for kind in KINDS], SEQUENTIAL, None, 0)
+    num_profiled = len({record.job_kind for record in read_records(known) if isinstance(record, Profiled)})
+    if num_profiled < len(KINDS):
+        raise BenchmarkError(f"{num_profiled} of {len(KINDS)} kinds of jobs were measured alone; give more --job-seconds")
+    return steps, known
+
+
+def _steps_per_s(kind: str) -> float:
+    """Return the speed of a job that has the machine to itself."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(NUM_CORES), "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, str(JOB), kind, str(CALIBRATION_STEPS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=QUEUE_TIMEOUT_S)
+    if done.returncode:
+        raise BenchmarkError(f"a job of kind {kind} ended with {done.returncode}: {done.stderr[-500:]}")
+    return float(done.stdout.split()[-2])
 
 
 def _run(queue: Path, mix: str, policy: str, steps: Mapping[str, int], learned: Path, number: int) -> MixResult:
     jobs = [(f"{kind}-{copy}", kind, steps[kind]) for kind, count in MIXES[mix].items() for copy in range(count)]
     random.Random(f"{mix}-{number}").shuffle(jobs)  # the same order for all policies of a round
-    _dispatch(queue, jobs, policy, learned, number)
+    cpu_s = _dispatch(queue, jobs, policy, learned, number)
     records = read_records(queue)
-    failed = [r.reason for r in records if isinstance(r, Ended) and r.result == "failed"]
+    ended = [record for record in records if isinstance(record, Ended)]
+    failed = [record.reason for record in ended if record.result == "failed"]
     if failed:
         raise BenchmarkError(f"{len(failed)} jobs of {queue.name} failed: {failed[0]}")
-    ooms = sum(isinstance(r, Ended) and (r.result == "evicted" or r.code == 137) for r in records)
-    return MixResult(mix, policy, summarize(records).makespan_s, tuple(_slowdown_errors(queue, learned)), ooms)
+    ooms = sum(record.result == "evicted" or record.code == 137 for record in ended)
+    jobs_cpu_s = sum(record.cpu_s for record in ended)
+    errors = tuple(_slowdown_errors(queue, learned, thread_shares if policy == OURS else equal_shares))
+    return MixResult(mix, policy, summarize(records).makespan_s, jobs_cpu_s, cpu_s - jobs_cpu_s, errors, ooms)
 
 
-def _slowdown_errors(queue: Path, learned: Path) -> list[float]:
+def _slowdown_errors(queue: Path, learned: Path, shares: Shares) -> list[float]:
     """Return errors of predicted speeds of sets of jobs, each predicted before the set was first seen."""
-    from lightning_dlrover.colocate.knowledge import Knowledge
-    from lightning_dlrover.planner.cluster import Device, Job
-
-    knowledge = Knowledge()
+    knowledge = Knowledge(shares)
     knowledge.read(learned)
     errors: list[float] = []
     seen: set[tuple[str, ...]] = set()
-    device = Device("cpu", "cpu", "cpu", 1 << 40, {"cores": 2.0}, 8)
+    device = Device("cpu", "cpu", "cpu", 1 << 40, {"cores": float(NUM_CORES)}, 8)
     for record in read_records(queue):
         if not isinstance(record, Rates):
             continue
@@ -139,7 +214,8 @@ def _slowdown_errors(queue: Path, learned: Path) -> list[float]:
     return errors
 
 
-def _dispatch(queue: Path, jobs: Sequence[tuple[str, str, int]], policy: str, learned: Path | None, seed: int) -> None:
+def _dispatch(queue: Path, jobs: Sequence[tuple[str, str, int]], policy: str, learned: Path | None, seed: int) -> float:
+    """Run a queue to its end; return the CPU time of all its processes."""
     queue.mkdir(parents=True)
     file = queue / "jobs.yaml"
     commands = [
@@ -147,10 +223,14 @@ def _dispatch(queue: Path, jobs: Sequence[tuple[str, str, int]], policy: str, le
         for name, kind, steps in jobs
     ]
     file.write_text(json.dumps({"jobs": commands}))
-    command = [sys.executable, "-m", "lightning_dlrover.cli", "colocate", str(file), "--out", str(queue), "--policy", policy]
+    command = [sys.executable, "-m", "lightning_dlrover.cli", "colocate", str(file), "--out", str(queue)]
+    variant = POLICIES[policy]
+    command += ["--policy", variant.policy, *(["--at-once", str(variant.at_once)] if variant.at_once else [])]
     command += ["--seed", str(seed), *(["--learn-from", str(learned)] if learned is not None else [])]
-    began = time.monotonic()
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=QUEUE_TIMEOUT_S)
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise BenchmarkError(f"{queue.name} ended with {done.returncode} after {time.monotonic() - began:.0f} s: {last}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -38,6 +38,8 @@ from lightning_dlrover.watch.watchdog import HangPatience, Watchdog
 if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch import Callback
+
+    from lightning_dlrover.rdzv.live.membership import Membership
 else:
 
     class Callback:
@@ -101,6 +103,7 @@ class DLRoverCallback(Callback):
         self._place_now: Place | None = None
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
+        self._membership: Membership | None = None  # in a live job
         self._seat: Seat | None = None  # this process's place beside other jobs of a dispatcher
         self._is_seated = False
 
@@ -115,6 +118,7 @@ class DLRoverCallback(Callback):
             )
         live = strategy.live
         membership = live.world.membership if live is not None else None
+        self._membership = membership
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
         self._strategy = strategy
         self._profiler = StepProfiler(worker_id, strategy.root_device, strategy.times)
@@ -151,7 +155,7 @@ class DLRoverCallback(Callback):
             self._strategy.times.data_wait_s = time.perf_counter() - self._batch_ended
         if self._seat is not None and not self._is_seated:
             self._is_seated = True
-            take_seat(self._seat, trainer, pl_module, batch)
+            take_seat(self._seat, trainer, pl_module, batch, self._membership)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -160,7 +164,7 @@ class DLRoverCallback(Callback):
         assert profiler is not None
         assert strategy is not None
         if self._seat is not None:
-            keep_seat(self._seat, trainer, strategy.times.data_wait_s, may_set_threads=strategy.live is None)
+            keep_seat(self._seat, trainer, strategy.times.data_wait_s, self._membership)
         place = self._place(trainer, strategy)
         profiler.step_ended(place, batches_done(trainer))
         self._watch_trial(place, profiler.newest_step_s)

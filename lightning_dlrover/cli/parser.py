@@ -197,7 +197,7 @@ def _add_colocate(commands: Commands) -> None:
         type=values.setting,
         default=0,
         metavar="N",
-        help="most jobs of a device that run at once (default: twice its cores)",
+        help="most jobs of a device that run at once (default: twice its cores; complementary: four times)",
     )
     command.add_argument(
         "--out",

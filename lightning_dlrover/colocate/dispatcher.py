@@ -29,8 +29,8 @@ from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import GROWTH, memory_actions
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.schedule import Scheduler
-from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Start, Tenant, Waiting
-from lightning_dlrover.colocate.usage import families, is_program, marked
+from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting
+from lightning_dlrover.colocate.usage import Families, families, is_program, marked
 from lightning_dlrover.colocate.watched import WatchedJob
 from lightning_dlrover.observe.seat import Answer, write_answer
 
@@ -107,6 +107,7 @@ class Dispatcher:
         self._attempts: dict[str, int] = defaultdict(int)
         self._evictions: dict[str, int] = defaultdict(int)
         self._not_before_s: dict[str, float] = {}
+        self._families = Families()
         self._companies = {place.name: Company(place.name, place.kind) for place in places}
         for record in journal.records:
             self._recall(record)
@@ -215,7 +216,7 @@ class Dispatcher:
     def look(self) -> None:
         """Look at all jobs once, decide, and act."""
         now = self._clock()
-        below = families([job.kept.keeper_pid for job in self.running.values()])
+        below = self._families.below([job.kept.keeper_pid for job in self.running.values()], now)
         for job in list(self.running.values()):
             if (outcome := job.kept.outcome()) is not None:
                 self._settle(job, outcome, now)
@@ -244,7 +245,7 @@ class Dispatcher:
         if job.phase == "ending" and now > job.grace_over_s + END_S:
             log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
             job.grace_over_s = now
-            self._kill(job)
+            _kill(job)
         if job.phase in ("starting", "running") and now - job.moved_s > self._rules.hang_s:
             reason = f"no step and no use of a core for {self._rules.hang_s:.0f} s: it hangs"
             self._act(End(job.spec.name, "failed", reason), now)
@@ -292,6 +293,10 @@ class Dispatcher:
             job.enter("running", now)
         elif isinstance(action, Charge):
             job.charge_bytes = action.charge_bytes
+        elif isinstance(action, Shrink):
+            log.warning("job %s goes on with %d processes: %s", action.job, action.num_processes, action.reason)
+            job.most_processes, job.asked_to_shrink_s = action.num_processes, now
+            self._answer(job)
         elif isinstance(action, Pause):
             job.paused_for_memory = job.paused_for_memory or action.for_memory
             if action.for_memory:
@@ -323,6 +328,8 @@ class Dispatcher:
             attempt += 1  # the journal was edited or removed
         seat = folder / "seat"
         seat.mkdir(parents=True)
+        if self.knowledge.is_familiar(spec.kind):
+            write_answer(seat, Answer(memory_known=True))
         self.journal.add(Started(start.job, attempt, start.device, self.now_epoch()))
         self._attempts[start.job] = attempt
         place = self.places[start.device]
@@ -345,18 +352,18 @@ class Dispatcher:
         )
 
     def _share_threads(self) -> None:
-        """Give the jobs that run on a device its cores, in equal parts."""
+        """Give the jobs that run on a device its cores."""
         for place in self.places.values():
             active = [job for job in self.running.values() if job.device == place.name and job.phase in ("starting", "running")]
-            threads = self._scheduler.threads(place, len(active))
-            for job in active:
+            shares = self._scheduler.thread_shares(place, [job.spec.kind if job.phase == "running" else "" for job in active])
+            for job, threads in zip(active, shares, strict=True):
                 if job.phase == "running" and job.reports and job.threads != threads:
                     job.threads = threads
                     self._answer(job)
 
     def _answer(self, job: WatchedJob) -> None:
         try:
-            write_answer(job.seat, Answer(True, job.request, job.threads))
+            write_answer(job.seat, Answer(True, job.request, job.threads, most_processes=job.most_processes))
         except OSError as error:
             log.warning("job %s gets no answer: %s", job.spec.name, error)
 
@@ -437,17 +444,11 @@ class Dispatcher:
             time.sleep(0.02)
         for job in list(self.running.values()):
             log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
-            self._kill(job)
+            _kill(job)
         self.running.clear()
         self._end_leftovers()
         if failed is not None:
             raise failed
-
-    def _kill(self, job: WatchedJob) -> None:
-        """Kill a job's keeper and all processes below it: they have ignored everything else."""
-        for pid in [job.kept.keeper_pid, *families([job.kept.keeper_pid])[job.kept.keeper_pid]]:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
 
     def _end_leftovers(self, of: WatchedJob | None = None) -> None:
         """Kill processes of this queue that have no keeper: their keeper, or a former dispatcher, was killed."""
@@ -465,3 +466,10 @@ class Dispatcher:
                 log.warning("processes %s of this queue do not end", left)
                 return
             time.sleep(0.02)
+
+
+def _kill(job: WatchedJob) -> None:
+    """Kill a job's keeper and all processes below it: they have ignored everything else."""
+    for pid in [job.kept.keeper_pid, *families([job.kept.keeper_pid])[job.kept.keeper_pid]]:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

@@ -30,6 +30,9 @@ GRACE_AFTER_COMMAND_S = 1.0
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 """Signals of a terminal are the dispatcher's business. It closes the pipe, or asks for an end."""
 LOOK_S = 0.02
+"""Seconds between two looks at processes that were asked to end."""
+REST_S = 1.0
+"""Seconds between two looks otherwise: ends of children and orders wake the keeper."""
 EXIT_NOT_STARTED = 127
 
 
@@ -141,11 +144,20 @@ def main(result: str, output: str, command: list[str]) -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    ends, woken = os.pipe()
+    for descriptor in (ends, woken):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler of Python's, nothing is written to the pipe
     began = time.time()
     job = Job(command, output)
     orders, is_open = b"", True
     while not job.reap():
-        if select.select([0] if is_open else [], [], [], LOOK_S)[0]:
+        ready = select.select([ends, 0] if is_open else [ends], [], [], LOOK_S if job.kill_at is not None else REST_S)[0]
+        if ends in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(ends, 4096)
+        if 0 in ready:
             read = os.read(0, 4096)
             if not read:
                 is_open = False

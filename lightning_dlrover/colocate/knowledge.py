@@ -6,8 +6,11 @@ one kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -17,30 +20,42 @@ from lightning_dlrover.colocate.journal import Added, Ended, Profiled, Rates, Re
 from lightning_dlrover.colocate.memory import GROWTH
 from lightning_dlrover.perf.memory_margin import MemoryMargin
 from lightning_dlrover.planner.cluster import Device, Job, Profile
-from lightning_dlrover.planner.cluster.policy import Floats, SpeedPredictor
-from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
+from lightning_dlrover.planner.cluster.core_speeds import CoreSpeeds
+from lightning_dlrover.planner.cluster.cores import Shares, thread_shares
+from lightning_dlrover.planner.cluster.policy import Floats
+from lightning_dlrover.planner.cluster.slowdown import Observation
 
 __all__ = ["CPU", "Knowledge"]
 
 SPREAD = 1.05
 """Peaks of two runs of one command differ by less."""
 MAX_OBSERVATIONS = 400
+MAX_ALONE = 8
+"""Windows alone of which a profile is the mean."""
 CPU = "cpu"
 """Kind of device of all profiles. To a policy, each set of cores is a kind of its own, as jobs stay where they are."""
 
 
 class Knowledge:
-    """Collects records, and predicts from them. A `SpeedPredictor` of policies."""
+    """Collects records, and predicts from them. A `SpeedPredictor` of policies.
 
-    def __init__(self) -> None:
+    Args:
+        shares: threads of jobs side by side.
+    """
+
+    def __init__(self, shares: Shares = thread_shares) -> None:
+        self._shares = shares
         self._specs: dict[str, JobSpec] = {}
-        self._profiles: dict[tuple[str, str], Profiled] = {}
+        self._alone: dict[tuple[str, str], list[Profiled]] = {}  # key: kind and kind of device
+        self._profiles: dict[tuple[str, str], Profiled] = {}  # the means of those
+        self._steps: dict[str, int] = {}  # key: kind; of the newest job that is done
+        self._starts_s: dict[str, float] = {}  # key: kind; the shortest time from a start to its request for memory
         self._peaks: dict[str, int] = {}  # key: kind; jobs that are done
         self._wanted: dict[str, int] = {}  # key: kind; jobs that were evicted
         self._estimates: list[tuple[int, int]] = []  # each with the measured peak, oldest first
         self._rates: list[Rates] = []
         self._num_rates = 0
-        self._models: dict[str, tuple[int, SpeedPredictor]] = {}  # key: device; with the number of rates that it has learned
+        self._models: dict[str, tuple[int, CoreSpeeds]] = {}  # key: device; with the number of rates that it has learned
 
     def read(self, folder: Path) -> None:
         """Learn from another queue's folder.
@@ -69,9 +84,11 @@ class Knowledge:
             self._num_rates += 1
             return True
         key = record.job_kind, record.device_kind
-        if key in self._profiles:
+        alone = self._alone.setdefault(key, [])
+        if len(alone) >= MAX_ALONE or any(known.reports != record.reports for known in alone):
             return False
-        self._profiles[key] = record
+        alone.append(record)
+        self._profiles[key] = _mean(alone)
         return True
 
     @property
@@ -97,12 +114,33 @@ class Knowledge:
         """Whether jobs of this kind are known to report their steps."""
         return any(known.reports for (of, _), known in self._profiles.items() if of == kind)
 
+    def idle_core_s(self, kind: str, num_cores: float) -> float:
+        """Return the core-seconds that a job of a kind would leave idle if it ran alone, its start included.
+
+        It is infinite where unknown, so that unknown kinds become known early.
+        """
+        known, steps = self._profiles.get((kind, CPU)), self._steps.get(kind, 0)
+        if known is None or not known.reports or not steps:
+            return math.inf
+        idle = max(0.0, num_cores - known.use.get("cores", 1.0)) * steps / known.steps_per_s
+        return idle + max(0.0, num_cores - 1.0) * self._starts_s.get(kind, 0.0)
+
+    def is_familiar(self, kind: str) -> bool:
+        """Whether both the peak of a kind of job and its needs alone were measured."""
+        return self._peaks.get(kind, 0) > 0 and (kind, CPU) in self._profiles
+
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return predicted speeds over those alone; see `SpeedPredictor`."""
         known = self._models.get(device.name)
         if known is None or known[0] != self._num_rates:
-            known = self._models[device.name] = self._num_rates, SlowdownModel.fit(self._observations(device))
-        return known[1].relative_speeds(groups, device)
+            known = self._models[device.name] = self._num_rates, CoreSpeeds.fit(self._observations(device), self._shares)
+        # A policy may have been given less: what a job wants beside others.
+        measured = {job.name: self._as_measured(job, device) for group in groups for job in group}
+        return known[1].relative_speeds([[measured[job.name] for job in group] for group in groups], device)
+
+    def _as_measured(self, job: Job, device: Device) -> Job:
+        profile = self.profile(job.family, CPU)
+        return job if profile is None else replace(job, profiles={device.kind: profile})
 
     def _observations(self, device: Device) -> list[Observation]:
         found = []
@@ -124,6 +162,9 @@ class Knowledge:
         """Take the peak of a job that has ended."""
         if ended.result == "done":
             self._peaks[spec.kind] = max(self._peaks.get(spec.kind, 0), ended.peak_bytes)
+            self._steps[spec.kind] = ended.num_steps
+            for start_s in [span.ended - span.began for span in ended.spans if span.phase == "starting"][:1]:
+                self._starts_s[spec.kind] = min(start_s, self._starts_s.get(spec.kind, start_s))
             if ended.estimate_bytes:
                 self._estimates.append((ended.estimate_bytes, max(1, ended.peak_bytes)))
         elif ended.result == "evicted":
@@ -157,3 +198,9 @@ class Knowledge:
     def probed_bytes(self, spec: JobSpec, peak_bytes: int) -> int:
         """Return the expected peak of a command after its probe."""
         return max(self.expected_bytes(spec), int(GROWTH * peak_bytes))
+
+
+def _mean(alone: Sequence[Profiled]) -> Profiled:
+    """Return the mean of windows of one kind of job alone."""
+    use = {name: fmean(each.use.get(name, 0.0) for each in alone) for name in alone[0].use}
+    return replace(alone[0], use=use, steps_per_s=fmean(each.steps_per_s for each in alone))

@@ -1,7 +1,8 @@
 """Keep the jobs of a device within its memory. Pure.
 
 A job gets its memory before it needs it: the sum of all charges never exceeds the device. A job that outgrows its charge gets
-more if there is room. Else it is paused, or goes back to the queue if its present memory is too much. The others never pay.
+more if there is room. Else an elastic one gives a process up. Any other is paused, or goes back to the queue if its present
+memory is too much. The others never pay.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Tenant
+from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Tenant
 
 __all__ = ["GROWTH", "START_BYTES", "free_bytes", "memory_actions"]
 
@@ -73,6 +74,9 @@ def _outgrown(memory_bytes: int, tenant: Tenant, tenants: Sequence[Tenant]) -> t
     if free < HEADROOM * memory_bytes:
         reason = f"{told}, and other jobs hold the rest of {_mib(memory_bytes)}"
         return [End(tenant.name, "evicted", reason)], replace(tenant, phase="ending")
+    if tenant.can_shrink:
+        asked = [] if tenant.is_shrinking else [Shrink(tenant.name, tenant.num_processes - 1, told)]
+        return [*asked], replace(tenant, is_shrinking=True)
     held = replace(tenant, phase="paused", paused_for_memory=True, charge_bytes=tenant.resident_bytes)
     if tenant.phase == "paused":
         return ([] if tenant.paused_for_memory else [Pause(tenant.name, told, for_memory=True)]), held

@@ -49,6 +49,7 @@ def places_of(
     devices: Sequence[str],
     memory_bytes: int = 0,
     most_jobs: int = 0,
+    jobs_per_core: int = 2,
     usable: Set[int] | None = None,
     num_cores: float | None = None,
     available: int | None = None,
@@ -57,7 +58,7 @@ def places_of(
 
     Args:
         memory_bytes: memory for the jobs of all places; 0: the memory that is available now, less a reserve.
-        most_jobs: most jobs of one place that run at once; 0: twice its cores.
+        most_jobs: most jobs of one place that run at once; 0: `jobs_per_core` times its cores.
         usable: cores of this process. None: ask the system; also for `num_cores` and `available`.
 
     Raises:
@@ -87,7 +88,7 @@ def places_of(
             cores=cores,
             num_cores=share * len(cores),
             memory_bytes=memory_bytes * len(cores) // total,
-            most_jobs=most_jobs or 2 * math.ceil(share * len(cores)),
+            most_jobs=most_jobs or jobs_per_core * math.ceil(share * len(cores)),
         )
         for device, cores in cores_of.items()
     ]

@@ -12,7 +12,7 @@ from lightning_dlrover.colocate.journal import Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.page import write_report
 from lightning_dlrover.colocate.places import places_of
-from lightning_dlrover.colocate.schedule import Scheduler
+from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.summary import Summary, summarize
 
 __all__ = ["REPORT", "run_queue"]
@@ -45,7 +45,7 @@ def run_queue(
         policy: a name in `planner/cluster/policies`.
         devices: `cpu`, or sets of cores such as `cpu:0-3`.
         memory_bytes: memory for all jobs; 0: most of the free memory.
-        at_once: most jobs of a device that run at once; 0: twice its cores.
+        at_once: most jobs of a device that run at once; 0: twice its cores, or four times with `complementary`.
         learn_from: folders of earlier queues; their measurements count, too.
         longest_wait_s: a job that waits longer goes first.
         seed: for the policy `random_sets`.
@@ -56,7 +56,7 @@ def run_queue(
         ValueError: a device, the policy, a folder of an earlier queue or a changed job cannot be used.
         OSError: the folder cannot be written.
     """
-    places = places_of(devices, memory_bytes, at_once)
+    places = places_of(devices, memory_bytes, at_once, jobs_per_core(policy))
     knowledge = Knowledge()
     for earlier in learn_from:
         knowledge.read(earlier)

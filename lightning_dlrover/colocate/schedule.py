@@ -1,7 +1,8 @@
 """Choose the jobs that run now: ask a policy of `planner/cluster`, and turn its answer into starts, pauses and resumptions.
 
 A policy that may pause jobs (`complementary`) gets more of them to choose from: a few beyond those that run are started ahead,
-so that their needs are known, and then wait with their processes stopped. Each kind of job runs alone for a second, once.
+and then wait with their processes stopped. Each kind of job runs alone for a second, once. Jobs that would leave most of the
+machine idle at the end of the queue start first.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.tenants import Action, Pause, Resume, Start, Tenant, Waiting
 from lightning_dlrover.planner.cluster import Allocation, Device, Job, PolicySettings, Profile, Running, State
+from lightning_dlrover.planner.cluster.cores import equal_shares, thread_shares
 from lightning_dlrover.planner.cluster.policies import make_policy
+from lightning_dlrover.planner.cluster.policies.turns import MOST_USE, turns
+from lightning_dlrover.planner.cluster.waiting import with_bounded_wait
 
-__all__ = ["AHEAD", "Scheduler"]
+__all__ = ["AHEAD", "Scheduler", "jobs_per_core"]
 
 AHEAD = 4
 """Jobs that are started beyond those that run."""
@@ -24,8 +28,6 @@ ALONE_LIMIT_S = 10.0
 """A job that has not been measured alone within this time is not measured."""
 QUANTUM_S = 30.0
 """Jobs that run stay together for this long, unless one comes or goes."""
-SOFT_LIMIT = 1.2
-"""Jobs side by side may want this times the cores. Their use is a mean, and an idle core is lost."""
 MOST_TOGETHER = 6
 PAUSING = ("complementary",)
 """Policies that may pause jobs."""
@@ -33,11 +35,17 @@ GUESS = {"cores": 1.0}
 """Use of a job that was never measured."""
 
 
+def jobs_per_core(policy: str) -> int:
+    """Return the most jobs for each core that run at once: more where the policy sees which ones wait for data."""
+    return 4 if policy in PAUSING else 2
+
+
 @dataclass
 class _Alone:
     """The job that a device belongs to while it is measured."""
 
     job: str
+    kind: str
     since_s: float
 
 
@@ -68,8 +76,10 @@ class Scheduler:
     ) -> None:
         self.policy_name = policy
         self._knowledge = knowledge
-        self._policy = make_policy(policy, PolicySettings(knowledge, wait_s, seed, most_together))
         self._may_pause = policy in PAUSING
+        self._shares = thread_shares if self._may_pause else equal_shares
+        settings = PolicySettings(knowledge, wait_s, seed, most_together)
+        self._policy = with_bounded_wait(turns(settings), wait_s) if self._may_pause else make_policy(policy, settings)
         self._wait_s = wait_s
         self._chosen: _Chosen | None = None
         self._side_by_side = 1.0  # most cores of a job beside others
@@ -81,6 +91,16 @@ class Scheduler:
         if self.policy_name == "sequential":
             num_jobs = 1
         return max(1, round(place.num_cores / max(1, num_jobs)))
+
+    def thread_shares(self, place: Place, kinds: Sequence[str]) -> list[int]:
+        """Return the threads of each process of jobs that run side by side, by their measured use or in equal parts.
+
+        Args:
+            kinds: of the jobs; an unknown one, such as that of a job that still starts, keeps one core busy.
+        """
+        known = [self._knowledge.profile(kind, CPU) for kind in kinds]
+        cores = [GUESS["cores"] if profile is None else profile.use.get("cores", 1.0) for profile in known]
+        return self._shares(cores, place.num_cores)
 
     def actions(
         self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
@@ -131,18 +151,18 @@ class Scheduler:
         by_name = {tenant.name: tenant for tenant in tenants}
         if current is not None:
             tenant = by_name.get(current.job)
-            is_over = tenant is None or tenant.phase == "ending" or self._knowledge.is_profiled(tenant.kind, place.kind)
-            if tenant is not None and not is_over and now - current.since_s > ALONE_LIMIT_S:
-                self._given_up.add(tenant.kind)
-                is_over = True
-            if not is_over:
+            is_measured = self._knowledge.is_profiled(current.kind, place.kind)
+            is_gone = tenant is None or tenant.phase == "ending"
+            if not (is_measured or is_gone or now - current.since_s > ALONE_LIMIT_S):
                 return current.job
+            if not is_measured:
+                self._given_up.add(current.kind)  # too short to be measured, or without steps
             del self._alone[place.name]
         for tenant in tenants:
             is_able = tenant.is_admitted and not tenant.paused_for_memory
             is_known = self._knowledge.is_profiled(tenant.kind, place.kind) or tenant.kind in self._given_up
             if is_able and not is_known and len(tenants) > 1:
-                self._alone[place.name] = _Alone(tenant.name, now)
+                self._alone[place.name] = _Alone(tenant.name, tenant.kind, now)
                 return tenant.name
         return None
 
@@ -173,11 +193,14 @@ class Scheduler:
         # A start keeps one core busy. One is always under way.
         busy = num_starting + sum(self._cores(tenant, place) for tenant in tenants if tenant.phase == "running")
         overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
-        if num_starting and busy + 1 > SOFT_LIMIT * place.num_cores:
+        if num_starting and busy + 1 > MOST_USE * place.num_cores:
             return []
         if len(tenants) >= place.most_jobs + AHEAD or (num_paused >= AHEAD and not overdue):
             return []
-        return sorted(overdue or waiting, key=_in_order)[:1]
+        if overdue:
+            return sorted(overdue, key=_in_order)[:1]
+        idle_s = {job.kind: self._knowledge.idle_core_s(job.kind, place.num_cores) for job in waiting}
+        return sorted(waiting, key=lambda job: (-job.priority, -idle_s[job.kind], job.submitted_s, job.name))[:1]
 
     def _cores(self, tenant: Tenant, place: Place) -> float:
         """Return the cores that a running job keeps busy beside others, with its threads there."""
@@ -223,8 +246,7 @@ class Scheduler:
 
 
 def _device(place: Place) -> Device:
-    limits = {"cores": SOFT_LIMIT * place.num_cores}
-    return Device(place.name, place.kind, place.name, place.memory_bytes, limits, place.most_jobs)
+    return Device(place.name, place.kind, place.name, place.memory_bytes, {"cores": place.num_cores}, place.most_jobs)
 
 
 def _in_order(job: Waiting) -> tuple[int, float, str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["Action", "Admit", "Charge", "End", "Pause", "Phase", "Resume", "Start", "Tenant", "Waiting"]
+__all__ = ["Action", "Admit", "Charge", "End", "Pause", "Phase", "Resume", "Shrink", "Start", "Tenant", "Waiting"]
 
 Phase: TypeAlias = Literal["starting", "asks", "running", "paused", "ending"]
 
@@ -50,6 +50,9 @@ class Tenant:
         need_bytes: estimated peak with its margin; 0: unknown.
         paused_for_memory: it outgrew its charge, and waits for room.
         is_admitted: it may train, though it may be paused.
+        num_processes: processes that train, for each of which it has memory.
+        min_processes: fewest with which it can go on; 0: as many as it has.
+        is_shrinking: it was asked to go on with fewer a moment ago, and has not done so yet.
         since_s: moment since which it has been in its phase.
         started_s: moment of its start on the dispatcher's clock.
     """
@@ -68,6 +71,14 @@ class Tenant:
     is_admitted: bool = False
     since_s: float = 0.0
     owner: str = ""
+    num_processes: int = 1
+    min_processes: int = 0
+    is_shrinking: bool = False
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether it is an elastic job that may be asked to go on with fewer processes."""
+        return self.phase == "running" and 0 < self.min_processes < self.num_processes
 
     @property
     def held_bytes(self) -> int:
@@ -117,6 +128,15 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Shrink:
+    """Ask an elastic job to go on with fewer processes."""
+
+    job: str
+    num_processes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class End:
     """End a job's processes: it has failed, or goes back to the queue with a larger expectation."""
 
@@ -125,4 +145,4 @@ class End:
     reason: str
 
 
-Action: TypeAlias = Start | Admit | Charge | Pause | Resume | End
+Action: TypeAlias = Start | Admit | Charge | Pause | Resume | Shrink | End

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_dlrover.observe.cgroups import PROC
 from lightning_dlrover.observe.resources import CLOCK_TICKS_PER_S, status_bytes
 
-__all__ = ["TreeUse", "families", "is_program", "marked", "tree_use"]
+__all__ = ["Families", "TreeUse", "families", "is_program", "marked", "tree_use"]
 
+AGAIN_S = 0.25
+"""Least seconds between two passes over all processes of the machine, unless a root is new."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+STAT_BYTES = 1024
+"""Longer than any first fields of a process's `stat`."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,11 @@ class TreeUse:
 def families(roots: Iterable[int]) -> dict[int, list[int]]:
     """Return the ids of all processes below each root, by one pass over all processes of the machine."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir(PROC):
+    proc = str(PROC)  # a Path for each process would take as long as reading its file
+    for name in os.listdir(proc):
         if name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                fields = (PROC / name / "stat").read_bytes().rpartition(b")")[2].split()
+            with suppress(OSError, IndexError, ValueError), open(f"{proc}/{name}/stat", "rb", buffering=0) as stream:
+                fields = stream.read(STAT_BYTES).rpartition(b")")[2].split(None, 2)
                 children.setdefault(int(fields[1]), []).append(int(name))
     found = {}
     for root in roots:
@@ -43,6 +48,20 @@ def families(roots: Iterable[int]) -> dict[int, list[int]]:
             to_visit += new
         found[root] = below
     return found
+
+
+class Families:
+    """The processes below some roots, looked up a few times a second."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[int]] = {}
+        self._at_s = float("-inf")
+
+    def below(self, roots: Collection[int], now: float) -> dict[int, list[int]]:
+        """Return the ids of all processes below each root."""
+        if now - self._at_s >= AGAIN_S or not self._found.keys() >= set(roots):
+            self._found, self._at_s = families(roots), now
+        return self._found
 
 
 def tree_use(pids: Iterable[int]) -> TreeUse:

@@ -16,6 +16,8 @@ __all__ = ["Moment", "WatchedJob"]
 
 BUSY_CORES = 0.05
 LEAST_CPU_S = 0.2
+SHRINK_S = 60.0
+"""Seconds in which an elastic job must have given up a process."""
 MEASURE_S = 0.25
 """Least seconds between two measurements of a job's memory and CPU time."""
 
@@ -51,6 +53,8 @@ class WatchedJob:
     phase: Phase = "starting"
     paused_from: Phase = "running"
     paused_for_memory: bool = False
+    most_processes: int = 0  # of an elastic job that was asked to shrink
+    asked_to_shrink_s: float = 0.0
     peak_bytes: int = 0
     use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0))
     reports: list[SeatReport] = field(default_factory=list)
@@ -65,15 +69,18 @@ class WatchedJob:
     moved_s: float = 0.0  # when it last made a step, or used its share of a core
     _moved: tuple[int, float] = (0, 0.0)
     _measured_s: float = -1.0
+    _looked_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.phase_since_s = self.moved_s = self.at_s
 
     def look(self, now: float, pids: list[int]) -> None:
         """Read the reports, and measure the processes if that was not done a moment ago."""
-        reports = read_reports(self.seat)
-        # Those of processes that are gone do not count, unless process ids differ here and there.
-        self.reports = [report for report in reports if report.process_id in pids] or reports
+        self._looked_s = now
+        if self.phase != "paused" or not self.reports:
+            reports = read_reports(self.seat)
+            # Those of processes that are gone do not count, unless process ids differ here and there.
+            self.reports = [report for report in reports if report.process_id in pids] or reports
         if now - self._measured_s >= MEASURE_S:
             former, former_s = self.use, self._measured_s
             self._measured_s = now
@@ -95,8 +102,7 @@ class WatchedJob:
     @property
     def asks(self) -> bool:
         """Whether all of its processes that report wait for the answer."""
-        number = max((report.num_processes for report in self.reports), default=1)
-        return len(self.reports) >= number and all(report.waits for report in self.reports)
+        return len(self.reports) >= self.num_processes and all(report.waits for report in self.reports)
 
     @property
     def request(self) -> int:
@@ -145,7 +151,21 @@ class WatchedJob:
             is_admitted="running" in (self.phase, self.paused_from if self.phase == "paused" else ""),
             since_s=self.phase_since_s,
             owner=self.spec.owner,
+            num_processes=self.num_processes,
+            # One that has not shrunk in time cannot.
+            min_processes=0 if self._has_failed_to_shrink else min((r.min_processes for r in self.reports), default=0),
+            is_shrinking=0 < self.most_processes < self.num_processes,
         )
+
+    @property
+    def num_processes(self) -> int:
+        """Number of its processes that report."""
+        return max((report.num_processes for report in self.reports), default=1)
+
+    @property
+    def _has_failed_to_shrink(self) -> bool:
+        late = self._looked_s - self.asked_to_shrink_s > SHRINK_S
+        return 0 < self.most_processes < self.num_processes and late
 
     def paused_s(self, now: float) -> float:
         """Seconds in which it was paused so far."""

@@ -42,6 +42,7 @@ class SeatReport:
     process_id: int
     at_s: float  # time.monotonic(), which all processes of a machine share
     num_processes: int = 1  # processes of the job that report
+    min_processes: int = 0  # fewest of them with which the job can go on; 0: it always has as many
     request: int = 0  # number of the request for memory; a script may fit more than once
     waits: bool = False  # the answer to the estimate is awaited
     estimate_bytes: int = 0  # peak of this process; 0: not estimated
@@ -62,6 +63,8 @@ class Answer:
     admitted: bool = False
     request: int = 0  # the newest request that it answers
     threads: int = 0  # intra-op threads per process; 0: as the script has them
+    memory_known: bool = False  # the first request needs no estimate
+    most_processes: int = 0  # an elastic job shall go on with no more than these; 0: with any number
 
 
 class Seat:
@@ -127,18 +130,27 @@ class Seat:
         self._data_wait_s += max(0.0, data_wait_s)
 
     @property
+    def needs_no_estimate(self) -> bool:
+        """Whether the dispatcher has measured the peak of an earlier job of this kind."""
+        return self.answer().memory_known
+
+    @property
     def is_due(self) -> bool:
         """Whether the newest report is old enough for another one."""
         return self._last_s - self._reported_s >= REPORT_S
 
-    def report(self, steps_left: int | None, threads: int) -> None:
+    def report(self, steps_left: int | None, threads: int, num_processes: int = 0, min_processes: int = 0) -> None:
         """Report the steps so far.
 
         Args:
             steps_left: None where the end is unknown.
             threads: intra-op threads of this process.
+            num_processes: processes of the job that report; 0: as many as before.
+            min_processes: see `SeatReport`.
         """
         self._steps_left, self._threads = steps_left, threads
+        if num_processes:
+            self._estimate = replace(self._estimate, num_processes=num_processes, min_processes=min_processes)
         self._report()
 
     def answer(self) -> Answer:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,34 +12,77 @@ import torch
 from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.progress import remaining_batches
 from lightning_dlrover.observe.seat import Seat, SeatReport
+from lightning_dlrover.rdzv.job.records import PlanRecord
 
 if TYPE_CHECKING:
     import lightning as L
 
+    from lightning_dlrover.rdzv.live.membership import Membership
+
 __all__ = ["keep_seat", "take_seat"]
 
 
-def take_seat(seat: Seat, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> None:
-    """Report the estimated peak memory of this process, and wait until the dispatcher admits the job.
+def take_seat(seat: Seat, trainer: L.Trainer, module: L.LightningModule, batch: Any, membership: Membership | None) -> None:
+    """Report the peak memory of this process, estimated unless it is known, and wait until the dispatcher admits the job.
+
+    A worker that joins a live job does not ask: the others, which were admitted, wait for it in the first step.
 
     Raises:
         NotAdmittedError: it did not.
     """
-    answer = seat.ask(_estimate(trainer, module, batch))
+    if membership is not None and seat.answer().admitted:
+        return
+    if seat.needs_no_estimate:
+        report = SeatReport(os.getpid(), time.monotonic(), trainer.world_size, estimate_note="measured before")
+    else:
+        report = _estimate(trainer, module, batch)
+    answer = seat.ask(report)
     if answer.threads:
         torch.set_num_threads(answer.threads)
 
 
-def keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, may_set_threads: bool) -> None:
-    """Count a step, and take the threads that the dispatcher grants, unless the job's own planner sets them."""
+def keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, membership: Membership | None) -> None:
+    """Count a step, and follow the dispatcher: its threads, or in a live job, which plans its own, its number of workers."""
     seat.step_ended(data_wait_s)
     if not seat.is_due:
         return
-    left = remaining_batches(trainer)
-    seat.report(None if left is None else max(0, round(left)), torch.get_num_threads())
-    threads = seat.answer().threads
-    if may_set_threads and threads and threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
+    batches = remaining_batches(trainer)
+    left = None if batches is None else max(0, round(batches))
+    answer = seat.answer()
+    if membership is None:
+        seat.report(left, torch.get_num_threads())
+        if answer.threads and answer.threads != torch.get_num_threads():
+            torch.set_num_threads(answer.threads)
+        return
+    job = membership.view.job
+    fewest = job.min_workers if job is not None and membership.shared.has_controller() else 0
+    seat.report(left, torch.get_num_threads(), trainer.world_size, fewest)
+    if trainer.global_rank == 0 and 0 < answer.most_processes < trainer.world_size:
+        _shrink(membership, answer.most_processes)
+
+
+def _shrink(membership: Membership, num_workers: int) -> None:
+    """Plan fewer workers, as `dlrover scale` does, so that the job's own planner does not take it back."""
+
+    def fewer(plan: PlanRecord | None) -> PlanRecord | None:
+        if plan is not None and plan.binding and plan.num_workers <= num_workers:
+            return None
+        reason = f"no memory for more than {num_workers} workers beside the other jobs of this machine"
+        made = PlanRecord(num_workers, "user", reason, binding=True, created_at=time.time())
+        if plan is None:
+            return made
+        return replace(
+            plan,
+            num_workers=num_workers,
+            source=made.source,
+            reason=reason,
+            binding=True,
+            decision_id=0,
+            created_at=made.created_at,
+        )
+
+    shared = membership.shared
+    shared.outbox.change("workers that fit beside the other jobs", lambda: shared.update_plan(fewer))
 
 
 def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> SeatReport:

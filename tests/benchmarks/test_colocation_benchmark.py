@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from colocation_mixes import MIXES
+from colocation_rehearsal import rehearse
 from gavel_traces import TraceError, default_folder, read_arrivals, read_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +43,16 @@ def test_memory_lets_all_measured_pairs_share_a_device() -> None:
     pairs = read_pairs(default_folder(), "k80")
     for a, b in pairs.speeds:
         assert sum(pairs.jobs[n].profiles["k80"].memory_bytes for n in (a, b)) <= pairs.device.memory_bytes
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_no_other_policy_keeps_the_cores_busier_where_jobs_behave_as_their_profiles_say(mix: str) -> None:
+    ours = rehearse(MIXES[mix], "complementary").now
+    least = {"fifo": 0.99, "rmixer": 0.99, "random_sets": 1.05}
+    if mix == "input":
+        least = dict.fromkeys(least, 1.1)
+    for policy, ratio in least.items():
+        assert rehearse(MIXES[mix], policy, at_once=2 if policy == "random_sets" else 0).now >= ratio * ours, policy
 
 
 ALONE = "device,job,num_devices,steps_per_s\nk80,A (batch size 2),1,4\nk80,B,1,2\n"

@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from colocated_jobs import dispatcher, place, python, seated
+from colocated_jobs import SEATED, dispatcher, place, python, seated
 from waiting import eventually, run_until
 
 from lightning_dlrover import variables
 from lightning_dlrover.colocate.dispatcher import Rules
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, read_records
+from lightning_dlrover.colocate.kept_job import OUTPUT
 from lightning_dlrover.colocate.usage import families, is_program, marked
 
 TIMEOUT_S = 60.0
@@ -87,9 +88,18 @@ def test_job_that_needs_more_than_the_device_fails_before_its_first_step(tmp_pat
 
 
 def test_job_that_lies_about_its_memory_goes_back_and_the_others_finish(tmp_path: Path) -> None:
+    until = tmp_path / "until"
     with Journal(tmp_path) as journal:
-        jobs = [seated("honest", 1200, 100, steps=160, step_s=0.05), seated("liar", 60, 1500, steps=60, step_s=0.05)]
-        dispatcher(tmp_path, journal, jobs, places=[place(2600)]).run()
+        honest = seated("honest", 1200, 100, steps=100_000, step_s=0.05, until=until)
+        made = dispatcher(tmp_path, journal, [honest, seated("liar", 60, 1500, steps=60, step_s=0.05)], places=[place(2600)])
+
+        def is_held_back() -> bool:
+            liar = made.running.get("liar")
+            return "liar" in results(tmp_path) or (liar is not None and liar.phase == "paused")
+
+        run_until(made.look, is_held_back, "more memory than expected", TIMEOUT_S)
+        until.touch()
+        made.run()
     found = results(tmp_path)
     assert found["honest"] == ["done"]
     assert found["liar"][-1] == "done"
@@ -117,6 +127,17 @@ def test_second_run_of_a_kind_is_expected_to_need_what_the_first_has_needed(tmp_
         again = dispatcher(tmp_path, journal, [python("second", HOARDER.format(mib=300, seconds=0.6))])
         (waiting,) = again.waiting()
     assert 300 << 20 < waiting.expected_bytes < 400 << 20
+
+
+def test_job_of_a_measured_kind_needs_no_estimate(tmp_path: Path) -> None:
+    asks = "print('estimate' if not seat.needs_no_estimate else 'known', flush=True)\nseat.ask("
+    program = SEATED.replace("seat.ask(", asks)
+    jobs = [JobSpec(name, (sys.executable, "-c", program, "50", "20", "50", "0.04"), "/") for name in ("first", "second")]
+    with Journal(tmp_path) as journal:
+        for job in jobs:
+            dispatcher(tmp_path, journal, [job]).run()
+    outputs = [(tmp_path / "jobs" / name / "1" / OUTPUT).read_text().strip() for name in ("first", "second")]
+    assert outputs == ["estimate", "known"]
 
 
 def test_queue_goes_on_after_its_dispatcher_was_killed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlrover.colocate.memory import free_bytes, memory_actions
-from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Phase, Resume, Tenant
+from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Phase, Resume, Shrink, Tenant
 
 GIB = 1 << 30
 
@@ -32,6 +32,8 @@ def after(tenants: list[Tenant], actions: list[Action]) -> list[Tenant]:
             by_name[action.job] = replace(now, phase="paused", paused_for_memory=True)
         elif isinstance(action, Resume):
             by_name[action.job] = replace(now, phase="running", paused_for_memory=False)
+        elif isinstance(action, Shrink):
+            by_name[action.job] = replace(now, is_shrinking=True)
         elif isinstance(action, End):
             del by_name[action.job]
     return list(by_name.values())
@@ -60,6 +62,23 @@ def test_job_that_outgrows_its_charge_is_paused_without_room() -> None:
     actions = memory_actions(4 * GIB, [tenant("liar", charge=1, resident=1.5), tenant("b", charge=2.2)])
     assert [type(action) for action in actions] == [Pause]
     assert actions[0].job == "liar"
+
+
+def test_elastic_job_that_outgrows_its_charge_gives_up_a_process_before_it_is_paused() -> None:
+    elastic = tenant("liar", charge=1, resident=1.5, num_processes=3, min_processes=1)
+    other = tenant("b", charge=2.2)
+    (action,) = memory_actions(4 * GIB, [elastic, other])
+    assert isinstance(action, Shrink)
+    assert action.num_processes == 2
+    assert memory_actions(4 * GIB, [replace(elastic, is_shrinking=True), other]) == []
+    at_its_least = replace(elastic, num_processes=1)
+    assert [type(action) for action in memory_actions(4 * GIB, [at_its_least, other])] == [Pause]
+
+
+def test_elastic_job_that_endangers_others_goes_back_at_once() -> None:
+    elastic = tenant("liar", charge=1, resident=1.95, num_processes=3, min_processes=1)
+    (action,) = memory_actions(4 * GIB, [elastic, tenant("b", charge=2)])
+    assert isinstance(action, End)
 
 
 def test_job_that_endangers_others_goes_back_to_the_queue() -> None:

@@ -18,6 +18,11 @@ def test_one_device_has_all_cores_and_most_of_the_memory() -> None:
     assert (place.cores, place.num_cores, place.memory_bytes, place.most_jobs) == ((0, 1, 2, 3), 4.0, 9 * GIB, 8)
 
 
+def test_policy_may_run_more_jobs_for_each_core() -> None:
+    (place,) = places_of(["cpu"], jobs_per_core=4, usable={0, 1}, num_cores=2.0, available=10 * GIB)
+    assert place.most_jobs == 8
+
+
 def test_devices_share_the_memory_by_their_cores() -> None:
     first, second = made(["cpu:0-2", "cpu:3"], memory_bytes=8 * GIB)
     assert (first.cores, first.memory_bytes) == ((0, 1, 2), 6 * GIB)

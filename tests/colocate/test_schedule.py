@@ -7,7 +7,8 @@ from colocated_jobs import MIB, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.colocate.journal import Profiled
+from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.colocate.journal import Ended, Profiled
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import memory_actions
 from lightning_dlrover.colocate.schedule import AHEAD, Scheduler
@@ -130,11 +131,41 @@ def test_jobs_whose_needs_fit_into_two_sets_take_the_time_of_two() -> None:
     queue.finish(460.0)
 
 
+def test_jobs_that_would_leave_cores_idle_at_the_end_start_first() -> None:
+    compute, waits = (JobSpec(name, (name,), "/") for name in ("compute", "input"))
+    queue = Pretended("complementary", [(compute.kind, 0, 400, 20.0)] * 6 + [(waits.kind, 0, 400, 20.0)])
+    for spec, cores in ((compute, 1.9), (waits, 0.2)):
+        queue.knowledge.learn(Profiled(spec.kind, "cpu", {"cores": cores}, 10.0))
+        queue.knowledge.learn_end(spec, Ended(spec.name, 1, "done", 0, "", 0.0, 20.0, 0.0, 1.0, MIB, num_steps=200))
+    queue.step()
+    assert "j6" in queue.tenants
+
+
+def test_only_jobs_that_can_use_idle_cores_get_more_threads() -> None:
+    queue = Pretended("complementary", [("compute", 0, 400, 20.0)])
+    for kind, cores in (("compute", 1.9), ("input", 0.2)):
+        queue.knowledge.learn(Profiled(kind, "cpu", {"cores": cores}, 10.0))
+    assert queue.scheduler.thread_shares(PLACE, ["compute", "input", "input"]) == [2, 1, 1]
+    assert queue.scheduler.thread_shares(PLACE, ["compute", "", "input"]) == [1, 1, 1]
+    equal = Scheduler("fifo", queue.knowledge)
+    assert equal.thread_shares(PLACE, ["compute", "input"]) == [1, 1]
+
+
 def test_each_kind_is_measured_alone_once() -> None:
     queue = Pretended("complementary", [("compute", 0, 400, 60.0), ("input", 0, 400, 60.0), ("compute", 0, 400, 60.0)])
     queue.finish(300.0)
     assert queue.knowledge.is_profiled("compute", "cpu")
     assert queue.knowledge.is_profiled("input", "cpu")
+
+
+def test_kind_whose_job_ends_before_it_is_measured_is_not_measured_again() -> None:
+    queue = Pretended("complementary", [("input", 0, 400, 60.0)] + [("short", 0, 400, 1.0)] * 6)
+    pauses = 0
+    while queue.waiting or len(queue.tenants) > 1:
+        queue.step()
+        pauses += queue.tenants["j0"].phase == "paused"
+    assert queue.knowledge.profile("short", "cpu") is None
+    assert pauses <= 2
 
 
 def test_job_of_a_low_priority_runs_for_a_part_of_the_time() -> None:

@@ -26,19 +26,29 @@ SEATED = textwrap.dedent(
     used = bytearray(used_mib << 20)
     used[::4096] = b"x" * len(used[::4096])
     for step in range(steps):
+        if len(sys.argv) > 5 and os.path.exists(sys.argv[5]):
+            break
         time.sleep(step_s)
         seat.step_ended(0.0)
         if seat.is_due:
             seat.report(steps - step - 1, 1)
     """
 )
-"""A job that asks for some memory, takes some, and makes steps."""
+"""A job that asks for some memory, takes some, and makes steps, or fewer once a file exists."""
 
 
-def seated(name: str, estimate_mib: int, used_mib: int, steps: int = 20, step_s: float = 0.01, priority: int = 0) -> JobSpec:
+def seated(
+    name: str,
+    estimate_mib: int,
+    used_mib: int,
+    steps: int = 20,
+    step_s: float = 0.01,
+    priority: int = 0,
+    until: Path | None = None,
+) -> JobSpec:
     """Return a job that asks for some memory and uses as much or more."""
-    numbers = map(str, (estimate_mib, used_mib, steps, step_s))
-    return JobSpec(name, (sys.executable, "-c", SEATED, *numbers), "/", priority=priority)
+    arguments = [*map(str, (estimate_mib, used_mib, steps, step_s)), *([str(until)] if until is not None else [])]
+    return JobSpec(name, (sys.executable, "-c", SEATED, *arguments), "/", priority=priority)
 
 
 def python(name: str, program: str, priority: int = 0, memory_bytes: int = 0) -> JobSpec:

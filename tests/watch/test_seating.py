@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import eventually
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, variables
-from lightning_dlrover.observe.seat import Answer, read_reports, write_answer
+from lightning_dlrover.observe.seat import Answer, SeatReport, read_reports, write_answer
 
 NUM_STEPS = 30
 
@@ -48,24 +50,31 @@ def fit() -> L.Trainer:
     return trainer
 
 
-def test_trainer_asks_before_its_first_step_and_reports_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variables.SEAT, str(tmp_path))
-    seen = []
+@contextmanager
+def admitted(folder: Path) -> Iterator[list[SeatReport]]:
+    """Admit the job that asks in a folder; the list then holds its report."""
+    seen: list[SeatReport] = []
 
     def dispatcher() -> None:
-        seen.extend(eventually(lambda: [report for report in read_reports(tmp_path) if report.waits], "a job that asks"))
-        write_answer(tmp_path, Answer(admitted=True, request=seen[0].request, threads=1))
+        seen.extend(eventually(lambda: [report for report in read_reports(folder) if report.waits], "a job that asks"))
+        write_answer(folder, Answer(admitted=True, request=seen[0].request, threads=1))
 
     answering = threading.Thread(target=dispatcher)
     answering.start()
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        trainer = fit()
-        assert torch.get_num_threads() == 1
+        yield seen
     finally:
         torch.set_num_threads(threads)
         answering.join(30)
+
+
+def test_trainer_asks_before_its_first_step_and_reports_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variables.SEAT, str(tmp_path))
+    with admitted(tmp_path) as seen:
+        trainer = fit()
+        assert torch.get_num_threads() == 1
     assert trainer.global_step == NUM_STEPS
     (asked,) = seen
     assert asked.num_steps == 0
@@ -75,6 +84,14 @@ def test_trainer_asks_before_its_first_step_and_reports_the_others(tmp_path: Pat
     assert 10 < last.num_steps <= NUM_STEPS
     assert last.steps_left == NUM_STEPS - last.num_steps
     assert last.step_s > 0.02 * (last.num_steps - 1)
+
+
+def test_trainer_of_a_measured_kind_estimates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variables.SEAT, str(tmp_path))
+    write_answer(tmp_path, Answer(memory_known=True))
+    with admitted(tmp_path) as seen:
+        assert fit().global_step == NUM_STEPS
+    assert [report.estimate_bytes for report in seen] == [0]
 
 
 def test_trainer_that_runs_by_itself_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,12 +59,20 @@ class Room:
 
     Args:
         under_limits: their combined use shall also stay under every limit.
+        most_use: factor on the limits.
     """
 
     def __init__(
-        self, packing: Packing, groups: Sequence[Group], sample: Device, most_together: int, under_limits: bool
+        self,
+        packing: Packing,
+        groups: Sequence[Group],
+        sample: Device,
+        most_together: int,
+        under_limits: bool,
+        most_use: float = 1.0,
     ) -> None:
         kind = sample.kind
+        self._most_use = most_use + 1e-9
         self._has_device = np.array([group.device is not None for group in groups])
         self._sizes = np.array([len(group.members) for group in groups])
         self._bytes = np.array([float(sum(job.profiles[kind].memory_bytes for job in g.waiting)) for g in groups])
@@ -87,7 +95,7 @@ class Room:
         free = np.where(device_first, self._bytes_free[i], self._bytes_free[j])
         fit = ~(self._has_device[i] & self._has_device[j]) & (self._sizes[i] + self._sizes[j] <= places)
         fit &= (self._bytes[i] + self._bytes[j] <= free) & ~(self._exclusive[i] | self._exclusive[j])
-        fit &= (self._use[i] + self._use[j] <= 1 + 1e-9).all(axis=1)
+        fit &= (self._use[i] + self._use[j] <= self._most_use).all(axis=1)
         return np.column_stack([i[fit], j[fit]])
 
     def fits(self, indices: Sequence[int]) -> bool:
@@ -100,7 +108,7 @@ class Room:
             and self._sizes[some].sum() <= self._places[where]
             and self._bytes[some].sum() <= self._bytes_free[where]
             and not self._exclusive[some].any()
-            and (self._use[some].sum(axis=0) <= 1 + 1e-9).all()
+            and (self._use[some].sum(axis=0) <= self._most_use).all()
         )
 
 
@@ -142,10 +150,11 @@ def merge_in_rounds(
     *,
     under_limits: bool,
     num_enough: int = 0,
+    most_use: float = 1.0,
 ) -> list[Group]:
     """Merge matched pairs, round after round, until no merger gains or at most `num_enough` groups are left."""
     while len(groups) > max(num_enough, 1):
-        pairs = Room(packing, groups, sample, most_together, under_limits).pairs()
+        pairs = Room(packing, groups, sample, most_together, under_limits, most_use).pairs()
         if not len(pairs):
             break
         weights = np.zeros((len(groups), len(groups)))

@@ -23,7 +23,7 @@ from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
 from lightning_dlrover.planner.cluster.waiting import Place
 
-__all__ = ["complementary", "costs"]
+__all__ = ["best_sets", "complementary", "costs"]
 
 
 def complementary(settings: PolicySettings) -> Place:
@@ -31,22 +31,37 @@ def complementary(settings: PolicySettings) -> Place:
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
         def merge(groups: list[Group], sample: Device, num_devices: int) -> list[Group]:
-            if len(groups) <= num_devices:
-                return groups
-            if len(groups) <= EXACT_NODES:
-                found = _exact(packing, groups, sample, settings)
-                if len(found) >= num_devices:
-                    return found
-
-            def weigh(pairs: Sequence[tuple[Group, Group]], device: Device) -> Floats:
-                return _savings(pairs, device, settings)
-
-            most = settings.most_together
-            return merge_in_rounds(packing, groups, sample, weigh, most, under_limits=True, num_enough=num_devices)
+            return groups if len(groups) <= num_devices else best_sets(packing, groups, sample, settings, num_devices)
 
         group_and_start(packing, jobs, merge, settings.most_together)
 
     return place
+
+
+def best_sets(
+    packing: Packing,
+    groups: list[Group],
+    sample: Device,
+    settings: PolicySettings,
+    num_devices: int = 0,
+    most_use: float = 1.0,
+) -> list[Group]:
+    """Merge groups into the sets whose costs have the smallest sum.
+
+    Args:
+        num_devices: merge no further than to this number of sets.
+        most_use: the combined use of a set stays under this times every limit.
+    """
+    if len(groups) <= EXACT_NODES:
+        found = _exact(packing, groups, sample, settings, most_use)
+        if len(found) >= num_devices:
+            return found
+
+    def weigh(pairs: Sequence[tuple[Group, Group]], device: Device) -> Floats:
+        return _savings(pairs, device, settings)
+
+    most = settings.most_together
+    return merge_in_rounds(packing, groups, sample, weigh, most, under_limits=True, num_enough=num_devices, most_use=most_use)
 
 
 def costs(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySettings) -> Floats:
@@ -59,8 +74,8 @@ def costs(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySetting
     return found
 
 
-def _exact(packing: Packing, groups: list[Group], sample: Device, settings: PolicySettings) -> list[Group]:
-    room = Room(packing, groups, sample, settings.most_together, under_limits=True)
+def _exact(packing: Packing, groups: list[Group], sample: Device, settings: PolicySettings, most_use: float) -> list[Group]:
+    room = Room(packing, groups, sample, settings.most_together, True, most_use)
     unions: dict[int, Group] = {1 << index: group for index, group in enumerate(groups)}
     for size in range(2, settings.most_together + 1):
         for indices in combinations(range(len(groups)), size):

@@ -1,0 +1,75 @@
+"""Ours where jobs can be paused at no cost: the sets of `complementary` take turns on each device, the best one first.
+
+The best set makes the most progress in a second: the sum of its weighted relative speeds. So jobs that leave a device idle run
+beside others while there are others, and jobs that keep it busy alone are left for the end. The policy is asked again whenever
+a job comes or ends, and a job that was left out for too long goes before all others (`waiting.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_dlrover.planner.cluster.grouping import Group, Room
+from lightning_dlrover.planner.cluster.jobs import Device, Job
+from lightning_dlrover.planner.cluster.packing import Packing
+from lightning_dlrover.planner.cluster.policies.complementary import best_sets, costs
+from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
+from lightning_dlrover.planner.cluster.waiting import Place
+
+__all__ = ["MOST_USE", "turns"]
+
+MOST_USE = 2.0
+"""Jobs of a set may want this times a limit. An idle core is lost, and turns on a busy one cost hardly any CPU time."""
+SAME = 0.02
+"""Fraction by which the progress of two sets may differ before one is better."""
+
+
+def turns(settings: PolicySettings) -> Place:
+    """Return the policy."""
+
+    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
+        waiting = list(jobs)
+        for device in packing.open_devices():
+            chosen = _chosen(packing, device, [job for job in waiting if packing.fits(job, device)], settings)
+            for job in chosen:
+                if packing.fits(job, device):
+                    packing.start(job, [device])
+                    waiting.remove(job)
+
+    return place
+
+
+def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings) -> tuple[Job, ...]:
+    """Return the jobs that run on a device, beside those that are there."""
+    present = packing.members(device)
+    groups = [*([Group((), present, device)] if present else []), *(Group((job,)) for job in jobs)]
+    if not jobs:
+        return ()
+    sets = best_sets(packing, groups, device, settings, most_use=MOST_USE)
+    if present:
+        return next(group.waiting for group in sets if group.device is not None)
+    progress = _progress([group.waiting for group in sets], device, settings)
+    good = [group for group, amount in zip(sets, progress, strict=True) if amount >= (1 - SAME) * progress.max()]
+    place_of = {job.name: number for number, job in enumerate(jobs)}
+    best = min(good, key=lambda group: min(place_of[job.name] for job in group.waiting)).waiting
+    return _filled(packing, device, best, jobs, settings)
+
+
+def _filled(
+    packing: Packing, device: Device, chosen: tuple[Job, ...], jobs: Sequence[Job], settings: PolicySettings
+) -> tuple[Job, ...]:
+    """Add jobs in order that fit and take nothing from the progress: they use the cores while others begin and end."""
+    (least,) = (1 - SAME) * _progress([chosen], device, settings)
+    for job in [job for job in jobs if job not in chosen]:
+        more = (*chosen, job)
+        room = Room(packing, [Group((each,)) for each in more], device, settings.most_together, True, MOST_USE)
+        if room.fits(range(len(more))) and _progress([more], device, settings)[0] >= least:
+            chosen = more
+    return chosen
+
+
+def _progress(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySettings) -> Floats:
+    """Return the sum of the weighted relative speeds of each set."""
+    return np.array([sum(job.weight for job in jobs) for jobs in sets]) / costs(sets, device, settings)

@@ -1,0 +1,65 @@
+"""Sets of jobs that can be paused take turns, the one that makes most progress first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile, State
+from lightning_dlrover.planner.cluster.core_speeds import CoreSpeeds
+from lightning_dlrover.planner.cluster.policies.turns import turns
+from lightning_dlrover.planner.cluster.slowdown import Observation
+from lightning_dlrover.planner.cluster.waiting import with_bounded_wait
+
+CPU = Device("cpu", "cpu", "node", 16 * 10**9, {"cores": 2.0}, 8)
+WAIT_S = 100.0
+
+
+def job(name: str, cores: float, wait: float = 0.0, priority: int = 0, since_s: float = 0.0) -> Job:
+    return Job(
+        name,
+        {"cpu": Profile(0, 10.0, {"cores": cores, "input": wait})},
+        submitted_s=since_s,
+        priority=priority,
+        family=name.split("-")[0],
+    )
+
+
+def chosen(*jobs: Job, now_s: float = 0.0) -> Mapping[str, tuple[str, ...]]:
+    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds(), most_together=8)), WAIT_S)
+    return policy(State(now_s, (CPU,), jobs))
+
+
+def test_jobs_that_wait_for_data_run_beside_those_that_compute() -> None:
+    waiting = [job(f"input-{number}", 0.25, 0.8) for number in range(3)]
+    names = set(chosen(job("compute-0", 1.0), *waiting, job("compute-1", 1.0), job("compute-2", 1.0)))
+    assert {"input-0", "input-1", "input-2"} <= names
+    assert names & {"compute-0", "compute-1", "compute-2"}
+
+
+def test_more_jobs_that_wait_than_twice_the_cores_run_at_once() -> None:
+    assert len(chosen(*(job(f"input-{number}", 0.25, 0.8) for number in range(7)))) == 7
+
+
+def test_jobs_that_compute_want_at_most_twice_the_cores() -> None:
+    names = chosen(*(job(f"compute-{number}", 1.0) for number in range(7)))
+    assert set(names) == {f"compute-{number}" for number in range(4)}
+
+
+def test_job_that_would_take_more_from_the_others_than_it_makes_is_left_out() -> None:
+    jobs = [job("compute-0", 1.0), job("compute-1", 1.0), job("greedy-0", 1.0)]
+    seen = [Observation(CPU, (jobs[0], jobs[2]), (0.3, 0.9)), Observation(CPU, (jobs[0], jobs[1]), (1.0, 1.0))] * 20
+    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds.fit(seen), most_together=8)), WAIT_S)
+    assert set(policy(State(0.0, (CPU,), tuple(jobs)))) == {"compute-0", "compute-1"}
+
+
+def test_higher_priority_runs_and_lower_ones_only_beside_it() -> None:
+    low = [job(f"compute-{number}", 1.0) for number in range(4)]
+    high = [job(f"other-{number}", 1.0, priority=1) for number in range(4)]
+    assert set(chosen(*low, *high)) == {each.name for each in high}
+    assert "other-0" in chosen(*low, high[0])
+
+
+def test_job_that_has_waited_too_long_runs() -> None:
+    late = job("compute-9", 1.0, since_s=-WAIT_S - 1)
+    others = [job(f"input-{number}", 0.25, 0.8, priority=1) for number in range(8)]
+    assert "compute-9" in chosen(*others, late)
