@@ -46,7 +46,7 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
-    made: Any = argparse.ArgumentParser if given is None else _made_if_in(given)  # argparse calls it as it would the class
+    made: Any = _Command if given is None else _made_if_in(given)  # argparse calls it as it would the class
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=made)
     _add_run(commands)
     _add_doctor(commands)
@@ -71,6 +71,16 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+class _Command(argparse.ArgumentParser):
+    """Parser of a command, which names its own usage when an option is wrong."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 class _Unused(argparse.ArgumentParser):
     """Parser of a command that is not given: takes all options, and keeps none."""
 
@@ -88,7 +98,7 @@ def _made_if_in(given: Sequence[str]) -> Callable[..., argparse.ArgumentParser]:
     command = next((word for word in given if not word.startswith("-")), "")
 
     def make(prog: str, **texts: Any) -> argparse.ArgumentParser:
-        return argparse.ArgumentParser(prog, **texts) if prog.split()[-1] == command else _Unused()
+        return _Command(prog, **texts) if prog.split()[-1] == command else _Unused()
 
     return make
 

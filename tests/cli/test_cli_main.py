@@ -92,6 +92,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", *KUBERNETES, "--pod-template", "broken.py", "/s.py"], "--pod-template broken.py: it"),
         (["run", *KUBERNETES, "--pod-template", "nowhere.yaml", "/s.py"], "nowhere.yaml"),
         (["run"], "script"),
+        (["run", "--bogus", "s.py"], "dlrover run: error: unrecognized arguments: --bogus"),
         ([], "COMMAND"),
         (["dance"], "dance"),
         (["scale", "job", "2"], "job 'job' is not known: runs/job/job.json does not exist"),

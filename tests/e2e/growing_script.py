@@ -1,18 +1,17 @@
-"""`pooled_script.py` whose workers take more memory, step by step, once a file names the MiB that each shall have."""
+"""`tiny_script.py` whose workers take more memory, step by step, once a file names the MiB that each shall have."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import pooled_script
+import tiny_script
 
 MIB = 1 << 20
 MIB_PER_STEP = 10
 
 
-class Growing(pooled_script.Sleeper):
+class Growing(tiny_script.TinyModel):
     ballast: list[bytes]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -24,6 +23,5 @@ class Growing(pooled_script.Sleeper):
 
 
 if __name__ == "__main__":
-    L.seed_everything(1, verbose=False)
-    pooled_script.Sleeper = Growing  # type: ignore[misc]
-    pooled_script.main()
+    tiny_script.TinyModel = Growing  # type: ignore[misc]
+    tiny_script.main()

@@ -15,13 +15,14 @@ from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Ended, Journal, read_records
 
 SCRIPT = Path(__file__).with_name("growing_script.py")
+FASTER_WITH_TWO = ("--global-batch", "8", "--sample-s", "0.03", "--step-s", "0.002", "--only-resizes")
 OTHER_MIB, ALL_MIB = 1500, 4500
 TIMEOUT_S = 120.0
 
 
 def elastic(folder: Path, until: Path) -> JobSpec:
     run = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--rdzv-id", "elastic", "--run-dir", str(folder / "runs")]
-    return JobSpec("elastic", (*run, "--workers", "1:2", str(SCRIPT), "--until", str(until)), str(folder))
+    return JobSpec("elastic", (*run, "--workers", "1:2", str(SCRIPT), *FASTER_WITH_TWO, "--until", str(until)), str(folder))
 
 
 @pytest.mark.slow
