@@ -10,7 +10,7 @@ The script's own files stay as they are:
 | loggers, checkpoints, profilers | write nothing |
 | a data loader that a job refuses | is noted, and replaced by one with its first batch |
 | other refusals | are noted; training goes on where it can |
-| code after the first batch, or after `fit` | does not run |
+| code after the first batch, after the first step of `World.steps`, or after `fit` | does not run |
 
 `doctor/script.py` starts the worker and reads its notes.
 """
@@ -103,6 +103,10 @@ def rehearse(notes: Notes, folder: Path, script: str, arguments: list[str]) -> N
         _observe(package, notes, str(folder))
 
     on_import(observe)
+    with contextlib.suppress(ImportError):  # no torch: the script will say so
+        from lightning_dlrover.rdzv.group.world import World
+
+        _wrap(World, "steps", lambda steps: _stepping(steps, notes))
     notes.reached("start")
     try:
         runpy.run_path(script, run_name="__main__")
@@ -342,6 +346,28 @@ def _fitting(fit: Any, notes: Notes) -> Any:
         raise _Rehearsed(0)
 
     return fit_observed
+
+
+def _stepping(steps: Any, notes: Notes) -> Any:
+    """End a plain loop over `World.steps` after its first step."""
+
+    def steps_observed(self: Any, num_steps: int, **given: Any) -> Iterator[Any]:
+        notes.reached("fit")
+        has_begun = False
+        for step in steps(self, num_steps, **given):
+            if has_begun:
+                break
+            has_begun = True
+            yield step
+        if not has_begun:
+            notes.ended("no batch")
+            raise _Rehearsed(0)
+        notes.reached("batch")
+        state = ", ".join(name for name in given if name not in ("first_step", "check_interval_s"))
+        notes.add(ok("loop", f"{num_steps} steps of World; joiners receive {state or 'no state'}"))
+        raise _Rehearsed(0)
+
+    return steps_observed
 
 
 def _check_rest(trainer: Any, notes: Notes) -> None:

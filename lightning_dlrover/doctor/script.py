@@ -139,12 +139,18 @@ def _findings(script: Path, returned: int | None, deadline_s: float, folder: Pat
     if how == "refused":
         return findings
     if how == "no batch":
-        problem = error("script", f"fit of {script.name} has ended without a batch", "check its data, max_epochs and limits")
+        problem = error(
+            "script", f"training of {script.name} has ended without a batch", "check its data, max_epochs and limits"
+        )
     elif how == "raised":
         problem = error("script", _shortened(text), again)
     elif how in ("returned", "exited") and text in ("", "0"):
         made = "" if "trainer" in notes.stages else ", nor made a Trainer"
-        problem = error("script", f"{script.name} has ended and never called fit{made}", f"call trainer.fit; {again}")
+        problem = error(
+            "script",
+            f"{script.name} has ended and never called fit{made}",
+            f"call trainer.fit, or loop over World.steps; {again}",
+        )
     elif how == "exited":
         problem = error("script", f"{script.name} exited with code {text}: {_last_line(folder / _OUTPUT)}", again)
     elif returned is None:

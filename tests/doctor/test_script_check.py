@@ -240,6 +240,25 @@ def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) ->
     assert note(wrong)["text"].startswith(f"{Path(__file__).name}:")
 
 
+def test_plain_loop_ends_after_its_first_step_and_names_the_state_of_joiners(tmp_path: Path) -> None:
+    lines = """
+        import torch
+        from lightning_dlrover.rdzv import World
+
+        model = torch.nn.Linear(2, 1)
+        with World.from_environment() as world:
+            for step in world.steps(5, model=model):
+                with step:
+                    open(f"step-{step.number}", "w")
+        open("after-loop", "w")
+    """
+    findings = check_script(script(tmp_path, lines), deadline_s=60.0)
+    assert [finding.verdict for finding in findings] == ["ok", "ok"]
+    assert findings[0].text.startswith("train.py has trained its first batch after ")
+    assert findings[1].text == "5 steps of World; joiners receive model"
+    assert not (tmp_path / "after-loop").exists()
+
+
 @pytest.mark.parametrize(
     ("lines", "text"),
     [
