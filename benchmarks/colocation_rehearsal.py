@@ -38,7 +38,7 @@ class Kind:
     wait: float
     pressure: float
     memory_mib: int
-    train_s: float  # of its steps alone
+    train_s: float  # time of its steps alone
     start_s: float  # on one core
 
 

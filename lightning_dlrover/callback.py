@@ -103,7 +103,7 @@ class DLRoverCallback(Callback):
         self._place_now: Place | None = None
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
-        self._membership: Membership | None = None  # in a live job
+        self._membership: Membership | None = None  # None outside of a live job
         self._seat: Seat | None = None  # this process's place beside other jobs of a dispatcher
         self._is_seated = False
 

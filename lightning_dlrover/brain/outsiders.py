@@ -33,7 +33,7 @@ class Outsiders:
         self._pool = pool
         self._after: str | None = None  # the last folder of the last look
         self._has_seen_all = False
-        self._learned: dict[str, Learned] = {}  # of the jobs that were there
+        self._learned: dict[str, Learned] = {}  # speeds of the jobs that were there
 
     def look(self, in_pools: Collection[str], now: float) -> dict[str, SeenJob]:
         """Return the jobs that have processes.

@@ -224,6 +224,14 @@ def _add_colocate(commands: Commands) -> None:
         metavar="DIR",
         help="folders of earlier queues, whose measurements count",
     )
+    _add_patience(command)
+    command.add_argument(
+        "--seed", type=values.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)"
+    )
+
+
+def _add_patience(command: argparse.ArgumentParser) -> None:
+    """Add the times after which `dlrover colocate` acts."""
     command.add_argument(
         "--longest-wait",
         type=values.duration,
@@ -247,9 +255,6 @@ def _add_colocate(commands: Commands) -> None:
         default=600.0,
         metavar="TIME",
         help="a job that is idle for this long has failed (default 10m)",
-    )
-    command.add_argument(
-        "--seed", type=values.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)"
     )
 
 

@@ -53,7 +53,7 @@ class WatchedJob:
     phase: Phase = "starting"
     paused_from: Phase = "running"
     paused_for_memory: bool = False
-    most_processes: int = 0  # of an elastic job that was asked to shrink
+    most_processes: int = 0  # limit of an elastic job that was asked to shrink
     asked_to_shrink_s: float = 0.0
     peak_bytes: int = 0
     use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0))

@@ -315,8 +315,7 @@ class Analyst:
         windows = self._memory.windows
         neighbours = self._history.similar(profile, self._job_key)
         population = self._history.population(profile, self._job_key)
-        earlier = _thinned(neighbours)
-        model = StepTimeModel.fit(windows, node_cores=self._node_cores, earlier=earlier, population=population)
+        model = StepTimeModel.fit(windows, node_cores=self._node_cores, earlier=_thinned(neighbours), population=population)
         memory = MemoryModel.fit(windows) if any(w.memory_bytes or w.peak_memory_bytes for w in windows) else None
         situation = Situation(
             windows,
@@ -355,10 +354,7 @@ class Analyst:
         if in_pool:
             tuned = _with_other_sizes(tuned, advice)  # the brain chooses from these
         if advice.chosen_workers != advice.current_workers or by_hand:
-            why = "the settings were chosen by hand" if by_hand else "no controller starts or ends nodes"
-            why = "the brain of the job's pool decides on workers" if in_pool else why
-            recommended = "" if advice.reason == tuned.reason else f": {advice.reason}"
-            tuned = replace(tuned, reason=f"{tuned.reason} (a recommendation, as {why}{recommended})")
+            tuned = _as_recommendation(tuned, advice, by_hand, in_pool)
         self._last = advice
         self._publish(tuned, wish, by_hand=by_hand, followed=False, advice=advice)
 
@@ -531,6 +527,14 @@ def _workers_alone(limits: Limits) -> Limits:
 def _within(proposed: PlanRecord, plan: PlanRecord) -> PlanRecord:
     """Return the proposed settings of each worker, with the number of workers that the brain of the job's pool has planned."""
     return replace(proposed, num_workers=plan.num_workers, binding=plan.binding, source=plan.source, reason=plan.reason)
+
+
+def _as_recommendation(tuned: Decision, advice: Decision, by_hand: bool, in_pool: bool) -> Decision:
+    """Return the decision about this job's settings, with the advice about its workers and why nothing follows from it."""
+    why = "the settings were chosen by hand" if by_hand else "no controller starts or ends nodes"
+    why = "the brain of the job's pool decides on workers" if in_pool else why
+    recommended = "" if advice.reason == tuned.reason else f": {advice.reason}"
+    return replace(tuned, reason=f"{tuned.reason} (a recommendation, as {why}{recommended})")
 
 
 def _with_other_sizes(tuned: Decision, advice: Decision) -> Decision:

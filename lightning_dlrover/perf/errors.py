@@ -21,7 +21,7 @@ from lightning_dlrover.perf.columns import Columns, Floats
 __all__ = ["Errors", "OwnErrors", "Residuals", "variances_of"]
 
 ITERATIONS = 40
-FIRST_DEVIATION = 0.02  # of each kernel, from which the search for its variance starts
+FIRST_DEVIATION = 0.02  # the search for each kernel's variance starts from it
 MIN_VARIANCE = 1e-8
 MAX_CONFIGURATIONS = 200  # newest configurations of a job that count, which bounds the time of a fit
 CHUNK = 4096  # rows of a prediction at a time, which bounds its memory
@@ -51,8 +51,8 @@ class _Kernels(NamedTuple):
 
     compute: Floats
     sync: Floats
-    step: Floats  # of the step, beside compute and synchronisation
-    measured: Floats  # of compute as it was measured, which the step does not follow
+    step: Floats  # deviations of the step, beside compute and synchronisation
+    measured: Floats  # deviations of measured compute, which the step does not follow
 
 
 @dataclass(frozen=True)

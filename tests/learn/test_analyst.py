@@ -418,7 +418,7 @@ def test_worker_that_trains_alone_with_all_cores_learns_that_more_would_be_faste
     alone, rng = Analyst(None, Intentions(0.001, Objective(), None), float(TRUTH.node_cores)), random.Random(1)
     for at in range(2 * analyst_module.WINDOWS_PER_DECISION):
         profile = window(TRUTH, Settings(1, 0, TRUTH.node_cores, 0), rng, 0.03, at=float(at))
-        remaining_samples = 0.0  # as at the end of the run, where the last decision is made
+        remaining_samples = 0.0  # the last decision is made at the end of the run
         alone.submit(dataclasses.replace(profile, global_rank=0), remaining_samples)
     decision = alone.close("finished")
     assert decision is not None

@@ -225,7 +225,7 @@ def test_search_for_children_reads_each_process_of_the_machine_once(tmp_path: Pa
         (tmp_path / f"{pid}/stat").write_text(f"{pid} (a (b) c) S {parent} 1 1")
         return tmp_path / str(pid)
 
-    monkeypatch.setattr(resources, "PROC", tmp_path)  # of a kernel that lists no children
+    monkeypatch.setattr(resources, "PROC", tmp_path)  # a kernel that lists no children
     parents: dict[int, int] = {}
     own = show(100, os.getpid())
     show(200, 1)

@@ -75,7 +75,7 @@ class Expected:
 
     use: Floats  # busy cores
     speeds: Floats  # over those alone
-    threaded: Floats  # what the speeds would be if the cores were enough, with the jobs' threads
+    threaded: Floats  # speeds if the cores were enough, with the jobs' threads
 
 
 def expected(jobs: Sequence[CoreUse], threads: Sequence[int], num_cores: float) -> Expected:

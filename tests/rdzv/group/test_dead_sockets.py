@@ -23,7 +23,7 @@ def test_silenced_socket_is_reported_once_more_and_stays_registered() -> None:
         other.send(b"never read")
         assert epoll.poll(0) == epoll.poll(0) == [(one.fileno(), select.EPOLLIN)]
         assert silence([(one.fileno(), os.fstat(one.fileno()).st_ino)]) == 1
-        assert epoll.poll(0) == [(one.fileno(), select.EPOLLIN)]  # with the data that it was registered with
+        assert epoll.poll(0) == [(one.fileno(), select.EPOLLIN)]  # its data stay as they were registered
         other.close()
         assert epoll.poll(0) == epoll.poll(0.01) == []
         epoll.unregister(one)

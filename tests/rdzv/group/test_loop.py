@@ -71,7 +71,7 @@ class VotingWorld:
     formation = None
 
     def __init__(self) -> None:
-        self.check_every: int | None = None  # of the vote in flight
+        self.check_every: int | None = None  # argument of the vote in flight
 
     @property
     def is_voting(self) -> bool:
@@ -90,7 +90,7 @@ class VotingWorld:
 @pytest.mark.parametrize(
     "step_s, begun",
     [
-        (0.25, [0, 1, 2, 3, 4, 5, 6, 7]),  # as often as possible: a change waits for one vote, which lasts a step
+        (0.25, [0, 1, 2, 3, 4, 5, 6, 7]),  # a change waits for one vote, which lasts a step
         (0.1, [0, 1, 2, 3, 4, 5, 6, 7]),
         (0.07, [0, 2, 4, 6]),
         (0.04, [0, 3, 6]),

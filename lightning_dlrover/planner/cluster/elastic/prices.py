@@ -54,7 +54,7 @@ def prices(
     """
     found = np.zeros(len(work))
     curves: dict[bytes, _Curve] = {}
-    gains = np.zeros(0)  # of one more device for the jobs so far, the largest first; negative, as sorting is ascending
+    gains = np.zeros(0)  # gains of one more device for the jobs so far, the largest first; negative, as sorting is ascending
     total = 0.0
     for job in np.lexsort((np.arange(len(work)), -work / weights)).tolist():
         row = np.where(allowed[job] & (sizes <= num_devices), speeds[job], 0.0)
@@ -77,7 +77,7 @@ class _Curve:
 
     devices: Ints
     speeds: Floats
-    slopes: Floats  # by device, up to the last of `devices`
+    slopes: Floats  # one for each device, up to the last of `devices`
 
     @classmethod
     def of(cls, row: Floats, sizes: Ints, least_gain: float) -> _Curve:
