@@ -74,7 +74,7 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
 class _Command(argparse.ArgumentParser):
     """Parser of a command, which names its own usage when an option is wrong."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
