@@ -223,10 +223,8 @@ class LiveTraining:
             self.checkpoints.save()
         if number is not None:
             self._switch(number)
-            return
-        if self.world.wishes:
+        elif self.world.wishes:
             self.tables.voted()
-        self._pace.begin_vote(self.loaders.batch_number)
 
     def _switch(self, number: int) -> None:
         position, former = self.position, self.formation

@@ -67,7 +67,7 @@ def test_wait_ends_with_the_place_in_the_queue_and_who_decides(
         brain.step()
         with pytest.raises(PlaceError, match=r"waited 1 s for a place in pool .* in vain: .* number 1 of 1 in the queue"):
             second.wait(1.0)
-    assert "it needs 1 core and nothing is free" in said[-1]
+    assert "it needs 1 core, and the other jobs leave it nothing" in said[-1]
 
 
 def test_wait_without_a_brain_names_the_command_that_is_missing(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:

@@ -240,7 +240,10 @@ def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) ->
     assert note(wrong)["text"].startswith(f"{Path(__file__).name}:")
 
 
-def test_plain_loop_ends_after_its_first_step_and_names_the_state_of_joiners(tmp_path: Path) -> None:
+def test_plain_loop_ends_after_its_first_step_and_names_the_state_of_joiners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     lines = """
         import torch
         from lightning_dlrover.rdzv import World
@@ -256,7 +259,7 @@ def test_plain_loop_ends_after_its_first_step_and_names_the_state_of_joiners(tmp
     assert [finding.verdict for finding in findings] == ["ok", "ok"]
     assert findings[0].text.startswith("train.py has trained its first batch after ")
     assert findings[1].text == "5 steps of World; joiners receive model"
-    assert not (tmp_path / "after-loop").exists()
+    assert sorted(file.name for file in tmp_path.glob("*-*")) == ["step-0"]
 
 
 @pytest.mark.parametrize(

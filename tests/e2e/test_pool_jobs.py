@@ -204,7 +204,10 @@ def test_job_set_by_hand_keeps_its_size_and_the_queue_shows_who_waits_and_why(cl
     assert shown.returncode == 0, shown.stderr
     assert "budget: 2 cores of 2 cores in use" in shown.stdout
     assert "runs, its size set by hand" in shown.stdout
-    assert "it needs 1 core and nothing is free; when it starts depends on a, whose end is not known" in shown.stdout
+    assert (
+        "it needs 1 core, and the other jobs leave it nothing; when it starts depends on a, whose end is not known"
+        in shown.stdout
+    )
     listed = json.loads(cluster.dlrover("queue", "--json", "--endpoint", cluster.etcd.endpoint).stdout)
     assert [(job["job"], job["workers"], job["place"]) for job in listed["jobs"]] == [("a", 2, 0), ("b", 0, 1)]
     assert cluster.dlrover("scale", "a", 1).returncode == 0

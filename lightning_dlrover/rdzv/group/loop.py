@@ -83,16 +83,13 @@ class Pace:
         """
         if self._world.broken:
             raise self._world.broken_error()
-        if not self._world.is_voting:
-            return None
-        number, check_every = self._world.agreed()
-        self._next_vote = place + check_every
-        return number
-
-    def begin_vote(self, place: int) -> None:
-        """Between two steps, begin the next vote if it is due. Call it where the workers go on after the last one's result."""
-        if place >= self._next_vote and not self._world.is_voting:
+        if self._world.is_voting:
+            number, check_every = self._world.agreed()
+            self._next_vote = place + check_every
+            return number
+        if place >= self._next_vote:
             self._world.propose(self._check_every(), self._wishes(), place)
+        return None
 
     @property
     def is_held_up(self) -> bool:
@@ -121,11 +118,7 @@ class Pace:
             self._world.event(stalled, f"round {round_.number}: {seconds:.3f} s between steps")
 
     def _check_every(self) -> int:
-        """Return the steps from a vote's result to the next vote: 0 if each step takes longer than the interval."""
-        if not self.step_time_s:
-            return 1
-        is_long = self.step_time_s >= self._check_interval_s
-        return 0 if is_long else min(1000, max(1, round(self._check_interval_s / self.step_time_s)))
+        return min(1000, max(1, round(self._check_interval_s / self.step_time_s))) if self.step_time_s else 1
 
 
 # --- handing over the state ---------------------------------------------------------------------------------------------------
@@ -312,9 +305,7 @@ class _Loop:
         if self.num_made >= self._num_steps:
             return
         number = self._pace.round_to_switch_to(self.num_made)
-        if number is None:
-            self._pace.begin_vote(self.num_made)
-        else:
+        if number is not None:
             self._pace.held_up()
             if self._world.is_stop(number):
                 self._keep_for_successors()

@@ -389,8 +389,7 @@ class World:
         """Start a vote on the round to switch to: a collective of all members that overlaps with the next step.
 
         Args:
-            check_every: steps from this vote's result until this worker wants to vote again; the maximum over all members
-                applies.
+            check_every: steps until this worker wants to vote again; the maximum over all members applies.
             wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`.
             place: number of the next step; must be equal on all members.
         """

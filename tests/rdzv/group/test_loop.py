@@ -13,7 +13,6 @@ from torch import nn
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import (
-    Pace,
     Step,
     _Loop,
     handover,
@@ -59,54 +58,6 @@ def test_hello_that_is_no_number_ends_the_round() -> None:
     assert updates_made(Formation(round_, {"a": b"7", "b": b""}, 0)) == {"a": 7, "b": None}
     with pytest.raises(RoundEndedError, match=r"round 3.*garbage"):
         updates_made(Formation(round_, {"a": b"7", "b": b"garbage"}, 0))
-
-
-# --- votes --------------------------------------------------------------------------------------------------------------------
-
-
-class VotingWorld:
-    """A world whose votes all end in its own worker's numbers."""
-
-    broken = False
-    formation = None
-
-    def __init__(self) -> None:
-        self.check_every: int | None = None  # argument of the vote in flight
-
-    @property
-    def is_voting(self) -> bool:
-        return self.check_every is not None
-
-    def propose(self, check_every: int, wishes: object, place: int) -> None:
-        assert not self.is_voting
-        self.check_every = check_every
-
-    def agreed(self) -> tuple[int | None, int]:
-        check_every, self.check_every = self.check_every, None
-        assert check_every is not None
-        return None, check_every
-
-
-@pytest.mark.parametrize(
-    "step_s, begun",
-    [
-        (0.25, [0, 1, 2, 3, 4, 5, 6, 7]),  # a change waits for one vote, which lasts a step
-        (0.1, [0, 1, 2, 3, 4, 5, 6, 7]),
-        (0.07, [0, 2, 4, 6]),
-        (0.04, [0, 3, 6]),
-        (0.0, [0, 2, 4, 6]),  # not known yet
-    ],
-)
-def test_votes_begin_about_as_often_as_asked_for(step_s: float, begun: list[int]) -> None:
-    world: Any = VotingWorld()
-    pace, found = Pace(world, check_interval_s=0.1), []
-    pace.step_time_s = step_s
-    for place in range(8):
-        assert pace.round_to_switch_to(place) is None
-        pace.begin_vote(place)
-        if world.is_voting:
-            found.append(place)
-    assert found == begun
 
 
 # --- states left in a host's memory ------------------------------------------------------------------------------------------
