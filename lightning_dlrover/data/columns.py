@@ -71,9 +71,12 @@ class Columns(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         sent: dict[tuple[torch.dtype, torch.Size], list[str]] = {}
+        others: dict[str, Any] = {}
         for name, value in self.items():
             if _can_be_sent(value):
                 sent.setdefault((value.dtype, value.shape), []).append(name)
+            else:
+                others[name] = value
         total = sum(self[name].nbytes for names in sent.values() for name in names)
         if not 0 < total <= MAX_SENT_BYTES:
             return dict, (dict(self),)
@@ -82,7 +85,6 @@ class Columns(dict[str, Any]):
         for (kind, shape), names in sorted(sent.items(), key=lambda item: -item[0][0].itemsize):  # so that each is aligned
             groups.append((kind, tuple(shape), names))
             message += b"".join(self[name].numpy().data for name in names)
-        others = {name: value for name, value in self.items() if not _can_be_sent(value)}
         return _received, (message, groups, others, list(self))
 
 
