@@ -68,17 +68,15 @@ def _shrink(membership: Membership, num_workers: int) -> None:
         if plan is not None and plan.binding and plan.num_workers <= num_workers:
             return None
         reason = f"no memory for more than {num_workers} workers beside the other jobs of this machine"
-        made = PlanRecord(num_workers, "user", reason, binding=True, created_at=time.time())
-        if plan is None:
-            return made
+        unplanned = PlanRecord(num_workers, "user", reason, binding=True)
         return replace(
-            plan,
+            plan or unplanned,
             num_workers=num_workers,
-            source=made.source,
+            source="user",
             reason=reason,
             binding=True,
             decision_id=0,
-            created_at=made.created_at,
+            created_at=time.time(),
         )
 
     shared = membership.shared
