@@ -68,7 +68,7 @@ class Outsiders:
             keys = Keys(name, self._pool.prefix)
         except ValueError:  # a foreign key below the jobs' prefix
             return None
-        live = {entry.key: entry for entry in self._client.get_prefix(keys.live)[1]}
+        live = self._client.entries(keys.live)
         alive = num_alive(live, keys)
         if not alive:
             return None

@@ -122,8 +122,7 @@ class Place:
     def leave(self) -> None:
         """Give the place back: at once if nothing of the job runs any more, else as soon as that is so."""
         try:
-            live = {entry.key: entry for entry in self._client.get_prefix(self._keys.live)[1]}
-            if not num_alive(live, self._keys):
+            if not num_alive(self._client.entries(self._keys.live), self._keys):
                 # Both at once: a job without a grant and with a member record waits for a place.
                 member = self._pool.members + self._keys.run_id
                 self._client.txn([self._tenure.is_ours], [Delete(self._grant_key), Delete(member)])

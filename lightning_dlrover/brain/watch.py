@@ -77,7 +77,7 @@ class Watch:
             EtcdError: etcd does not answer.
         """
         pool = self._pool
-        entries = {entry.key: entry for entry in self._client.get_prefix(pool.pools)[1]}
+        entries = self._client.entries(pool.pools)
         members = _folder(entries, pool.members, MemberRecord)
         grants = _folder(entries, pool.grants, GrantRecord)
         num_of_owner: dict[str, int] = {}
@@ -105,7 +105,7 @@ class Watch:
         self, name: str, member: MemberRecord | None, grant: GrantRecord | None, revision: int, weight: float, now: float
     ) -> SeenJob:
         keys = Keys(name, self._pool.prefix)
-        live = {entry.key: entry for entry in self._client.get_prefix(keys.live)[1]}
+        live = self._client.entries(keys.live)
         plan_entry = live.get(keys.plan)
         plan, alive = readable(PlanRecord, plan_entry), num_alive(live, keys)
         learned = self._learned.setdefault(name, Learned())

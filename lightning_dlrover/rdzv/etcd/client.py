@@ -75,6 +75,10 @@ class EtcdClient:
         response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
         return response.header.revision, [key_value(kv) for kv in response.kvs]
 
+    def entries(self, prefix: str) -> dict[str, KeyValue]:
+        """Return the entries under a prefix by key, in order."""
+        return {entry.key: entry for entry in self.get_prefix(prefix)[1]}
+
     def newer_in(self, prefix: str, revision: int) -> tuple[int, list[KeyValue]]:
         """Return the revision of this read, and the keys under a prefix that were written after `revision`, in order."""
         request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), min_mod_revision=revision + 1)

@@ -221,7 +221,7 @@ class Membership:
         Raises:
             EtcdError: etcd does not answer.
         """
-        return read_view({entry.key: entry for entry in self._client.get_prefix(self.keys.live)[1]}, self.keys)
+        return read_view(self._client.entries(self.keys.live), self.keys)
 
     def on_this_host(self) -> dict[str, WorkerRecord]:
         """Read from etcd the records of the workers on this host, by worker id.

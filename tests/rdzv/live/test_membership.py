@@ -181,7 +181,7 @@ def test_a_convener_that_lost_its_key_cannot_write_a_round(
     membership, keys = convener.membership, convener.membership.keys
     convener.stop()
     office = membership._office
-    seen = {entry.key: entry for entry in client.get_prefix(keys.live)[1]}
+    seen = client.entries(keys.live)
     seen[keys.workers + "joiner"] = dataclasses.replace(
         seen[keys.workers + convener.worker_id],
         value=encode(WorkerRecord("joiner", "agent", "host", 1, 0, "127.0.0.1", 1, "ready", version=VERSION)),
