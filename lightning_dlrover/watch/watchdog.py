@@ -175,6 +175,7 @@ class _GilWatch:
             )
 
     def start(self) -> None:
+        self.look(time.monotonic())  # covers the thread's first wait, too
         self._thread.start()
 
     def _run(self) -> None:
