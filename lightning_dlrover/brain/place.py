@@ -15,10 +15,10 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import Delete, absent, modified
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
-from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
+from lightning_dlrover.rdzv.job.records import Keys, NodesRecord, PlanRecord
 from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
-__all__ = ["MEMBER_LEASES", "Place", "PlaceError", "wait_text"]
+__all__ = ["MEMBER_LEASES", "Place", "PlaceError", "member_key", "wait_text"]
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Place:
         """Wait for a place, and write the job's first plan. Return the number of workers to start with.
 
         Raises:
-            PlaceError: the pool can never have room for the job, or had none within `timeout_s`.
+            PlaceError: the pool can never have room for the job, or had none within `timeout_s`, or the job was cancelled.
         """
         deadline = time.monotonic() + timeout_s
         told = ""
@@ -92,6 +92,10 @@ class Place:
                     raise PlaceError(f"job {self._keys.run_id!r} cannot run in pool {self._pool.pool!r}: {grant.reason}")
                 if grant is not None and grant.state == "granted" and self._begin(mirror, grant):
                     return grant.num_workers
+                if stop := self._stop():
+                    # A later job of this name is another one.
+                    self._client.txn([self._tenure.is_ours], [Delete(self._keys.nodes)])
+                    raise PlaceError(f"job {self._keys.run_id!r} has not begun: {stop}")
                 brain = self._brain()
                 text = self._standing(grant, brain)
                 if text != told:
@@ -148,6 +152,14 @@ class Place:
     def _journal_grant(self, mirror: Mirror) -> GrantRecord | None:
         return readable(GrantRecord, mirror.get(self._grant_key))
 
+    def _stop(self) -> str:
+        """Return why the job must end before it has begun, or an empty string."""
+        try:
+            nodes = self._journal.get(NodesRecord, self._keys.nodes, readable).record
+        except EtcdError:
+            return ""
+        return nodes.stop if nodes is not None else ""
+
     def _brain(self) -> BrainRecord | None:
         try:
             return self._journal.get(BrainRecord, self._pool.brain, readable).record
@@ -171,6 +183,15 @@ class Place:
             f"{holder_text(holder)}; choose another --rdzv-id (if that process was killed a moment ago: try again in "
             f"{self._ttl_s:.0f} s)"
         )
+
+
+def member_key(client: EtcdClient, keys: Keys) -> str | None:
+    """Return the key of a job's place in a pool or its queue; None if it has none."""
+    for entry in client.get_prefix(PoolKeys("any", keys.prefix).pools)[1]:
+        pool, kind, run_id = entry.key.rsplit("/", 3)[1:]
+        if (kind, run_id) == ("members", keys.run_id):
+            return PoolKeys(pool, keys.prefix).members + run_id
+    return None
 
 
 def wait_text(grant: GrantRecord, now: float) -> str:

@@ -13,7 +13,7 @@ from waiting import eventually
 
 from lightning_dlrover.brain.brain import Brain, Patience
 from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.brain.place import Place, PlaceError
+from lightning_dlrover.brain.place import Place, PlaceError, member_key
 from lightning_dlrover.brain.watch import Watch
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.pool_records import GrantRecord, MemberRecord, PoolKeys
-from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, PlanRecord, encode
+from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, NodesRecord, PlanRecord, encode
 
 QUICK = Patience(settle_s=0.0, gone_s=0.1)
 
@@ -149,3 +149,13 @@ def test_owner_with_many_jobs_has_the_weight_of_one_with_few(client: EtcdClient,
         client.put(f"{pool.members}{keys.run_id}-{number}", encode(ask(owner=owner, weight=2.0)))
     view = Watch(client, pool, {"ads": 3.0, "maps": 1.0}).look(time.time())
     assert [seen.job.weight for seen in view.jobs.values()] == [2.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_job_is_cancelled_while_it_waits_for_its_place(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
+    nodes = NodesRecord("local", "", stop="cancelled by `dlrover cancel`")
+    with Place(client, pool, keys, ask()) as place:
+        assert member_key(client, keys) == pool.members + keys.run_id
+        client.put(keys.nodes, encode(nodes))
+        with pytest.raises(PlaceError, match=f"job '{keys.run_id}' has not begun: cancelled by `dlrover cancel`"):
+            place.wait(30.0)
+    assert member_key(client, keys) is None

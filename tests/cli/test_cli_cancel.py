@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
+from lightning_dlrover.brain.place import Place, PlaceError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JobPlace
 
@@ -70,3 +72,26 @@ def test_job_whose_etcd_does_not_answer_is_not_reported_as_ended(
     assert (code, output) == (2, "")
     assert "the etcd of job 'job' at h:1 does not answer" in errors
     assert ("looks after the job" in errors) == is_run
+
+
+def test_job_in_a_queue_is_cancelled_before_it_begins(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, run_id: str
+) -> None:
+    keys = Keys(run_id)
+    ask = MemberRecord("h", 1, 1, 2, submitted_at=1.0)
+    with Place(client, PoolKeys("team-a"), keys, ask) as place:
+        code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, run_id)
+        assert (code, "its `dlrover run` still has or wants its place in the pool" in errors) == (2, True)
+        with pytest.raises(PlaceError, match="has not begun: cancelled by"):
+            place.wait(30.0)
+    assert client.get_prefix(keys.root)[1] == []
+
+
+def test_run_that_is_killed_in_a_queue_leaves_no_request_to_end(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, run_id: str
+) -> None:
+    keys = Keys(run_id)
+    with contextlib.closing(client.lease(2)) as lease:
+        client.put(PoolKeys("team-a").members + run_id, encode(MemberRecord("h", 1, 1, 2, submitted_at=1.0)), lease)
+        assert "cancelled before it has begun" in dlrover("cancel", "--endpoint", etcd.endpoint, run_id)[1]
+    assert client.get_prefix(keys.root)[1] == []
