@@ -65,6 +65,7 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
 
     Raises:
         UsageError: an option has an invalid value, is missing, or does not apply to the target.
+        TargetError: this host cannot reach the target.
     """
     if given := _meant_for_others(options, options.target):
         raise UsageError(f"{', '.join(map(flag, given))}: only with --target {' or '.join(_MEANT_FOR[given[0]])}")
@@ -74,6 +75,10 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
     if options.target == "local":
         _check_this_machine(options)
+    if options.target == "slurm":
+        from lightning_dlrover.components.targets.slurm import check_commands
+
+        check_commands()
     if options.target == "kubernetes":
         if not options.image and not options.pod_template:
             raise UsageError("--target kubernetes needs the --image that nodes run, or a --pod-template with one")

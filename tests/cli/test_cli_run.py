@@ -95,6 +95,27 @@ def test_a_folder_of_an_earlier_job_is_not_written_into(dlrover: RunCli) -> None
     assert Path("runs/job/events.jsonl").read_text() == "precious\n"
 
 
+@pytest.fixture
+def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put commands of Slurm's names on PATH, for what is checked before they run."""
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
+def test_missing_commands_of_slurm_are_named_before_an_etcd_starts(
+    dlrover: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, output, errors = dlrover("run", "--target", "slurm", "--rdzv-id", "job", "script.py")
+    assert (code, output) == (2, "")
+    assert "sbatch, squeue, scancel, scontrol not found on PATH" in errors
+    assert not Path("runs/job").exists()
+
+
+@pytest.mark.usefixtures("slurm_commands")
 def test_an_etcd_that_cannot_be_started_leaves_no_folder(dlrover: RunCli) -> None:
     # An address reserved for documentation, which no host has.
     code, _, errors = dlrover("run", "--target", "slurm", "--etcd-host", "192.0.2.1", "--rdzv-id", "job", "script.py")
@@ -102,6 +123,7 @@ def test_an_etcd_that_cannot_be_started_leaves_no_folder(dlrover: RunCli) -> Non
     assert not Path("runs/job").exists()
 
 
+@pytest.mark.usefixtures("slurm_commands")
 def test_job_whose_etcd_was_on_another_host_is_not_resumed_here(dlrover: RunCli) -> None:
     folder = Path("runs/job")
     (folder / "etcd").mkdir(parents=True)

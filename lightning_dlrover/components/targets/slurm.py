@@ -37,7 +37,7 @@ from lightning_dlrover.components.targets.target import (
     thread_variables,
 )
 
-__all__ = ["SlurmOptions", "SlurmTarget"]
+__all__ = ["SlurmOptions", "SlurmTarget", "check_commands"]
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,20 @@ class _Row:
     node: str
 
 
+def check_commands() -> None:
+    """Check that Slurm's commands are on PATH.
+
+    Raises:
+        TargetError: some are not.
+    """
+    missing = [command for command in _COMMANDS if shutil.which(command) is None]
+    if missing:
+        raise TargetError(
+            f"{', '.join(missing)} not found on PATH; --target slurm works on a host from which `sbatch` and `squeue` do, such "
+            "as a login node"
+        )
+
+
 class SlurmTarget:
     """Submit, watch and cancel one-node jobs.
 
@@ -146,12 +160,7 @@ class SlurmTarget:
         self._cancelled: set[str] = set()  # handles that this object has cancelled
         self._starved: set[str] = set()  # handles of nodes that ran out of memory according to their output
         self._looked_for_at: dict[str, float] = {}  # key: handle; squeue call at which its files were last checked
-        missing = [command for command in _COMMANDS if shutil.which(command) is None]
-        if missing:
-            raise TargetError(
-                f"{', '.join(missing)} not found on PATH; --target slurm works on a host from which `sbatch` and `squeue` do, "
-                "such as a login node"
-            )
+        check_commands()
 
     def open(self, mark: str) -> None:
         self._mark = mark
