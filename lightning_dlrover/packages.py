@@ -38,6 +38,7 @@ __all__ = [
     "result_module",
     "submodule",
     "watch_imports",
+    "when_imported",
 ]
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -176,6 +177,7 @@ else:
 # --- actions when a package is imported --------------------------------------------------------------------------------------
 
 _actions: list[Callable[[str], None]] = []
+_awaited: dict[str, Callable[[ModuleType], None]] = {}  # actions for single modules, by name
 
 
 def on_import(action: Callable[[str], None]) -> None:
@@ -183,6 +185,14 @@ def on_import(action: Callable[[str], None]) -> None:
     _actions.append(action)
     for package in loaded_packages():
         action(package)
+
+
+def when_imported(module: str, action: Callable[[ModuleType], None]) -> None:
+    """Call `action` once with a module: now if it is imported already, else when it is imported."""
+    if module in sys.modules:
+        action(sys.modules[module])
+    else:
+        _awaited[module] = action
 
 
 def watch_imports() -> None:
@@ -207,13 +217,13 @@ def _make_strategy(**kwargs: Any) -> Any:
 
 
 class _ImportWatch:
-    """Leaves finding to the other finders, and wraps the loader when one of the packages is imported.
+    """Leaves finding to the other finders, and wraps the loader when one of the packages or an awaited module is imported.
 
     Neither this nor the loader has a base class: `importlib.abc` takes longer to import than the rest of this package.
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in PACKAGES:
+        if fullname not in PACKAGES and fullname not in _awaited:
             return None
         others: Iterable[Any] = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         for finder in others:
@@ -226,7 +236,7 @@ class _ImportWatch:
 
 
 class _NotingLoader:
-    """The package's own loader, followed by the actions of `on_import`."""
+    """The module's own loader, followed by the actions of `on_import` and `when_imported`."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -239,7 +249,9 @@ class _NotingLoader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        for action in _actions:
+        if (awaited := _awaited.pop(module.__name__, None)) is not None:
+            awaited(module)
+        for action in _actions if module.__name__ in PACKAGES else ():
             action(module.__name__)
 
     def __getattr__(self, name: str) -> Any:

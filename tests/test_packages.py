@@ -6,6 +6,7 @@ import importlib.metadata
 import pickle
 import subprocess
 import sys
+import textwrap
 from types import ModuleType
 from typing import Any
 
@@ -115,3 +116,19 @@ lightning.Trainer(strategy=other, callbacks=DLRoverCallback(), accelerator="cpu"
 print(*(cls.__module__ for cls in type(other).__mro__ if cls.__name__ == "DDPStrategy"))
 """
     assert run(code) == "lightning.pytorch.strategies.ddp"
+
+
+def test_action_for_one_module_runs_once_whenever_that_is_imported() -> None:
+    code = """
+        import sys
+        from lightning_dlrover.packages import when_imported
+        seen = []
+        when_imported("json.tool", lambda module: seen.append((module, module.main)))
+        assert "json.tool" not in sys.modules
+        import json.tool, importlib
+        importlib.reload(json.tool)
+        assert seen == [(json.tool, seen[0][1])], seen
+        when_imported("json.tool", lambda module: seen.append(module))
+        print(len(seen), json.tool.__spec__.loader is json.tool.__loader__)
+    """
+    assert run(textwrap.dedent(code)) == "2 True"

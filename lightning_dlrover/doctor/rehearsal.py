@@ -94,7 +94,7 @@ def rehearse(notes: Notes, folder: Path, script: str, arguments: list[str]) -> N
     logging.getLogger("lightning_dlrover").addHandler(_Warnings(notes))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    from lightning_dlrover.packages import on_import
+    from lightning_dlrover.packages import on_import, when_imported
 
     note_checks = functools.cache(lambda: _note_checks(notes))
 
@@ -103,10 +103,11 @@ def rehearse(notes: Notes, folder: Path, script: str, arguments: list[str]) -> N
         _observe(package, notes, str(folder))
 
     on_import(observe)
-    with contextlib.suppress(ImportError):  # no torch: the script will say so
-        from lightning_dlrover.rdzv.group.world import World
-
-        _wrap(World, "steps", lambda steps: _stepping(steps, notes))
+    # The module imports torch, so it is left to scripts that use it.
+    when_imported(
+        "lightning_dlrover.rdzv.group.world",
+        lambda module: _wrap(module.World, "steps", lambda steps: _stepping(steps, notes)),
+    )
     notes.reached("start")
     try:
         runpy.run_path(script, run_name="__main__")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc  # type: ignore[import-untyped]
@@ -12,11 +12,8 @@ import grpc  # type: ignore[import-untyped]
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.job.records import (
-    Keys,
-    RoundRecord,
-    decode,
-)
+from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, content_of
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, RoundRecord, decode
 
 __all__ = ["Change", "History", "history_violations"]
 
@@ -84,8 +81,13 @@ class History:
 
 
 def history_violations(changes: Iterable[Change], keys: Keys) -> list[str]:
-    """Violations at any moment: two rounds with one number, a gap, a round without a convener, a duplicate member."""
-    bad: list[str] = []
+    """Violations at any moment.
+
+    Two rounds with one number, a gap, a round without a convener, a duplicate member, or a round without the lines about itself
+    and the workers lost before it.
+    """
+    changes = list(changes)
+    bad = _unannounced(changes, keys)
     number, convener, known = 0, "", set[str]()
     for change in changes:
         name = f"revision {change.revision}"
@@ -109,4 +111,29 @@ def history_violations(changes: Iterable[Change], keys: Keys) -> list[str]:
                 bad.append(f"{name}: round {number} has a member twice: {found.members}")
             if strangers := set(found.members) - known:
                 bad.append(f"{name}: round {number} has members that never registered: {sorted(strangers)}")
+    return bad
+
+
+def _unannounced(changes: Sequence[Change], keys: Keys) -> list[str]:
+    """Describe the rounds that were not written together with the lines about them."""
+    events: dict[int, list[RoundFormed | WorkerLost]] = {}
+    for change in changes:
+        if change.key.startswith(keys.events) and change.value is not None:
+            content = content_of(decode(EventRecord, change.value, change.key))
+            if isinstance(content, RoundFormed | WorkerLost):
+                events.setdefault(change.revision, []).append(content)
+    bad = []
+    for change in changes:
+        if change.key != keys.round or change.value is None:
+            continue
+        number, lines = decode(RoundRecord, change.value, change.key).number, events.get(change.revision, [])
+        causes = [line.cause for line in lines if isinstance(line, RoundFormed) and line.number == number]
+        if len(causes) != 1:
+            bad.append(f"revision {change.revision}: round {number} was written with {len(causes)} lines about it")
+            continue
+        lost = sorted(line.worker_id for line in lines if isinstance(line, WorkerLost))
+        if lost != sorted(causes[0]["lost"] + causes[0]["left_out"]):
+            bad.append(
+                f"revision {change.revision}: round {number} was written with lines about the losses of {lost}: {causes[0]}"
+            )
     return bad

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 from history import Change, History, history_violations
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    Keys,
-    RoundRecord,
-    encode,
-)
+from lightning_dlrover.rdzv.job.events import Event, RoundFormed, WorkerLost, record_of
+from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, decode, encode
 
 KEYS = Keys("run")
 FIRST = RoundRecord(number=1, members=["a", "b"], reason="start", kind="start", planned=True, convener="a")
 SECOND = dataclasses.replace(FIRST, number=2, kind="shrink", members=["a"])
 
 
-def history(*values: tuple[str, bytes | None]) -> list[Change]:
-    return [Change(revision, key, value) for revision, (key, value) in enumerate(values, start=1)]
+def history(*values: tuple[str, bytes | None], lost: Sequence[str] = (), lines: Sequence[Event] = ()) -> list[Change]:
+    """Changes at one revision each, and each round together with the line about it.
+
+    Args:
+        lost: workers that the last round's own line names as lost.
+        lines: further lines written with the last round.
+    """
+    changes = [Change(revision, key, value) for revision, (key, value) in enumerate(values, start=1)]
+    events: list[Change] = []
+    for change in changes:
+        if change.key == KEYS.round and change.value is not None:
+            is_last = change.revision == len(changes)
+            cause = {"lost": list(lost) if is_last else [], "left_out": []}
+            formed = RoundFormed(decode(RoundRecord, change.value, change.key).number, [], "start", cause=cause)
+            about: Sequence[Event] = [formed, *lines] if is_last else [formed]
+            records = [encode(record_of(line, "")) for line in about]
+            events += [Change(change.revision, f"{KEYS.events}{change.revision}-{n}", r) for n, r in enumerate(records)]
+    return [*changes, *events]
 
 
 REGISTERED = ((KEYS.workers + "a", b"{}"), (KEYS.workers + "b", b"{}"))
@@ -55,6 +69,16 @@ def test_a_violation_in_a_history_is_found(changes: tuple[tuple[str, bytes | Non
     found = history_violations(history(*changes), KEYS)
     assert found
     assert what in found[0]
+
+
+def test_round_written_without_its_lines_is_found() -> None:
+    assert history_violations(history(*GOOD, lost=["b"], lines=[WorkerLost("b")]), KEYS) == []
+    [found] = history_violations(history(*GOOD, lost=["b"]), KEYS)
+    assert "round 2 was written with lines about the losses of []" in found
+    [found] = history_violations(history(*GOOD, lines=[WorkerLost("b")]), KEYS)
+    assert "round 2 was written with lines about the losses of ['b']" in found
+    [found] = history_violations(history(*GOOD)[:-1], KEYS)
+    assert "round 2 was written with 0 lines about it" in found
 
 
 def test_history_holds_every_change_in_order_across_a_crash_of_etcd(private_etcd: EmbeddedEtcd) -> None:

@@ -199,13 +199,22 @@ class Journal:
         Raises:
             EtcdUnavailableError: etcd does not answer; the line may or may not have been added.
         """
-        if not self.fenced_write({f"{self.keys.events}{time.time_ns():020d}-{writer}": event}, fence):
+        if not self.client.txn(fence, self.puts([event], writer)).succeeded:
             return False
-        self._num_appended += 1
-        if self._num_appended % TRIM_EVERY == 1:
+        self.note_appended(1)
+        return True
+
+    def puts(self, events: Iterable[EventRecord], writer: str) -> list[Put]:
+        """Return writes that add lines to the job's history as part of another transaction; see `note_appended`."""
+        now_ns = time.time_ns()
+        return [Put(f"{self.keys.events}{now_ns + n:020d}-{writer}", encode(event)) for n, event in enumerate(events)]
+
+    def note_appended(self, num_lines: int) -> None:
+        """Remove the oldest lines now and then. To be called after each transaction with `puts`."""
+        before, self._num_appended = self._num_appended, self._num_appended + num_lines
+        if before == 0 or (before - 1) // TRIM_EVERY != (self._num_appended - 1) // TRIM_EVERY:
             with contextlib.suppress(EtcdError):  # a later line removes them
                 self.client.trim_prefix(self.keys.events, MAX_EVENTS)
-        return True
 
     def events(self) -> list[EventRecord]:
         """Return the job's history so far, oldest first. Lines that cannot be read are left out."""

@@ -2,34 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from lightning_dlrover.output import counted
-from lightning_dlrover.rdzv.job.events import Event, RoundFormed, WorkerLost
-from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.etcd.operations import Put
+from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, record_of
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import EventRecord, RoundRecord
+from lightning_dlrover.rdzv.live.outbox import Outbox
 from lightning_dlrover.rdzv.live.rounds import View, cause, losses
 
-__all__ = ["announce"]
+__all__ = ["Announcement", "Announcer", "lines_about"]
+
+log = logging.getLogger(__name__)
+
+MAX_LINES = 100
+"""Maximum number of lines in one transaction. etcd allows 128 operations (--max-txn-ops), and a round needs two of them."""
 
 
-def announce(
-    view: View,
-    round_: RoundRecord,
-    decided_s: float,
-    buried: Collection[str],
-    event: Callable[[Event, str], None],
-) -> None:
-    """Report a round, and which workers were lost before it.
+@dataclass(frozen=True)
+class Announcement:
+    """The lines about one round."""
+
+    round: RoundRecord
+    puts: tuple[Put, ...]  # writes for the round's own transaction
+    others: tuple[EventRecord, ...]  # lines that the transaction has no room for: losses beyond `MAX_LINES`
+
+
+class Announcer:
+    """Reports rounds in the transactions that write them.
+
+    Written later, the lines would be missing if the convener were killed meanwhile, or if etcd's answer to the round were lost.
+
+    Args:
+        outbox: takes lines that a transaction has no room for.
+        worker_id: the convener.
+        buried: workers that the convener itself has buried.
+    """
+
+    def __init__(self, journal: Journal, outbox: Outbox, worker_id: str, buried: Collection[str]) -> None:
+        self._journal = journal
+        self._outbox = outbox
+        self._worker_id = worker_id
+        self._buried = buried
+
+    def of(self, view: View, round_: RoundRecord, decided_s: float) -> Announcement:
+        """Return the lines about a round that is about to be written."""
+        lines = lines_about(view, round_, round(decided_s, 3), self._buried)
+        puts = self._journal.puts(lines[-MAX_LINES:], self._worker_id)
+        return Announcement(round_, tuple(puts), tuple(lines[:-MAX_LINES]))
+
+    def made(self, announcement: Announcement) -> None:
+        """Note that the round was written."""
+        round_ = announcement.round
+        log.info(
+            "run %s: round %d: %s, %d workers",
+            *(self._journal.keys.run_id, round_.number, round_.reason, len(round_.members)),
+        )
+        for line in announcement.others:
+            self._outbox.add(line)
+        self._journal.note_appended(len(announcement.puts))
+
+
+def lines_about(view: View, round_: RoundRecord, decided_s: float, buried: Collection[str]) -> list[EventRecord]:
+    """Return the lines about the workers lost before a round, and last the one about the round.
 
     Args:
         view: the view on which the round was decided.
-        decided_s: seconds from the last change of the records to the write of this round.
+        decided_s: seconds from the last change of the records to this decision.
         buried: workers that the convener itself has buried.
-        event: receives each line and its text.
     """
+    lines = []
     for worker_id in losses(view, round_):
         how = _evidence(view, worker_id, buried)
-        event(WorkerLost(worker_id, round_.number - 1, how, decided_s), f"worker {worker_id} is gone: {how}")
+        lost = WorkerLost(worker_id, round_.number - 1, how, decided_s)
+        lines.append(record_of(lost, f"worker {worker_id} is gone: {how}"))
     formed = RoundFormed(
         number=round_.number,
         members=round_.members,
@@ -39,7 +88,8 @@ def announce(
         cause=cause(view, round_),
         decided_s=decided_s,
     )
-    event(formed, f"round {round_.number}: {counted(len(round_.members), 'worker')}, {round_.reason}")
+    text = f"round {round_.number}: {counted(len(round_.members), 'worker')}, {round_.reason}"
+    return [*lines, record_of(formed, text)]
 
 
 def _evidence(view: View, worker_id: str, buried: Collection[str]) -> str:

@@ -33,13 +33,12 @@ from lightning_dlrover.rdzv.job.records import (
     JobRecord,
     Keys,
     RecordError,
-    RoundRecord,
     WorkerRecord,
     WorkerState,
     worker_name_of,
 )
 from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
-from lightning_dlrover.rdzv.live.announcement import announce
+from lightning_dlrover.rdzv.live.announcement import Announcer
 from lightning_dlrover.rdzv.live.convener import burial
 from lightning_dlrover.rdzv.live.member import EvictedError
 from lightning_dlrover.rdzv.live.office import Office
@@ -126,7 +125,7 @@ class Membership:
             self._mirror,
             self._wake,
             self._decoder,
-            self._announce,
+            Announcer(self._journal, self.shared.outbox, self.worker_id, self._buried),
         )
         self._own_mirror: Mirror | None = None  # None: not registered yet
         self._refresh()
@@ -398,7 +397,3 @@ class Membership:
             self._office.act(len(self._view.round.members) if self._view.round is not None else 0)
         else:
             self._office.step_down()
-
-    def _announce(self, view: View, round_: RoundRecord, decided_s: float) -> None:
-        log.info("run %s: round %d: %s, %d workers", self._config.run_id, round_.number, round_.reason, len(round_.members))
-        announce(view, round_, round(decided_s, 3), self._buried, self.shared.event)

@@ -12,10 +12,11 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import Put, modified
-from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
+from lightning_dlrover.rdzv.job.records import Keys
+from lightning_dlrover.rdzv.live.announcement import Announcer
 from lightning_dlrover.rdzv.live.convener import Convener, Entries
 from lightning_dlrover.rdzv.live.overview import Overview
-from lightning_dlrover.rdzv.live.rounds import Patience, View
+from lightning_dlrover.rdzv.live.rounds import Patience
 from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["Office"]
@@ -40,8 +41,7 @@ class Office:
         shared: mirror of `keys.shared`.
         on_change: called when the records of other workers have changed, while this worker is in office.
         decoder: decodes the shared records, in the same thread.
-        announce: called after this worker has written a round: with the view on which it was decided, the round, and the
-            seconds since that view had changed.
+        announcer: adds the lines of the job's history about a round to its transaction.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Office:
         shared: Mirror,
         on_change: Callable[[], None],
         decoder: Decoder,
-        announce: Callable[[View, RoundRecord, float], None],
+        announcer: Announcer,
     ) -> None:
         self._client = client
         self._keys = keys
         self._convener = Convener(keys, worker_id, lease.id, patience)
         self._shared = shared
         self._lease = lease
-        self._announce = announce
+        self._announcer = announcer
         self._overview = Overview(client, keys, on_change, decoder)
         self._stands_at: float | None = None  # time of this worker's candidacy, while there is no convener
         self._holder_is_checked_at = time.monotonic() + CHECK_S
@@ -98,10 +98,12 @@ class Office:
         write = self._convener.next_write(entries, view, time.monotonic(), time.time())
         if write is None:
             return
-        if not self._client.txn(write.compare, write.ops).succeeded:
+        announcement = self._announcer.of(view, write.round, age_s) if write.round is not None else None
+        lines = announcement.puts if announcement is not None else ()
+        if not self._client.txn(write.compare, [*write.ops, *lines]).succeeded:
             return
-        if write.round is not None:
-            self._announce(view, write.round, age_s)
+        if announcement is not None:
+            self._announcer.made(announcement)
         # The next decision must see this write, or it would be repeated in vain.
         with contextlib.suppress(TimeoutError):
             self._overview.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)

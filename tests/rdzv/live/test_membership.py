@@ -226,6 +226,33 @@ def test_when_the_convener_leaves_another_worker_convenes(start: Callable[..., W
 # --- burials ----------------------------------------------------------------------------------------------------------------
 
 
+def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
+    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convener, (lost, other) = convener_of(job_of(start, 3))
+    keys, carry_out = convener.membership.keys, convener.client.txn
+
+    def txn(compare: Any, success: Any, failure: Any = ()) -> Any:
+        done = carry_out(compare, success, failure)
+        if any(op.key == keys.round for op in success):
+            raise EtcdUnavailableError("no answer")
+        return done
+
+    monkeypatch.setattr(convener.client, "txn", txn)
+    lost.stop()
+    client.delete(keys.workers + lost.worker_id)
+    late = start(min_workers=3)  # the job goes on once it has its minimum of three workers
+    late.membership.register()
+    late.membership.own.update("ready")
+    assert set(other.wait_for_round(2).members) == {convener.worker_id, other.worker_id}
+    round_ = client.get(keys.round)
+    assert round_ is not None
+    lines = [entry for entry in client.get_prefix(keys.events)[1] if entry.mod_revision == round_.mod_revision]
+    events = [decode(EventRecord, line.value, line.key) for line in lines]
+    assert [event.kind for event in events] == ["loss", "round"]
+    assert events[0].data["worker_id"] == lost.worker_id
+
+
 def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., Worker], client: EtcdClient) -> None:
     workers = job_of(start, 2)
     round_ = workers[0].membership.view.round

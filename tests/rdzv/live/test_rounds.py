@@ -96,13 +96,22 @@ def views(draw: st.DrawFn) -> View:
     return View(job, round_, plan, workers, agents, drains, replacements - drains)
 
 
-@settings(max_examples=500)
+@settings(max_examples=800)
 @given(views(), st.sampled_from([0.0, 1e9]))
-def test_new_round_has_living_members_and_the_next_number(seen: View, waited_s: float) -> None:
+def test_every_round_and_every_wait_follows_the_rules(seen: View, waited_s: float) -> None:
+    """All rules on each view: views take most of the time."""
     proposal = next_round(seen, waited_s)
     assert proposal == next_round(seen, waited_s)
+    every_awaited_worker_is_named(seen)
     if proposal is None:
         return
+    new_round_has_living_members_and_the_next_number(seen, proposal)
+    rank_0_held_the_state_if_any_member_did(seen, proposal)
+    joiners_never_take_the_round_above_the_maximum(seen, proposal)
+    every_change_of_the_members_has_one_cause(seen, proposal)
+
+
+def new_round_has_living_members_and_the_next_number(seen: View, proposal: RoundRecord) -> None:
     assert seen.job is not None
     assert proposal.number == (seen.round.number + 1 if seen.round else 1)
     assert len(set(proposal.members)) == len(proposal.members)
@@ -113,6 +122,43 @@ def test_new_round_has_living_members_and_the_next_number(seen: View, waited_s: 
         return
     first = seen.workers[proposal.members[0]]
     assert (proposal.store_address, proposal.store_port) == (first.address, first.port)
+
+
+def rank_0_held_the_state_if_any_member_did(seen: View, proposal: RoundRecord) -> None:
+    if not proposal.members or not seen.holders:
+        return
+    assert set(proposal.members) & set(seen.holders)
+    if proposal.planned and seen.survivors:
+        assert proposal.members[0] in seen.holders
+
+
+def joiners_never_take_the_round_above_the_maximum(seen: View, proposal: RoundRecord) -> None:
+    if seen.round is None or not proposal.planned:
+        return
+    added = [w for w in proposal.members if w not in seen.round.members]
+    leaving_later = bool(set(proposal.members) & (seen.drains | seen.replacements))
+    assert len(proposal.members) <= max(seen.cap, 0 if added else len(seen.round.members)) or leaving_later
+
+
+def every_change_of_the_members_has_one_cause(seen: View, proposal: RoundRecord) -> None:
+    if seen.stepped_back:  # members asked again: neither lost nor gone
+        return
+    before = set(seen.round.members if seen.round else [])
+    found = cause(seen, proposal)
+    named = [worker for workers in found.values() for worker in workers]
+    assert len(named) == len(set(named))
+    assert set(named) == before ^ set(proposal.members)
+    assert set(found["joined"]) == set(proposal.members) - before
+
+
+def every_awaited_worker_is_named(seen: View) -> None:
+    texts = waits(seen)
+    assert texts.keys() == seen.workers.keys()
+    if any(text.endswith(("about to start", "about to be taken in", "about to form the next one")) for text in texts.values()):
+        assert next_round(seen, 0.0) is not None, texts
+    for worker, text in texts.items():
+        if " to answer" in text or " to come" in text:
+            assert all(awaited_one in text for awaited_one in awaited(seen)), (worker, text)
 
 
 def test_survivors_below_min_lack_workers_until_one_comes() -> None:
@@ -127,29 +173,6 @@ def test_starting_workers_below_min_lack_others() -> None:
     one = {"w0": worker("w0", "starting", 0)}
     assert lacks_workers(view(workers=one, job=replace(JOB, min_workers=2)))
     assert not lacks_workers(view(workers=one))
-
-
-@settings(max_examples=500)
-@given(views(), st.sampled_from([0.0, 1e9]))
-def test_rank_0_of_a_new_round_held_the_state_if_any_member_did(seen: View, waited_s: float) -> None:
-    proposal = next_round(seen, waited_s)
-    if proposal is None or not proposal.members or not seen.holders:
-        return
-    kept = [w for w in proposal.members if w in seen.holders]
-    assert kept
-    if proposal.planned and seen.survivors:
-        assert proposal.members[0] in seen.holders
-
-
-@settings(max_examples=500)
-@given(views(), st.sampled_from([0.0, 1e9]))
-def test_joiners_never_take_a_round_above_the_maximum(seen: View, waited_s: float) -> None:
-    proposal = next_round(seen, waited_s)
-    if proposal is None or seen.round is None or not proposal.planned:
-        return
-    added = [w for w in proposal.members if w not in seen.round.members]
-    leaving_later = bool(set(proposal.members) & (seen.drains | seen.replacements))
-    assert len(proposal.members) <= max(seen.cap, 0 if added else len(seen.round.members)) or leaving_later
 
 
 def test_nothing_changes_while_all_is_as_planned() -> None:
@@ -472,18 +495,6 @@ def test_a_finished_job_has_no_further_rounds() -> None:
 # --- messages for people ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=500)
-@given(views())
-def test_every_awaited_worker_is_named(seen: View) -> None:
-    told = waits(seen)
-    assert told.keys() == seen.workers.keys()
-    if any(text.endswith(("about to start", "about to be taken in", "about to form the next one")) for text in told.values()):
-        assert next_round(seen, 0.0) is not None, told
-    for worker, text in told.items():
-        if " to answer" in text or " to come" in text:
-            assert all(awaited_one in text for awaited_one in awaited(seen)), (worker, text)
-
-
 @pytest.mark.parametrize(
     "seen, expected",
     [
@@ -523,20 +534,6 @@ def test_every_awaited_worker_is_named(seen: View) -> None:
 )
 def test_each_worker_names_the_workers_it_waits_for(seen: View, expected: dict[str, str]) -> None:
     assert {w: text for w, text in waits(seen).items() if w in expected} == expected
-
-
-@settings(max_examples=500)
-@given(views(), st.sampled_from([0.0, 1e9]))
-def test_every_change_of_the_members_has_one_cause(seen: View, waited_s: float) -> None:
-    proposal = next_round(seen, waited_s)
-    if proposal is None or seen.stepped_back:  # members asked again: neither lost nor gone
-        return
-    before = set(seen.round.members if seen.round else [])
-    found = cause(seen, proposal)
-    named = [worker for workers in found.values() for worker in workers]
-    assert len(named) == len(set(named))
-    assert set(named) == before ^ set(proposal.members)
-    assert set(found["joined"]) == set(proposal.members) - before
 
 
 def test_round_names_lost_and_drained_members() -> None:

@@ -339,7 +339,7 @@ def _() -> list[Patch]:
     return [_replace(Worker, "_refresh", make)]
 
 
-@bug("stale round accepted", "progress", near=30)
+@bug("stale round accepted", "progress", near=60)
 def _() -> list[Patch]:
     """A worker that meets the others again takes the failed round for the next one."""
 
@@ -370,7 +370,7 @@ def _() -> list[Patch]:
     return [mock.patch.object(Member, "must_cut_off", return_value=False)]
 
 
-@bug("a late repetition brings an old state back", "progress", near=225)
+@bug("a late repetition brings an old state back", "progress", near=590)
 def _() -> list[Patch]:
     """A worker's record is written over any existing one, also by a late attempt."""
 

@@ -1,0 +1,64 @@
+"""Lines of a job's history about a new round, against a real etcd."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.operations import Put, absent
+from lightning_dlrover.rdzv.job import journal
+from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, content_of
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, RoundRecord, WorkerRecord, encode
+from lightning_dlrover.rdzv.live.announcement import Announcer
+from lightning_dlrover.rdzv.live.outbox import Outbox
+from lightning_dlrover.rdzv.live.rounds import View, next_round
+
+CONVENER = "w0"
+
+
+def view(num_workers: int, num_lost: int) -> View:
+    """Workers that train, the last of which are gone."""
+    names = [f"w{n}" for n in range(num_workers)]
+    living = {w: WorkerRecord(w, f"agent-{w}", "host", 1, 0, "127.0.0.1", 1, "active", 1) for w in names[: -num_lost or None]}
+    round_ = RoundRecord(1, names, "", "start", planned=True)
+    return View(JobRecord("training", live=True, min_workers=1, max_workers=num_workers, version="1"), round_, workers=living)
+
+
+def write_next_round(journal_: Journal, outbox: Outbox, seen: View) -> None:
+    """Write the round that follows from a view and its lines as a convener does."""
+    announcer = Announcer(journal_, outbox, CONVENER, buried={"w1"})
+    round_ = next_round(seen, 0.0)
+    assert round_ is not None
+    keys = journal_.keys
+    announcement = announcer.of(seen, round_, 0.1)
+    ops = [Put(keys.round, encode(round_)), Put(keys.notice, b"{}"), *announcement.puts]
+    assert journal_.client.txn([absent(keys.round)], ops).succeeded
+    announcer.made(announcement)
+
+
+@pytest.mark.parametrize("num_lost", [1, 99, 100, 250])
+def test_every_loss_is_recorded_once_however_many_there_are(num_lost: int, client: EtcdClient, keys: Keys) -> None:
+    journal_ = Journal(client, keys)
+    outbox = Outbox(journal_, CONVENER)
+    write_next_round(journal_, outbox, view(300, num_lost))
+    outbox.write()
+    events = [content_of(record) for record in journal_.events()]
+    lost = [event.worker_id for event in events if isinstance(event, WorkerLost)]
+    assert sorted(lost) == sorted(f"w{n}" for n in range(300 - num_lost, 300))
+    assert [event.number for event in events if isinstance(event, RoundFormed)] == [2]
+
+
+def test_losses_come_before_their_round(client: EtcdClient, keys: Keys) -> None:
+    journal_ = Journal(client, keys)
+    write_next_round(journal_, Outbox(journal_, CONVENER), view(5, 3))
+    assert [record.kind for record in journal_.events()] == ["loss", "loss", "loss", "round"]
+
+
+def test_lines_of_rounds_are_bounded_as_all_others(client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_EVENTS", 5)
+    for n in range(20):
+        client.put(f"{keys.events}{n:020d}-gone", encode(EventRecord("test", float(n), "old")))
+    journal_ = Journal(client, keys)
+    write_next_round(journal_, Outbox(journal_, CONVENER), view(5, 3))
+    assert [record.kind for record in journal_.events()] == ["test", "loss", "loss", "loss", "round"]
