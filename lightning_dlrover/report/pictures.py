@@ -308,6 +308,8 @@ def _draw_choice(axes: Axes, decision: Decision) -> None:
             fontsize=8,
         )
     axes.set_xlabel("cost per hour" if priced else "GPUs" if any(c.gpus for c in able) else "cores")
+    if all(cost(c).is_integer() for c in able):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.margins(x=0.18, y=0.15)
     axes.set_ylim(0)
     axes.set_title(f"what plan {decision.decision_id} chose from")

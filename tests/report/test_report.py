@@ -20,7 +20,7 @@ from lightning_dlrover.report.page import (
     summary_text,
     write_report,
 )
-from lightning_dlrover.report.pictures import throughput_picture
+from lightning_dlrover.report.pictures import plans_picture, throughput_picture
 from lightning_dlrover.report.story import (
     outcome_of,
     tell,
@@ -249,6 +249,12 @@ def test_shade_covers_the_time_before_the_first_step_after_a_stall() -> None:
     patches = throughput_picture(tell("job", events)).axes[0].patches
     [shade] = [patch for patch in patches if isinstance(patch, Rectangle) and patch.get_width() > 0]
     assert [shade.get_x(), shade.get_x() + shade.get_width()] == pytest.approx([13.0, 21.0])
+
+
+def test_no_tick_stands_for_a_part_of_a_core() -> None:
+    _, choice = plans_picture(tell("job", whole_job())).axes
+    assert choice.get_xlabel() == "cores"
+    assert all(tick.is_integer() for tick in choice.get_xticks())
 
 
 JSON = st.recursive(
