@@ -153,10 +153,15 @@ def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[
             "node_memory_mb": (nodes.min_memory_mb, nodes.max_memory_mb),
         }
     for name, (low, high) in limits.items():
-        if name in asked and not 0 < low <= asked[name] <= high:
-            has = f"for nodes of {low} to {high} {COUNTED[name]}" if high else "without limits for it"
+        option = option_of(name)
+        if name in asked and not high:
             raise UsageError(
-                f"job {place.run_id!r} was started {has} (--{option_of(name)} of `dlrover run`); "
+                f"job {place.run_id!r} was started without --{option}, so the size of its nodes cannot change; "
+                f"`dlrover run --{option} LOW:HIGH` sets limits for it"
+            )
+        if name in asked and not low <= asked[name] <= high:
+            raise UsageError(
+                f"job {place.run_id!r} was started for nodes of {low} to {high} {COUNTED[name]} (--{option} of `dlrover run`); "
                 f"{asked[name]} {COUNTED[name]} are outside of that"
             )
 

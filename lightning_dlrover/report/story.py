@@ -141,7 +141,10 @@ class JobStory:
         if unmeasured:
             said.append(f"No stall was measured for round {', '.join(map(str, unmeasured))}.")
         if not self.profiles:
-            said.append("No step profile was recorded: the job was too short for one, or its Trainer has no DLRoverCallback().")
+            said.append(
+                "No step profile was recorded: the job was too short for one, trains in a loop of its own, or its Trainer has "
+                "no DLRoverCallback()."
+            )
         if not self.decisions:
             said.append("The planner recorded no decision.")
         if self.finished_step is None:

@@ -85,6 +85,7 @@ def test_scale_auto_leaves_a_size_by_hand_to_the_planner_again(
         (["--threads", "-1"], "'-1' is not a number from 0 to 1024"),
         (["--loader-workers", "1025"], "'1025' is not a number from 0 to 1024"),
         (["--prefetch", "two"], "'two' is not a number from 0 to 1024"),
+        (["2", "--cpus", "2"], "was started without --cpus, so the size of its nodes cannot change"),
         ([], "give a number of workers, or one of --loader-workers, --threads, --prefetch"),
     ],
 )
