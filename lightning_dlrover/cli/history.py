@@ -1,4 +1,4 @@
-"""`dlrover history`: list, show and export the job history."""
+"""`dlrover history`: list, show, export and remove the jobs of the history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def history_command(options: argparse.Namespace) -> int:
     """Run one of the actions of `dlrover history`."""
-    actions = {"list": _list_jobs, "show": _show_job, "export": _export}
+    actions = {"list": _list_jobs, "show": _show_job, "export": _export, "remove": _remove}
     return actions[options.action](options)
 
 
@@ -58,6 +58,20 @@ def _export(options: argparse.Namespace) -> int:
         output = stack.enter_context(options.output.open("w", newline="")) if options.output else sys.stdout
         count = export_windows(history, jobs, options.format, output)
     print(f"{count} windows of {len(jobs)} jobs" + (f" in {options.output}" if options.output else ""), file=sys.stderr)
+    return EXIT_OK
+
+
+def _remove(options: argparse.Namespace) -> int:
+    with open_history(options) as history:
+        found = {name: find_in_history(history, name) for name in options.job}
+        for name, jobs in found.items():
+            if len(jobs) > 1:
+                raise UsageError(
+                    f"{name!r} names {len(jobs)} jobs, none was removed; name {', '.join(job.key for job in jobs)}"
+                )
+        keys = [job.key for jobs in found.values() for job in jobs]
+        history.remove(keys)
+    show(f"removed {', '.join(keys)}; later jobs no longer start from what was measured there")
     return EXIT_OK
 
 

@@ -496,13 +496,15 @@ def _add_list(commands: Commands) -> None:
 
 
 def _add_history(commands: Commands) -> None:
-    history = commands.add_parser("history", help="show the history of jobs that later jobs start from")
+    history = commands.add_parser("history", help="show or remove jobs that later jobs start from")
     actions = history.add_subparsers(dest="action", required=True, metavar="ACTION")
     texts = {
         "list": "list jobs",
         "show": "show the measurements of a job",
         "export": "write measurements as a file for `python -m lightning_dlrover.perf evaluate`",
+        "remove": "forget jobs, such as one that was measured on a faulty machine",
     }
+    num_jobs = {"show": None, "export": "*", "remove": "+"}
     for name, text in texts.items():
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument(
@@ -510,7 +512,7 @@ def _add_history(commands: Commands) -> None:
         )
         if name != "list":
             jobs = "the job's --rdzv-id, or its key as listed" + (" (default: all)" if name == "export" else "")
-            action.add_argument("job", metavar="JOB", nargs="*" if name == "export" else None, help=jobs)
+            action.add_argument("job", metavar="JOB", nargs=num_jobs[name], help=jobs)
         if name == "export":
             action.add_argument("--format", choices=("csv", "jsonl"), default="csv")
             action.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: standard output)")

@@ -119,6 +119,19 @@ class JobHistory:
             row["num_settings"] = _count_settings(connection, tables, job.key)
             _upsert(connection, tables.jobs, {"key": job.key}, row)
 
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove jobs with all that was measured of them, all of them or none. One that still trains is recorded anew.
+
+        Raises:
+            HistoryError: the database cannot be written.
+        """
+        from sqlalchemy import delete
+
+        with self._transaction(writes=True) as (connection, tables):
+            for table in (tables.windows, tables.decisions, tables.outcomes):
+                connection.execute(delete(table).where(table.c.job.in_(keys)))
+            connection.execute(delete(tables.jobs).where(tables.jobs.c.key.in_(keys)))
+
     def _put_windows(self, connection: Connection, tables: _Tables, key: str, windows: Sequence[StepProfile]) -> None:
         from sqlalchemy import func, insert, select
 

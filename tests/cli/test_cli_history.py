@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,22 @@ def test_export_writes_the_measurements_of_all_jobs_or_of_one(history: str, dlro
     code, _, said = dlrover("history", "export", "ctr@1", "--format", "jsonl", "--output", "out.jsonl", "--history", history)
     assert (code, said) == (0, "2 windows of 1 jobs in out.jsonl\n")
     assert [StepProfile(**json.loads(line)).at for line in Path("out.jsonl").read_text().splitlines()] == [950.0, 960.0]
+
+
+def test_a_removed_job_leaves_nothing_and_the_others_stay(history: str, dlrover: RunCli) -> None:
+    code, text, _ = dlrover("history", "remove", "ctr@2", "other", "--history", history)
+    assert (code, "removed ctr@2, other@1" in text) == (0, True)
+    assert [line.split()[0] for line in dlrover("history", "list", "--history", history)[1].splitlines()] == ["ctr@1"]
+    with contextlib.closing(sqlite3.connect(history.removeprefix("sqlite:///"))) as database:
+        for table in ("windows", "decisions", "outcomes"):
+            assert database.execute(f"select distinct job from dlrover_{table} where job != 'ctr@1'").fetchall() == []
+        assert database.execute("select count(*) from dlrover_windows").fetchone() == (2,)
+
+
+def test_a_name_of_several_jobs_removes_none(history: str, dlrover: RunCli) -> None:
+    code, _, errors = dlrover("history", "remove", "other", "ctr", "--history", history)
+    assert (code, "'ctr' names 2 jobs, none was removed; name ctr@2, ctr@1" in errors) == (EXIT_USAGE, True)
+    assert len(dlrover("history", "list", "--history", history)[1].splitlines()) == 3
 
 
 @pytest.mark.parametrize(
