@@ -7,10 +7,11 @@ The brain publishes the names that it knows, so that commands need not walk.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 
 from lightning_dlrover.brain.learned import Learned, rates_of
-from lightning_dlrover.brain.seen import SeenJob, num_alive
+from lightning_dlrover.brain.seen import SeenJob, live_entries, num_alive
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -22,7 +23,7 @@ from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, NodesRecord, P
 __all__ = ["Outsiders"]
 
 FOLDERS_PER_LOOK = 64
-"""Maximum number of jobs, ended ones among them, that a look walks over. Each costs two requests."""
+"""Maximum number of jobs, ended ones among them, that a look walks over. Each costs a request at most."""
 
 
 class Outsiders:
@@ -59,38 +60,37 @@ class Outsiders:
         Raises:
             EtcdError: etcd does not answer.
         """
-        found = {name: seen for name in sorted(names) if (seen := self._read(name, now)) is not None}
-        self._learned = {name: seen.learned for name, seen in found.items()}
-        return found
+        keys: dict[str, Keys] = {}
+        for name in sorted(names):
+            with contextlib.suppress(ValueError):  # a foreign key below the jobs' prefix
+                keys[name] = Keys(name, self._pool.prefix)
+        lives = live_entries(self._client, keys)
+        running = [name for name, live in lives.items() if num_alive(live, keys[name])]
+        learned = {name: self._learned.get(name) or Learned() for name in running}
+        Learned.update_all(self._client, {keys[name]: each for name, each in learned.items()})
+        self._learned = learned
+        return {name: _seen(keys[name], lives[name], learned[name], now) for name in running}
 
-    def _read(self, name: str, now: float) -> SeenJob | None:
-        try:
-            keys = Keys(name, self._pool.prefix)
-        except ValueError:  # a foreign key below the jobs' prefix
-            return None
-        live = self._client.entries(keys.live)
-        alive = num_alive(live, keys)
-        if not alive:
-            return None
-        plan_entry = live.get(keys.plan)
-        plan = readable(PlanRecord, plan_entry)
-        learned = self._learned.get(name) or Learned()
-        learned.update(self._client, keys)
-        held = max(alive, plan.num_workers if plan is not None and plan.binding else 0)
-        job = PoolJob(
-            name=name,
-            needs=_needs(live, keys, plan),
-            min_workers=held,
-            max_workers=held,
-            granted=held,
-            planned=held,
-            alive=alive,
-            is_by_hand=True,
-            rates=rates_of(learned.decision),
-            samples_left=learned.samples_left(alive, now),
-            change_s=learned.change_s,
-        )
-        return SeenJob(job, keys, None, 0, plan, plan_entry, learned, is_outside=True)
+
+def _seen(keys: Keys, live: Mapping[str, KeyValue], learned: Learned, now: float) -> SeenJob:
+    alive = num_alive(live, keys)
+    plan_entry = live.get(keys.plan)
+    plan = readable(PlanRecord, plan_entry)
+    held = max(alive, plan.num_workers if plan is not None and plan.binding else 0)
+    job = PoolJob(
+        name=keys.run_id,
+        needs=_needs(live, keys, plan),
+        min_workers=held,
+        max_workers=held,
+        granted=held,
+        planned=held,
+        alive=alive,
+        is_by_hand=True,
+        rates=rates_of(learned.decision),
+        samples_left=learned.samples_left(alive, now),
+        change_s=learned.change_s,
+    )
+    return SeenJob(job, keys, None, 0, plan, plan_entry, learned, is_outside=True)
 
 
 def _needs(live: Mapping[str, KeyValue], keys: Keys, plan: PlanRecord | None) -> Resources:

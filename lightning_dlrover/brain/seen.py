@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from lightning_dlrover.brain.learned import Learned
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.pool_records import GrantRecord
 from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, PlanRecord
 from lightning_dlrover.rdzv.live.view import read_view
 
-__all__ = ["SeenJob", "num_alive"]
+__all__ = ["SeenJob", "live_entries", "num_alive"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class SeenJob:
     plan_entry: KeyValue | None
     learned: Learned
     is_outside: bool = False
+
+
+def live_entries(client: EtcdClient, keys: Mapping[str, Keys]) -> dict[str, dict[str, KeyValue]]:
+    """Return the entries of `keys.live` by key, for each job, in few requests.
+
+    Raises:
+        EtcdError: etcd does not answer.
+    """
+    found = client.read_prefixes({each.live: 0 for each in keys.values()})
+    return {name: {entry.key: entry for entry in found[each.live][1]} for name, each in keys.items()}
 
 
 def num_alive(live: Mapping[str, KeyValue], keys: Keys) -> int:

@@ -1,7 +1,8 @@
 """Read a pool and its jobs from etcd. Decides nothing.
 
 The pool's own keys are read first, in one request, the key `brain` among them. Whatever is read afterwards is at least as new.
-So a write that requires `brain` to be unchanged is based on a state in which no other decision is missing.
+So a write that requires `brain` to be unchanged is based on a state in which no other decision is missing. The keys of all jobs
+are read in transactions of many ranges, two requests for as many jobs as one transaction holds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TypeVar
 
 from lightning_dlrover.brain.learned import Learned, rates_of
 from lightning_dlrover.brain.outsiders import Outsiders
-from lightning_dlrover.brain.seen import SeenJob, num_alive
+from lightning_dlrover.brain.seen import SeenJob, live_entries, num_alive
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -83,14 +84,17 @@ class Watch:
         num_of_owner: dict[str, int] = {}
         for member in members.values():
             num_of_owner[member.owner] = num_of_owner.get(member.owner, 0) + 1
+        names = sorted({*members, *grants})
+        lives = self._read({name: Keys(name, pool.prefix) for name in names})
         jobs = {}
-        for name in sorted({*members, *grants}):
+        for name in names:
             known = members.get(name)
             weight = known.weight if known is not None else 1.0
             if known is not None and known.owner in self._owner_weights:
                 weight *= self._owner_weights[known.owner] / num_of_owner[known.owner]
             entry = entries.get(pool.grants + name)
-            jobs[name] = self._job(name, known, grants.get(name), entry.mod_revision if entry is not None else 0, weight, now)
+            revision = entry.mod_revision if entry is not None else 0
+            jobs[name] = self._job(name, lives[name], known, grants.get(name), revision, weight, now)
         brain_entry = entries.get(pool.brain)
         places = [key.split("/")[-2:] for key in entries]
         in_pools = {name for folder, name in places if folder in ("members", "grants")}
@@ -101,16 +105,27 @@ class Watch:
         self._learned = {name: learned for name, learned in self._learned.items() if name in jobs}
         return PoolView(jobs, brain_entry)
 
+    def _read(self, keys: Mapping[str, Keys]) -> dict[str, dict[str, KeyValue]]:
+        """Return the live entries of jobs, and read the new events of those that have some."""
+        lives = live_entries(self._client, keys)
+        learned = {keys[name]: self._learned.setdefault(name, Learned()) for name, live in lives.items() if live}
+        Learned.update_all(self._client, learned)
+        return lives
+
     def _job(
-        self, name: str, member: MemberRecord | None, grant: GrantRecord | None, revision: int, weight: float, now: float
+        self,
+        name: str,
+        live: Mapping[str, KeyValue],
+        member: MemberRecord | None,
+        grant: GrantRecord | None,
+        revision: int,
+        weight: float,
+        now: float,
     ) -> SeenJob:
         keys = Keys(name, self._pool.prefix)
-        live = self._client.entries(keys.live)
         plan_entry = live.get(keys.plan)
         plan, alive = readable(PlanRecord, plan_entry), num_alive(live, keys)
         learned = self._learned.setdefault(name, Learned())
-        if live:
-            learned.update(self._client, keys)
         given = grant or GrantRecord("waiting")
         size = max(1, given.num_workers, alive)
         asked = member or MemberRecord("", 0, size, size, given.submitted_at, given.cores, given.gpus, given.memory_mb)

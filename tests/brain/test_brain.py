@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from pool_jobs import PooledJobs
+from counted_requests import counted
+from pool_jobs import PooledJobs, decision
 from waiting import run_until
 
 from lightning_dlrover.brain import outsiders
@@ -21,7 +22,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.events import SizeGiven, events_of
+from lightning_dlrover.rdzv.job.events import DecisionMade, SizeGiven, events_of, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, PlanRecord, encode
@@ -152,6 +153,28 @@ def test_new_job_outside_is_found_though_many_have_ended(jobs: PooledJobs, monke
     assert set(view.jobs) == {jobs.keys("ended03").run_id, jobs.keys("ended22").run_id}
 
 
+def test_look_at_many_jobs_costs_as_many_requests_as_one_at_few(jobs: PooledJobs) -> None:
+    def fill(kind: str, first: int, end: int) -> None:
+        for number in range(first, end):
+            name = f"{kind}{number:03}"
+            if kind == "in":
+                jobs.submit(name)
+            jobs.client.put(jobs.keys(name).agents + "one", encode(AgentRecord("one", "host", 1, 1, "running")))
+            Journal(jobs.client, jobs.keys(name)).append(record_of(DecisionMade(decision(CURVED).to_data()), ""), "test")
+
+    counts = []
+    for first, end in ((0, 2), (2, 40)):
+        fill("in", first, end)
+        fill("outside", first, end)
+        with counted(jobs.client) as requests:
+            view = Watch(jobs.client, jobs.pool, counts_others=True).look(time.time())
+        counts.append(len(requests))
+        assert len(view.jobs) == 2 * end
+        assert all(seen.job.alive == 1 and len(seen.job.rates) == len(CURVED) for seen in view.jobs.values())
+    # The pool, live keys and events of both kinds, and the list of folders: two requests, the last of which finds nothing.
+    assert counts == [7, 7]
+
+
 def test_job_that_can_never_start_is_refused_and_passed(jobs: PooledJobs, brain: Brain) -> None:
     jobs.submit("large", (5, 8))
     jobs.submit("small")
@@ -240,6 +263,7 @@ class Faulty:
                 self.client = EtcdClient(EtcdConfig(self.etcd.endpoint))
                 self.client.txn = self._around(self.client.txn)  # type: ignore[method-assign]
                 self.client.get_prefix = self._around(self.client.get_prefix)  # type: ignore[method-assign]
+                self.client.read_prefixes = self._around(self.client.read_prefixes)  # type: ignore[method-assign]
                 self.brain = Brain(self.client, self.pool, RULES, print, QUICK)
             self.brain.step()
         except Killed:

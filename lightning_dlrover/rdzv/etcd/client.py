@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lightning_dlrover.rdzv.etcd.caller import Caller
@@ -21,6 +21,13 @@ from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
 __all__ = ["EtcdClient"]
+
+
+MOST_RANGES = 128
+"""Prefixes read in one transaction. etcd's default limit of operations (`--max-txn-ops`)."""
+
+KEYS_PER_PAGE = 256
+"""Keys in one answer of a list of folders."""
 
 
 class _Child(Protocol):
@@ -85,6 +92,26 @@ class EtcdClient:
         response = self.caller.call(f"read news of {prefix!r}", "KV", "Range", request)
         return int(response.header.revision), [key_value(kv) for kv in response.kvs]
 
+    def read_prefixes(self, newer_than: Mapping[str, int]) -> dict[str, tuple[int, list[KeyValue]]]:
+        """Return, for each prefix, the revision of its read and its keys in order. Costs a request for `MOST_RANGES` of them.
+
+        Args:
+            newer_than: by prefix, the revision after which keys were written that shall be read; 0: all.
+        """
+        found: dict[str, tuple[int, list[KeyValue]]] = {}
+        prefixes = list(newer_than)
+        for first in range(0, len(prefixes), MOST_RANGES):
+            some = prefixes[first : first + MOST_RANGES]
+            ranges = [
+                etcdrpc.RangeRequest(key=p.encode(), range_end=range_end(p), min_mod_revision=newer_than[p] + 1) for p in some
+            ]
+            request = etcdrpc.TxnRequest(success=[etcdrpc.RequestOp(request_range=each) for each in ranges])
+            action = f"read prefix {some[0]!r} and {len(some) - 1} others"
+            response = self.caller.call(action, "KV", "Txn", request)
+            for prefix, answer in zip(some, response.responses, strict=True):
+                found[prefix] = int(response.header.revision), [key_value(kv) for kv in answer.response_range.kvs]
+        return found
+
     def oldest(self, prefix: str, most: int) -> list[KeyValue]:
         """Return the `most` keys under a prefix that were created first, oldest first."""
         request = etcdrpc.RangeRequest(
@@ -102,7 +129,9 @@ class EtcdClient:
         return int(self.caller.call(f"count prefix {prefix!r}", "KV", "Range", request).count)
 
     def folders(self, prefix: str, after: str | None = None, most: int | None = None) -> list[str]:
-        """Return the names of folders right below a prefix, which ends with `/`, in order. Costs a request for each of them.
+        """Return the names of folders right below a prefix, which ends with `/`, in order.
+
+        Costs a request for each of them at most, and one for many that hold few keys.
 
         Args:
             after: the first ones up to this name are left out.
@@ -111,17 +140,16 @@ class EtcdClient:
         names: list[str] = []
         first, end = prefix.encode() if after is None else range_end(f"{prefix}{after}/"), range_end(prefix)
         while most is None or len(names) < most:
-            request = etcdrpc.RangeRequest(key=first, range_end=end, keys_only=True, limit=1)
+            request = etcdrpc.RangeRequest(key=first, range_end=end, keys_only=True, limit=KEYS_PER_PAGE)
             found = self.caller.call(f"list the folders below {prefix!r}", "KV", "Range", request).kvs
             if not found:
-                return names
-            name, slash, _ = found[0].key.removeprefix(prefix.encode()).partition(b"/")
-            if slash:
-                names.append(name.decode())
-                first = range_end(f"{prefix}{names[-1]}/")
-            else:
-                first = found[0].key + b"\0"
-        return names
+                break
+            for kv in found:
+                name, slash, _ = kv.key.removeprefix(prefix.encode()).partition(b"/")
+                if slash and (not names or names[-1] != name.decode()):
+                    names.append(name.decode())
+            first = range_end(f"{prefix}{name.decode()}/") if slash else found[-1].key + b"\0"
+        return names[:most]
 
     def newest_in(self, prefix: str, timeout_s: float) -> tuple[int, int, int]:
         """Return the revision of this read, the number of keys under a prefix, and their newest `mod_revision` (0: no key)."""

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from counted_requests import counted
 from full_etcd import full
 from waiting import eventually
 
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.client import KEYS_PER_PAGE, MOST_RANGES, EtcdClient
 from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
 )
@@ -209,6 +210,37 @@ def test_prefix_is_trimmed_from_its_beginning(client: EtcdClient, keys: Keys) ->
     assert [kv.key[-1] for kv in client.get_prefix(keys.events)[1]] == ["4", "5", "6"]
     assert client.trim_prefix(keys.events, 3) == 0
     assert client.get(keys.job) is not None
+
+
+def test_many_prefixes_are_read_at_one_revision_in_one_request(client: EtcdClient, run_id: str) -> None:
+    folders = {f"/{run_id}/{number:03}/": number for number in range(MOST_RANGES)}
+    for folder, number in folders.items():
+        client.put(f"{folder}old", str(number).encode())
+    revision = client.put(f"/{run_id}/007/new", b"news")
+    with counted(client) as requests:
+        found = client.read_prefixes(dict.fromkeys(folders, 0))
+        news = client.read_prefixes(dict.fromkeys(folders, revision - 1))
+    assert requests == ["Txn", "Txn"]
+    assert {seen for seen, _ in found.values()} == {revision}
+    assert [kv.value for kv in found[f"/{run_id}/007/"][1]] == [b"news", b"7"]
+    assert {folder for folder, (_, kvs) in news.items() if kvs} == {f"/{run_id}/007/"}
+    with counted(client) as requests:
+        assert len(client.read_prefixes(dict.fromkeys([*folders, f"/{run_id}/absent/"], 0))) == MOST_RANGES + 1
+        assert client.read_prefixes({}) == {}
+    assert requests == ["Txn", "Txn"]
+
+
+def test_folders_of_few_keys_are_listed_in_one_request_and_large_ones_are_skipped(client: EtcdClient, run_id: str) -> None:
+    for number in range(20):
+        client.put(f"/{run_id}/small{number:02}/key", b"1")
+    with counted(client) as requests:
+        assert len(client.folders(f"/{run_id}/")) == 20
+    assert len(requests) == 2  # the last one finds nothing
+    for number in range(3 * KEYS_PER_PAGE):
+        client.put(f"/{run_id}/large/{number}", b"1")
+    with counted(client) as requests:
+        assert len(client.folders(f"/{run_id}/")) == 21
+    assert len(requests) == 3
 
 
 def test_folders_are_listed_once_each_and_from_any_name_on(client: EtcdClient, run_id: str) -> None:
