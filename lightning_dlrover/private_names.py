@@ -1,6 +1,6 @@
 """Check that an installed package has the private names that this one uses, and name those that it lacks in one message.
 
-The lists are where the names are used: `rdzv/group/torch_names.py`, `live/lightning_names.py`, `tables/torchrec_parts.py`,
+The lists are where the names are used: `rdzv/group/torch_names.py`, `live/listed_names.py`, `tables/torchrec_parts.py`,
 `data/rows.py`.
 Each is checked once per process, before its first use. An attribute that only instances have is found in the code of their
 class, or of the module that sets it.

@@ -30,12 +30,12 @@ from lightning_dlrover._version import __version__
 from lightning_dlrover.checks.arguments import check_arguments
 from lightning_dlrover.checks.script import check_optimizers, explain_single_sample
 from lightning_dlrover.either_strategy import EitherStrategy
-from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live import listed_names
 from lightning_dlrover.live.checkpoints import TABLES_FOLDER, saving_file, saving_folder, trainer_file, when_written
 from lightning_dlrover.live.collectives import Collectives
+from lightning_dlrover.live.ddp_names import ForwardRedirection, apply_layer_sync, without_model
 from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
-from lightning_dlrover.live.lightning_names import ForwardRedirection, apply_layer_sync, without_model
 from lightning_dlrover.live.place_in_job import PlaceInJob
 from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
@@ -111,7 +111,7 @@ class DLRoverStrategy(EitherStrategy):
     ) -> None:
         limits = global_batch_size, check_interval_s, timeout
         check_arguments(*limits, sharding_constraints, sharders, snapshots, compare_data, rerun_epoch_hooks, max_catch_up_s)
-        lightning_names.check(self._package)
+        listed_names.check(self._package)
         self._job: PlaceInJob | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:

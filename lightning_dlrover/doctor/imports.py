@@ -151,9 +151,9 @@ def _import_and_report() -> None:
             _report(begun=name)
             try:
                 importlib.import_module(package)
-                from lightning_dlrover.live import lightning_names
+                from lightning_dlrover.live import listed_names
 
-                lightning_names.check(package)
+                listed_names.check(package)
                 imported.imported.append(name)
             except Exception as problem:
                 imported.problems[name] = _first_line(problem)

@@ -22,6 +22,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.listed_names import CANDIDATES
 from lightning_dlrover.live.logged_values import description, new_entry
 from lightning_dlrover.packages import PACKAGES, Checkpoint, EarlyStopping
 from lightning_dlrover.rdzv.group import transfer
@@ -219,7 +220,7 @@ class EpochMetrics:
             first: Any = monitoring[0]
             first.on_train_epoch_end = self._after_agreement(first.on_train_epoch_end)
         for callback in monitoring:
-            for name in ("on_train_batch_end", lightning_names.CANDIDATES):
+            for name in ("on_train_batch_end", CANDIDATES):
                 callback.__dict__.pop(name, None)
             if lightning_names.saves_by_clock(callback) and isinstance(getattr(callback, "monitor", None), str):
                 self._agree_when_read(callback)
@@ -229,7 +230,7 @@ class EpochMetrics:
 
         It reads the value once all workers have agreed on rank 0's clock.
         """
-        end_batch, candidates = callback.on_train_batch_end, getattr(callback, lightning_names.CANDIDATES)
+        end_batch, candidates = callback.on_train_batch_end, getattr(callback, CANDIDATES)
         is_in_step = False
 
         @wraps(end_batch)
@@ -248,7 +249,7 @@ class EpochMetrics:
             return candidates(*args, **kwargs)
 
         callback.on_train_batch_end = on_train_batch_end
-        setattr(callback, lightning_names.CANDIDATES, monitor_candidates)
+        setattr(callback, CANDIDATES, monitor_candidates)
 
     def _epoch_end_reached(self) -> None:
         self._end_epoch()

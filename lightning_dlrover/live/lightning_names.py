@@ -1,15 +1,10 @@
-"""The private names of Lightning that the strategy and a live fit depend on, each used only in this file.
+"""Use the private names of Lightning's Trainer, its loops, callbacks and loggers that a live fit depends on.
 
-Beside these, `DLRoverStrategy` overrides `_configure_launcher` and `_setup_model`, wraps `_forward_redirection`, and reads
-`_ddp_kwargs` and `_process_group_backend`.
-
-`NAMES` lists them. `check` finds those that an installed release lacks; the tests look for each in `lightning` and in
-`pytorch_lightning`.
+`listed_names.py` lists all private names of Lightning. Those of its strategies are used in `ddp_names.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,66 +12,50 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from lightning_dlrover.packages import DISTRIBUTIONS, package_of, release, result_module, submodule
-from lightning_dlrover.private_names import check_names
-from lightning_dlrover.releases import minor
+from lightning_dlrover.live.listed_names import CANDIDATES
+from lightning_dlrover.packages import package_of, result_module, submodule
 
 if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
-    from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 else:
     DataFetcher = EpochLoop = EvaluationLoop = object
 
 __all__ = [
-    "CALLBACK_CLOCKS",
-    "CALLBACK_FIELDS",
-    "CANDIDATES",
-    "LOGGER_NAMES",
-    "NAMES",
     "DataFetcher",
     "EpochLoop",
     "EvaluationLoop",
-    "ForwardRedirection",
     "Method",
     "adopt_search",
-    "apply_layer_sync",
     "arguments_of_step",
     "before_transfer",
     "call_hooks",
     "callback_metrics",
     "can_stop_early",
-    "check",
     "clear_restart_flags",
     "closure",
     "combine",
     "combined_loader",
     "dataloader_end",
-    "ddp_arguments",
     "devices_argument",
     "dump_checkpoint",
     "end_with_next_fetch",
     "ends_after_search",
     "exit_after_search",
-    "expect_static_graph_call",
     "fetch_nothing_ahead",
     "fetcher_class",
     "fetcher_of",
     "first_loop_iter",
     "hands_out_iterator",
-    "has_comm_hook",
     "has_open_experiment",
-    "in_ddp",
     "is_accumulating",
     "is_result",
     "is_search",
     "is_sequential",
-    "later_names",
     "leave_experiment",
     "load_callback_states",
     "logged_name",
@@ -88,7 +67,6 @@ __all__ = [
     "own_method",
     "profiled",
     "recount_batches",
-    "register_comm_hook",
     "reload_epochs",
     "replace",
     "replace_dataloader_end",
@@ -118,120 +96,10 @@ __all__ = [
     "validates_by_clock",
     "validation_time",
     "wandb_arguments",
-    "without_model",
     "writing_thread",
 ]
 
 Method = Callable[..., Any]
-
-CALLBACK_FIELDS: dict[str, tuple[str, ...]] = {
-    "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
-    "StochasticWeightAveraging": ("n_averaged",),  # it reads its own state only when averaging begins
-    "WeightAveraging": ("_latest_update_epoch",),
-}
-"""Fields of Lightning's callbacks that affect joint decisions of all workers, and that `state_dict` leaves out."""
-
-CALLBACK_CLOCKS: dict[str, tuple[str, ...]] = {"ModelCheckpoint": ("_last_time_checked",)}
-"""Readings of `time.monotonic`, sent as ages because the clocks of hosts differ."""
-
-CANDIDATES = "_monitor_candidates"
-"""Method in which a `ModelCheckpoint` reads the logged values before it saves."""
-
-LOGGER_NAMES: dict[str, tuple[str, ...]] = {
-    "CSVLogger": ("_version",),
-    "TensorBoardLogger": ("_version",),
-    "WandbLogger": ("_id",),
-    "MLFlowLogger": ("_run_id", "_experiment_id"),
-    "CometLogger": ("_experiment_key", "_project_name"),
-    "LitLogger": ("_name", "_version"),
-}
-"""Attributes with which each of Lightning's loggers names its run. Other loggers may have `_version`."""
-
-_RESTARTS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
-
-NAMES: dict[str, tuple[str, ...]] = {
-    "trainer.trainer:Trainer": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_results"),
-    "trainer.setup": ("_val_check_time_interval",),  # an attribute of the Trainer, as is `_last_val_time`
-    "trainer.connectors.accelerator_connector:_AcceleratorConnector": ("_devices_flag", "use_distributed_sampler"),
-    "trainer.connectors.checkpoint_connector:_CheckpointConnector": (
-        *("_loaded_checkpoint", "dump_checkpoint", "restore_callbacks", "restore_datamodule", "restore_loops"),
-        *("restore_model", "restore_training_state"),
-    ),
-    "trainer.connectors.logger_connector.logger_connector:_LoggerConnector": (
-        *("_callback_metrics", "_first_loop_iter", "_logged_metrics", "_progress_bar_metrics"),
-    ),
-    "trainer.connectors.logger_connector.result": ("_Metadata", "_ResultMetric", "_Sync"),
-    "trainer.call": ("_call_callback_hooks", "_call_callbacks_load_state_dict", "_call_lightning_module_hook"),
-    "loops.fit_loop:_FitLoop": (
-        *("_can_stop_early", "_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch", "_last_val_time"),
-        *("_should_accumulate", *_RESTARTS),
-    ),
-    "loops.training_epoch_loop:_TrainingEpochLoop": (
-        *("_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_check_val_fx"),
-        *_RESTARTS,
-    ),
-    "loops.optimization.automatic:_AutomaticOptimization": ("_make_closure", *_RESTARTS),
-    "loops.optimization.manual:_ManualOptimization": _RESTARTS,
-    "loops.evaluation_loop:_EvaluationLoop": (
-        *("_combined_loader", "_data_fetcher", "_evaluation_step", "_is_sequential", "_last_val_dl_reload_epoch"),
-        *("_logged_outputs", "_module_mode", "_results", "_store_dataloader_outputs"),
-        *_RESTARTS,
-    ),
-    "loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
-    "loops.fetchers:_DataFetcher": ("_start_profiler", "_stop_profiler"),
-    "loops.fetchers:_PrefetchDataFetcher": ("prefetch_batches",),
-    "utilities.combined_loader:CombinedLoader": ("_mode", "_spec"),
-    "core:LightningModule": ("_on_before_batch_transfer", "_param_requires_grad_state"),
-    "callbacks:ModelCheckpoint": (
-        *("_every_n_train_steps", "_last_checkpoint_saved", "_last_global_step_saved", "_last_time_checked"),
-        *("_defer_save_until_validation", CANDIDATES, "_train_time_interval"),
-    ),
-    "callbacks:StochasticWeightAveraging": ("n_averaged",),
-    "callbacks:WeightAveraging": ("_latest_update_epoch",),
-    "callbacks:BackboneFinetuning": ("_restarting",),
-    "callbacks:Timer": ("_start_time",),
-    "callbacks:LearningRateFinder": (
-        *("_attr_name", "_early_exit", "_max_lr", "_min_lr", "_mode", "_num_training_steps", "_update_attr"),
-    ),
-    "tuner.lr_finder": ("_LRFinder", "_determine_lr_attr_name"),
-    "tuner.lr_finder:_LRFinder": ("_total_batch_idx",),
-    "utilities.exceptions": ("_TunerExitException",),
-    "utilities.signature_utils": ("is_param_in_hook_signature",),
-    "strategies:DDPStrategy": (
-        *("_configure_launcher", "_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_ddp_kwargs"),
-        *("_forward_redirection", "_layer_sync", "_lightning_module", "_pl_static_graph_delay_done"),
-        *("_process_group_backend", "_setup_model"),
-    ),
-    "overrides.distributed": ("_register_ddp_comm_hook",),
-    "plugins.io:AsyncCheckpointIO": ("_executor",),
-    "loggers:CSVLogger": ("_experiment", *LOGGER_NAMES["CSVLogger"]),
-    "loggers:TensorBoardLogger": LOGGER_NAMES["TensorBoardLogger"],
-    "loggers:WandbLogger": ("_wandb_init", *LOGGER_NAMES["WandbLogger"]),
-    "loggers:MLFlowLogger": LOGGER_NAMES["MLFlowLogger"],
-    "loggers:CometLogger": ("_experiment", *LOGGER_NAMES["CometLogger"]),
-    "loggers:LitLogger": LOGGER_NAMES["LitLogger"],
-}
-"""The names by their holder, as `check_names` takes them, below the package."""
-
-_SINCE_2_6 = frozenset(
-    {
-        *("callbacks:WeightAveraging", "loggers:LitLogger"),
-        *("trainer.setup._val_check_time_interval", "loops.fit_loop:_FitLoop._last_val_time"),
-        "strategies:DDPStrategy._pl_static_graph_delay_done",
-    }
-)
-"""Holders, and names of holders, of features that came with Lightning 2.6."""
-
-
-def later_names(package: str) -> frozenset[str]:
-    """Return the holders and names that came after the installed release of a package, as `check_names` takes them."""
-    return _SINCE_2_6 if minor(release(package)) == "2.5" else frozenset()
-
-
-@functools.cache
-def check(package: str) -> None:
-    """Raise `MissingNamesError` if the installed release of a package lacks one of the names."""
-    check_names(DISTRIBUTIONS[package], NAMES, package, later_names(package))
 
 
 # --- loops and loaders ------------------------------------------------------------------------------------------------------
@@ -653,74 +521,6 @@ def logged_name(frame: FrameType | None) -> str:
             return str(getattr(getattr(frame.f_locals.get("self"), "meta", None), "name", ""))
         frame = frame.f_back
     return ""
-
-
-# --- the strategy ------------------------------------------------------------------------------------------------------------
-
-
-class ForwardRedirection:
-    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module."""
-
-    def __init__(self, detour: Any) -> None:
-        self._detour = detour
-
-    def __call__(
-        self, wrapper_module: nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        forward = original_module.forward
-        try:
-            return self._detour(wrapper_module, original_module, method_name, *args, **kwargs)
-        except BaseException:
-            original_module.forward = forward  # type: ignore[method-assign]
-            raise
-
-
-@contextmanager
-def ddp_arguments(strategy: DDPStrategy, **changed: Any) -> Iterator[None]:
-    """Change arguments with which the strategy makes a `DistributedDataParallel`."""
-    kwargs = strategy._ddp_kwargs
-    strategy._ddp_kwargs = {**kwargs, **changed}
-    try:
-        yield
-    finally:
-        strategy._ddp_kwargs = kwargs
-
-
-def in_ddp(strategy: DDPStrategy, module: nn.Module) -> nn.Module:
-    """Return the module in a `DistributedDataParallel` with the strategy's arguments."""
-    return strategy._setup_model(module)
-
-
-def has_comm_hook(strategy: DDPStrategy) -> bool:
-    """Return whether the user has given DDP a communication hook."""
-    return strategy._ddp_comm_hook is not None
-
-
-def register_comm_hook(strategy: DDPStrategy, model: nn.Module) -> None:
-    """Register the user's communication hook with DDP, as Lightning does for models without tables."""
-    register = submodule(package_of(strategy), "overrides.distributed")._register_ddp_comm_hook
-    register(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
-
-
-def expect_static_graph_call(strategy: DDPStrategy) -> None:
-    """Repeat the call that a static graph needs once for each replica, in manual optimization."""
-    strategy._pl_static_graph_delay_done = False
-
-
-def apply_layer_sync(strategy: DDPStrategy, module: L.LightningModule) -> None:
-    """Synchronize normalization layers in place, as with `sync_batchnorm=True`."""
-    if strategy._layer_sync is not None:
-        strategy._layer_sync.apply(module)  # the module itself is no normalization layer, so it stays
-
-
-@contextmanager
-def without_model(strategy: DDPStrategy) -> Iterator[None]:
-    """Hide the model, so that `teardown` does not move it to the CPU."""
-    module, model, strategy._lightning_module = strategy._lightning_module, strategy.model, None
-    try:
-        yield
-    finally:
-        strategy._lightning_module, strategy.model = module, model
 
 
 # --- plugins of checkpoints --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.lightning_names import LOGGER_NAMES
+from lightning_dlrover.live.listed_names import LOGGER_NAMES
 from lightning_dlrover.packages import PACKAGES, CSVLogger
 from lightning_dlrover.rdzv.group import transfer
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.live.lightning_names import (
+from lightning_dlrover.live.ddp_names import (
     ddp_arguments,
     expect_static_graph_call,
     has_comm_hook,

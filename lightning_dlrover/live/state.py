@@ -37,7 +37,7 @@ from lightning_dlrover.checks.script import different_callbacks, monitoring
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.live import lightning_names, loggers
-from lightning_dlrover.live.lightning_names import CALLBACK_CLOCKS, CALLBACK_FIELDS
+from lightning_dlrover.live.listed_names import CALLBACK_CLOCKS, CALLBACK_FIELDS
 from lightning_dlrover.live.loader import LoaderState
 from lightning_dlrover.live.logged_values import description, new_entry
 

@@ -14,14 +14,15 @@ optimizer update and a few small collectives of each other. After a loss the sur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.live import lightning_names, loggers
+from lightning_dlrover.live import loggers
 from lightning_dlrover.live import reserve as memory
-from lightning_dlrover.live.data_fingerprint import DataFingerprint, fingerprint_data, refuse_different_data, refuse_other_data
+from lightning_dlrover.live.data_fingerprint import DataFingerprint, refuse_different_data
+from lightning_dlrover.live.data_of_fit import DataOfFit
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.fits import Fits
@@ -31,12 +32,10 @@ from lightning_dlrover.live.job_windows import JobWindows
 from lightning_dlrover.live.lanes_ahead import LanesAhead
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.opened_streams import opened_streams, sentence
 from lightning_dlrover.live.position import FitPosition, Position
 from lightning_dlrover.live.progress import FitProgress
 from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.searches import Searches
-from lightning_dlrover.live.sequences import compare_next_batches, opened_sequences
 from lightning_dlrover.live.settings import SettingsInForce
 from lightning_dlrover.live.skipped_rows import SkippedReports
 from lightning_dlrover.live.steps import TrainingSteps
@@ -93,6 +92,7 @@ class LiveTraining:
         self.fits = Fits(fit)
         self.leaving = Leaving(fit)
         self.skipped = SkippedReports(fit)
+        self._data = DataOfFit(fit)
         self._lanes = LanesAhead(fit)
         self._state = JobState(fit, self.validation, self.votes)
         self.checkpoints = JobCheckpoints(fit, self._state)
@@ -131,7 +131,7 @@ class LiveTraining:
             if self._begins_epoch and self.loaders.has_ended:
                 raise StopIteration
             if self.position.has_entered:
-                self._put_streams_on_record(begins_epoch=True)
+                self._data.put_on_record(begins_epoch=True)
 
     def begin_epoch(self, begin: Callable[[], None]) -> None:
         self._begins_epoch = True
@@ -272,7 +272,7 @@ class LiveTraining:
         """Enter the training loop with the members of the first round, or wait to be admitted."""
         position = self.position
         fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
-        data = self._fingerprint_data()
+        data = self._data.fingerprint()
         self.steps.enter_loops()
         loader.workers.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
         if self.world.config.max_workers > 1:
@@ -286,39 +286,15 @@ class LiveTraining:
             position.batch = self.loaders.batch_number
             while self.collectives.attempt(self._begin_together, data) is None:
                 self._recover()
-            while self.collectives.attempt(self._compare_next_batches) is None:
+            while self.collectives.attempt(self._data.compare_next_batches) is None:
                 self._recover()
-            self._put_streams_on_record()
+            self._data.put_on_record()
         else:
             if self.tables.elastic is not None:
                 self.tables.elastic.make_ready()
             self._state.find_names()
             self._admit(fingerprint, data)
         self._pace.went_on(self.loaders.batch_number + 1)
-
-    def _put_streams_on_record(self, begins_epoch: bool = False) -> None:
-        if self.position.rank == 0:
-            for opened in opened_streams(self._trainer, self.loaders.all, self.position.fit, begins_epoch):
-                self.world.event(opened, sentence(opened))
-            for sequence, text in opened_sequences(self.loaders.all, self.position.fit):
-                self.world.event(sequence, text)
-
-    def _compare_next_batches(self, joining: Sequence[str] = ()) -> None:
-        """Make sure that all workers read the same rows of an `IterableDataset`.
-
-        Args:
-            joining: workers without the state, which are refused if their rows differ.
-        """
-        formation = self.formation
-        assert formation is not None
-        ranks = [formation.rank_of(worker) for worker in joining]
-        compare_next_batches(self.loaders.all, formation.size, formation.rank, ranks, self.collectives.gathered)
-
-    def _fingerprint_data(self) -> DataFingerprint:
-        val = lightning_names.combined_loader(self._trainer.fit_loop.epoch_loop.val_loop)
-        val_loaders = [x for x in val.flattened if isinstance(x, ElasticLoader)] if val is not None else None
-        compare = self._strategy.compares_data and self.world.config.max_workers > 1
-        return fingerprint_data(self.loaders.all, val_loaders, compare)
 
     def _begin_together(self, data: DataFingerprint) -> None:
         """First round: compare the members' data, join their loggers' runs, and resume an earlier life of the job."""
@@ -347,13 +323,13 @@ class LiveTraining:
 
     def _admit(self, fingerprint: str, data: DataFingerprint) -> None:
         """Wait until the job needs this worker, then take its state over."""
-        self._refuse_data_of_another_job(data)
+        self._data.refuse_data_of_another_job(data)
         try:
             with self._lanes.while_waiting():
                 formation = self.world.admit(b"", fingerprint)
         except LeftOutError as left_out:
             self.leaving.leave(left_out)
-        self._refuse_data_of_another_job(data)  # again, as the job may have begun only now
+        self._data.refuse_data_of_another_job(data)  # again, as the job may have begun only now
         try:
             while self.collectives.attempt(self._settle, formation, None) is None:
                 formation = self._recover_formation(b"")
@@ -362,12 +338,6 @@ class LiveTraining:
             raise
         self.position.has_entered = True
         self.position.is_standby = False
-
-    def _refuse_data_of_another_job(self, data: DataFingerprint) -> None:
-        job = self.world.membership.view.job
-        if job is not None and job.data:
-            run = f"run {self.world.config.run_id!r}: this worker's data"
-            refuse_other_data(data, job.data, run, "the job's", self.world.standing.consequence_of_refusal())
 
     # --- recovering ---------------------------------------------------------------------------------------------------------
 
@@ -417,7 +387,7 @@ class LiveTraining:
                 self.loaders.prepare_next()
         if self.tables.elastic is not None:
             self.tables.settle(formation, standing, plan.joining)
-            self._compare_with_joiners(standing, plan.joining)
+            self._data.compare_with_joiners(standing, plan.joining)
             if formation.rank == 0:
                 self._take_over_rank_zero()
             self._pace.went_on(self.loaders.batch_number + 1)
@@ -434,7 +404,7 @@ class LiveTraining:
             self.validation.settle()
         if not has_resumed:  # else all have it
             self._state.give(formation, plan.joining)
-        self._compare_with_joiners(standing, plan.joining)
+        self._data.compare_with_joiners(standing, plan.joining)
         if not is_between_fits:  # else the Trainer is about to do both
             strategy.replica.wrap_anew(in_validation=is_validating)
             if formation.rank == 0:
@@ -442,11 +412,6 @@ class LiveTraining:
         last = max((p.batch for p in standing.values()), default=0)
         self._pace.went_on(last + 1)
         return any(me == worker for _, worker in plan.behind)
-
-    def _compare_with_joiners(self, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]) -> None:
-        """Let joiners read up to the others, before any step depends on them."""
-        if standing and joining and not self.position.is_between_fits:
-            self._compare_next_batches([worker for _, worker in joining])
 
     def _hand_over_update(self, formation: Formation, source: str, worker: str, standing: Mapping[str, Position]) -> None:
         """Send the last update from one survivor to another that lacks it."""

@@ -38,9 +38,9 @@ def finding(check: str, findings: list[Finding]) -> Finding:
 
 def filled_until(verdict: str, client: EtcdClient, name: str) -> Finding:
     """Write keys until the finding about the size is this one."""
-    for number in range(300):
+    for number in range(80):
         with suppress(EtcdFullError):
-            client.put(f"/others/{name}/{number}", b"x" * 50_000)
+            client.put(f"/others/{name}/{number}", b"x" * 200_000)
         found = finding("etcd size", check_endpoints(client.config, PREFIX)[0])
         if found.verdict == verdict:
             return found

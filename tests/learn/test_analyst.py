@@ -135,7 +135,7 @@ def start(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> Iterator[StartJob]:
         yield make
 
 
-def test_a_job_is_tuned_recorded_judged_and_remembered(start: StartJob) -> None:
+def test_a_job_is_tuned_recorded_judged_and_the_start_of_the_next_one(start: StartJob, run_id: str) -> None:
     job = start()
     job.run(40)
     decisions = job.decisions()
@@ -158,16 +158,11 @@ def test_a_job_is_tuned_recorded_judged_and_remembered(start: StartJob) -> None:
     assert history.decisions(entry.key) == decisions
     assert {o.decision_id for o in history.outcomes(entry.key)} == outcomes
 
-
-def test_the_next_job_starts_where_the_first_has_ended(start: StartJob, run_id: str) -> None:
-    first = start()
-    first.run(30)
-    first.analyst.close("finished")
-    second = start(name=f"{run_id}-again")
-    second.run(analyst_module.WINDOWS_PER_DECISION)
-    (decision,) = second.decisions()
+    following = start(name=f"{run_id}-again")
+    following.run(analyst_module.WINDOWS_PER_DECISION)
+    (decision,) = following.decisions()
     assert "most similar past jobs" in decision.reason
-    assert TRUTH.parts(decision.chosen).step_s <= 1.1 * TRUTH.parts(first.settings).step_s
+    assert TRUTH.parts(decision.chosen).step_s <= 1.1 * TRUTH.parts(job.settings).step_s
 
 
 def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
@@ -186,35 +181,30 @@ def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
     assert memory.spent(core_hours, 4.0) == pytest.approx(1.8, abs=0.07)
 
 
-def test_new_rank_0_knows_the_earlier_trials(start: StartJob) -> None:
-    first = start(history=None)
-    first.run(30)
-    tried = {d.chosen for d in first.decisions() if d.explored}
-    first.analyst.close("running")
-    second = start(history=None)
-    second.settings = first.settings
-    second.run(12)
-    later = second.decisions()[len(first.decisions()) :]
-    assert not [d for d in later if d.explored and d.chosen in tried]
-
-
-def test_new_rank_0_knows_trials_whose_events_have_expired(start: StartJob) -> None:
+def test_new_rank_0_knows_the_earlier_trials_from_events_or_from_the_history(start: StartJob) -> None:
     first = start()
     first.run(30)
     decisions = first.decisions()
-    assert any(d.explored for d in decisions)
+    tried = {d.chosen for d in decisions if d.explored}
+    assert tried
     first.analyst.close("running")
-    first.membership._client.delete_prefix(first.membership.keys.events)
-    second = start()
+    second = start(history=None)  # has the events alone
     second.settings = first.settings
-    second.run(9)
-    memory = second.analyst._memory
+    second.run(12)
+    later = second.decisions()[len(decisions) :]
+    assert not [d for d in later if d.explored and d.chosen in tried]
+
+    second.analyst.close("running")
+    first.membership._client.delete_prefix(first.membership.keys.events)
+    third = start()  # has the history alone
+    third.settings = first.settings
+    third.run(9)
+    memory = third.analyst._memory
     assert memory.decisions[: len(decisions)] == decisions
     assert memory.outcomes
-    numbers = [d.decision_id for d in second.decisions()]
+    numbers = [d.decision_id for d in third.decisions()]
     assert min(numbers, default=len(decisions) + 1) > len(decisions), "a number was given twice"
-    tried = {d.chosen for d in decisions if d.explored}
-    assert not [d for d in second.decisions() if d.explored and d.chosen in tried]
+    assert not [d for d in third.decisions() if d.explored and d.chosen in tried]
 
 
 def test_plan_beyond_a_nodes_cores_asks_for_larger_nodes(start: StartJob, client: EtcdClient, keys: Keys) -> None:

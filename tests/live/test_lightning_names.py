@@ -1,4 +1,4 @@
-"""The private names of Lightning that a live fit depends on exist in the installed release, and one file uses them."""
+"""The private names of Lightning that a live fit depends on exist in the installed release, and two files use them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_dlrover
-from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.lightning_names import NAMES, later_names
+from lightning_dlrover.live import ddp_names, lightning_names, listed_names
+from lightning_dlrover.live.listed_names import NAMES, later_names
 from lightning_dlrover.packages import PACKAGES, default_package, submodule
 from lightning_dlrover.private_names import MissingNamesError, missing_names
 
@@ -54,6 +54,8 @@ INSTANCES: dict[str, str] = {
     "loggers:TensorBoardLogger": 'loggers.TensorBoardLogger("logs")',
 }
 """Objects with the names of a class: parts of a Trainer after a fit, and objects made anew."""
+
+USERS = ("lightning_names.py", "ddp_names.py", "listed_names.py")
 
 LISTED = {name for found in NAMES.values() for name in found} | {holder.partition(":")[2] for holder in NAMES}
 
@@ -148,10 +150,10 @@ def test_missing_names_are_named_together(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(fit_loop._FitLoop, "_should_accumulate")
     monkeypatch.delattr(fit_loop, "_select_data_fetcher")
     monkeypatch.setitem(NAMES, "loops.fit_loop", ("_select_data_fetcher",))
-    lightning_names.check.cache_clear()
+    listed_names.check.cache_clear()
     with pytest.raises(MissingNamesError) as refused:
-        lightning_names.check(PACKAGES[0])
-    lightning_names.check.cache_clear()
+        listed_names.check(PACKAGES[0])
+    listed_names.check.cache_clear()
     release = importlib.metadata.version("lightning")
     assert str(refused.value).startswith(
         f"lightning {release} lacks lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate, "
@@ -164,26 +166,26 @@ def test_names_of_later_features_are_needed_since_their_release(installed: str, 
     package = PACKAGES[0]
     monkeypatch.setattr(importlib.import_module("lightning.pytorch"), "__version__", installed)
     monkeypatch.delattr(submodule(package, "callbacks"), "WeightAveraging", raising=False)
-    lightning_names.check.cache_clear()
+    listed_names.check.cache_clear()
     try:
         if installed.startswith("2.5"):
-            lightning_names.check(package)
+            listed_names.check(package)
         else:
             with pytest.raises(MissingNamesError, match=r"callbacks\.WeightAveraging"):
-                lightning_names.check(package)
+                listed_names.check(package)
     finally:
-        lightning_names.check.cache_clear()
+        listed_names.check.cache_clear()
 
 
 def test_strategy_refuses_a_release_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(submodule(default_package(), "loops.fit_loop")._FitLoop, "_should_accumulate")
-    lightning_names.check.cache_clear()
+    listed_names.check.cache_clear()
     with pytest.raises(MissingNamesError, match="_should_accumulate"):
         lightning_dlrover.DLRoverStrategy()
-    lightning_names.check.cache_clear()
+    listed_names.check.cache_clear()
 
 
-# --- one file -----------------------------------------------------------------------------------------------------------------
+# --- the files that use them --------------------------------------------------------------------------------------------------
 
 
 def is_named(node: ast.AST, *names: str) -> bool:
@@ -209,8 +211,9 @@ def private_texts(tree: ast.AST) -> set[str]:
 
 
 def test_every_private_name_is_in_the_lists_above() -> None:
-    tree = ast.parse(inspect.getsource(lightning_names))
-    assert {*private_names(tree)} | private_texts(tree) <= LISTED | OF_OTHERS
+    for module in (lightning_names, ddp_names, listed_names):
+        tree = ast.parse(inspect.getsource(module))
+        assert {*private_names(tree)} | private_texts(tree) <= LISTED | OF_OTHERS
 
 
 def own_names(tree: ast.AST) -> set[str]:
@@ -234,7 +237,7 @@ def test_other_files_use_no_private_name_of_lightning() -> None:
     for file, tree in trees.items():
         room = file.relative_to(package).parts[0]
         # The rendezvous and the nodes cannot import Lightning. The tables have torchrec's private names, in two files.
-        if room in ("components", "rdzv", "tables") or file.name == "lightning_names.py":
+        if room in ("components", "rdzv", "tables") or file.name in USERS:
             continue
         used = {*private_names(tree)}
         assert not (used - own - OF_OTHERS), file

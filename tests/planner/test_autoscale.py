@@ -65,7 +65,7 @@ def reachable(truth: Truth, limits: Limits) -> list[Settings]:
 
 
 @pytest.mark.parametrize(
-    "cores, max_workers", [(2, 3), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((4, 4), (8, 8))), (16, 8)]
+    "cores, max_workers", [(2, 3), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((4, 4), (8, 8), (16, 8)))]
 )
 def test_cold_starts_end_close_to_the_best_after_six_settings_and_stay(cores: int, max_workers: int) -> None:
     shares, found = [], []

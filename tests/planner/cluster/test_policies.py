@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile, Running, State
@@ -64,28 +64,35 @@ def check_hard_limits(state: State, allocation: dict[str, tuple[str, ...]]) -> N
         assert len({devices[device].kind for device in names}) == 1
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=30, deadline=None)
-@given(st.lists(jobs(), max_size=14, unique_by=lambda job: job.name), st.integers(1, 3), st.integers(1, 4), st.data())
-def test_allocation_keeps_memory_places_and_running_jobs(
-    name: str, queue: list[Job], num_gpus: int, places: int, data: st.DataObject
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(jobs(), max_size=14, unique_by=lambda job: job.name),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.lists(st.booleans(), min_size=14, max_size=14),
+)
+def test_allocation_of_every_policy_keeps_memory_places_and_running_jobs(
+    queue: list[Job], num_gpus: int, places: int, may_stay: list[bool]
 ) -> None:
-    policy = make_policy(name)
+    """All policies on each queue: queues take most of the time."""
     devices = cluster(num_gpus, places)
-    state = State(100.0, devices, tuple(queue))
-    first = dict(policy(state))
-    check_hard_limits(state, first)
     by_name = {job.name: job for job in queue}
-    stay = [job for job in first if data.draw(st.booleans())]
-    later = State(
-        200.0,
-        devices,
-        tuple(job for job in queue if job.name not in first),
-        tuple(Running(by_name[job], first[job], 100.0) for job in stay),
-    )
-    second = dict(policy(later))
-    check_hard_limits(later, second)
-    assert {job: second[job] for job in stay} == {job: first[job] for job in stay}
+    for name in POLICIES:
+        note(f"policy {name}")
+        policy = make_policy(name)
+        state = State(100.0, devices, tuple(queue))
+        first = dict(policy(state))
+        check_hard_limits(state, first)
+        stay = [job for job, may in zip(first, may_stay, strict=False) if may]
+        later = State(
+            200.0,
+            devices,
+            tuple(job for job in queue if job.name not in first),
+            tuple(Running(by_name[job], first[job], 100.0) for job in stay),
+        )
+        second = dict(policy(later))
+        check_hard_limits(later, second)
+        assert {job: second[job] for job in stay} == {job: first[job] for job in stay}
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from elastic_jobs import GB, Amdahl, check_allocation, cluster, job, numbers, running, spread_speed
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.planner.cluster import Job, PolicySettings, Profile, Running, State
@@ -55,38 +55,41 @@ def devices_of_two_sizes(num_nodes: int, per_node: int) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("name", ELASTIC_POLICIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(jobs(), max_size=12, unique_by=lambda one: one.name),
     st.integers(1, 4),
     st.integers(1, 5),
     st.booleans(),
-    st.data(),
+    st.lists(st.booleans(), min_size=12, max_size=12),
+    st.sampled_from([5030.0, 9000.0]),
 )
-def test_allocations_keep_devices_limits_and_fixed_jobs(
-    name: str, queue: list[Job], num_nodes: int, per_node: int, may_pause: bool, data: st.DataObject
+def test_allocations_of_every_policy_keep_devices_limits_and_fixed_jobs(
+    queue: list[Job], num_nodes: int, per_node: int, may_pause: bool, stay: list[bool], later_s: float
 ) -> None:
-    policy = make_elastic(name, PolicySettings(owner_weights={"ads": 3.0}, may_pause=may_pause))
+    """All policies on each queue: queues take most of the time."""
     devices = devices_of_two_sizes(num_nodes, per_node)
-    state = State(5000.0, devices, tuple(queue))
-    first = dict(policy(state))
-    check_allocation(state, first)
-    assert first == policy(State(5000.0, devices, tuple(reversed(queue))))
-    stays = [one for one in queue if one.name in first and data.draw(st.booleans())]
-    later = State(
-        data.draw(st.sampled_from([5030.0, 9000.0])),
-        devices,
-        tuple(one for one in queue if one not in stays),
-        tuple(Running(one, first[one.name], 5000.0) for one in stays),
-    )
-    second = dict(policy(later))
-    check_allocation(later, second)
-    for one in stays:
-        if one.fewest_devices == one.most_devices:
-            assert second[one.name] == first[one.name]
-        if not may_pause or not ELASTIC_POLICIES[name].preempts:
-            assert one.name in second
+    for name, kind in ELASTIC_POLICIES.items():
+        note(f"policy {name}")
+        policy = make_elastic(name, PolicySettings(owner_weights={"ads": 3.0}, may_pause=may_pause))
+        state = State(5000.0, devices, tuple(queue))
+        first = dict(policy(state))
+        check_allocation(state, first)
+        assert first == policy(State(5000.0, devices, tuple(reversed(queue))))
+        stays = [one for one, may_stay in zip(queue, stay, strict=False) if may_stay and one.name in first]
+        later = State(
+            later_s,
+            devices,
+            tuple(one for one in queue if one not in stays),
+            tuple(Running(one, first[one.name], 5000.0) for one in stays),
+        )
+        second = dict(policy(later))
+        check_allocation(later, second)
+        for one in stays:
+            if one.fewest_devices == one.most_devices:
+                assert second[one.name] == first[one.name]
+            if not may_pause or not kind.preempts:
+                assert one.name in second
 
 
 @pytest.mark.parametrize("name", ELASTIC_POLICIES)

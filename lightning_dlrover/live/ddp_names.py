@@ -1,0 +1,95 @@
+"""Use the private names of Lightning's `DDPStrategy`, which wraps a model in `DistributedDataParallel`.
+
+Beside these, `DLRoverStrategy` overrides `_configure_launcher` and `_setup_model`, wraps `_forward_redirection`, and reads
+`_ddp_kwargs` and `_process_group_backend`. `listed_names.py` lists all private names of Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_dlrover.packages import package_of, submodule
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch.strategies import DDPStrategy
+
+__all__ = [
+    "ForwardRedirection",
+    "apply_layer_sync",
+    "ddp_arguments",
+    "expect_static_graph_call",
+    "has_comm_hook",
+    "in_ddp",
+    "register_comm_hook",
+    "without_model",
+]
+
+
+class ForwardRedirection:
+    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module."""
+
+    def __init__(self, detour: Any) -> None:
+        self._detour = detour
+
+    def __call__(
+        self, wrapper_module: nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        forward = original_module.forward
+        try:
+            return self._detour(wrapper_module, original_module, method_name, *args, **kwargs)
+        except BaseException:
+            original_module.forward = forward  # type: ignore[method-assign]
+            raise
+
+
+@contextmanager
+def ddp_arguments(strategy: DDPStrategy, **changed: Any) -> Iterator[None]:
+    """Change arguments with which the strategy makes a `DistributedDataParallel`."""
+    kwargs = strategy._ddp_kwargs
+    strategy._ddp_kwargs = {**kwargs, **changed}
+    try:
+        yield
+    finally:
+        strategy._ddp_kwargs = kwargs
+
+
+def in_ddp(strategy: DDPStrategy, module: nn.Module) -> nn.Module:
+    """Return the module in a `DistributedDataParallel` with the strategy's arguments."""
+    return strategy._setup_model(module)
+
+
+def has_comm_hook(strategy: DDPStrategy) -> bool:
+    """Return whether the user has given DDP a communication hook."""
+    return strategy._ddp_comm_hook is not None
+
+
+def register_comm_hook(strategy: DDPStrategy, model: nn.Module) -> None:
+    """Register the user's communication hook with DDP, as Lightning does for models without tables."""
+    register = submodule(package_of(strategy), "overrides.distributed")._register_ddp_comm_hook
+    register(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
+
+
+def expect_static_graph_call(strategy: DDPStrategy) -> None:
+    """Repeat the call that a static graph needs once for each replica, in manual optimization."""
+    strategy._pl_static_graph_delay_done = False
+
+
+def apply_layer_sync(strategy: DDPStrategy, module: L.LightningModule) -> None:
+    """Synchronize normalization layers in place, as with `sync_batchnorm=True`."""
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.apply(module)  # the module itself is no normalization layer, so it stays
+
+
+@contextmanager
+def without_model(strategy: DDPStrategy) -> Iterator[None]:
+    """Hide the model, so that `teardown` does not move it to the CPU."""
+    module, model, strategy._lightning_module = strategy._lightning_module, strategy.model, None
+    try:
+        yield
+    finally:
+        strategy._lightning_module, strategy.model = module, model
