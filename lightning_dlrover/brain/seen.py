@@ -19,7 +19,12 @@ __all__ = ["SeenJob", "live_entries", "num_alive"]
 
 @dataclass(frozen=True)
 class SeenJob:
-    """One job: its records, and the facts for decisions. `is_outside`: it is in no pool, and its size is not the brain's."""
+    """One job: its records, and the facts for decisions.
+
+    Args:
+        is_outside: it is in no pool, and its size is not the brain's.
+        phase: that of its training; empty before its first worker has started.
+    """
 
     job: PoolJob
     keys: Keys
@@ -29,6 +34,7 @@ class SeenJob:
     plan_entry: KeyValue | None
     learned: Learned
     is_outside: bool = False
+    phase: str = ""
 
 
 def live_entries(client: EtcdClient, keys: Mapping[str, Keys]) -> dict[str, dict[str, KeyValue]]:

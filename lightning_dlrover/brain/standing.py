@@ -75,6 +75,8 @@ def _state(seen: SeenJob) -> str:
         return "refused"
     if job.is_waiting:
         return "waits"
+    if seen.phase in ("finished", "failed"):
+        return f"has {seen.phase}, its nodes end"
     if job.is_by_hand:
         return "runs, its size set by hand"
     if job.alive > job.granted:

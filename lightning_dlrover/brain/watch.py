@@ -20,7 +20,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, OthersRecord, PoolKeys
-from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
+from lightning_dlrover.rdzv.job.records import JobRecord, Keys, PlanRecord
 
 __all__ = ["PoolView", "Watch"]
 
@@ -153,7 +153,9 @@ class Watch:
             owner=asked.owner,
             deadline_s=asked.deadline_at or None,
         )
-        return SeenJob(job, keys, grant, revision, plan, plan_entry, learned)
+        record = readable(JobRecord, live.get(keys.job))
+        phase = record.phase if record is not None else ""
+        return SeenJob(job, keys, grant, revision, plan, plan_entry, learned, phase=phase)
 
 
 def _folder(entries: Mapping[str, KeyValue], folder: str, kind: type[R]) -> dict[str, R]:

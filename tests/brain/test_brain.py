@@ -25,7 +25,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import DecisionMade, SizeGiven, events_of, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
-from lightning_dlrover.rdzv.job.records import AgentRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, encode
 
 QUICK = Patience(lease_s=5.0, settle_s=0.05, gone_s=0.1)
 CORES = 4
@@ -107,6 +107,14 @@ def test_size_by_hand_is_kept_and_counted_though_it_exceeds_the_budget(jobs: Poo
     plan = jobs.plan("a")
     assert plan is not None
     assert plan.source == "user"
+
+
+def test_job_whose_training_has_ended_is_shown_so_until_its_nodes_have_ended(jobs: PooledJobs, brain: Brain) -> None:
+    jobs.submit("a", (1, 2))
+    live(jobs, brain.step, "a", lambda: jobs.sizes == {"a": 2})
+    jobs.client.put(jobs.keys("a").job, encode(JobRecord("finished", True, 1, 2, "1")))
+    [shown] = standing_of(Watch(jobs.client, jobs.pool).look(time.time()), time.time())["jobs"]
+    assert (shown["workers"], shown["state"]) == (2, "has finished, its nodes end")
 
 
 def test_job_outside_of_all_pools_takes_part_of_the_budget_and_is_left_alone(jobs: PooledJobs, brain: Brain) -> None:
