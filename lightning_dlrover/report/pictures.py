@@ -286,6 +286,8 @@ def plans_picture(story: JobStory) -> Figure:
 
 def _draw_choice(axes: Axes, decision: Decision) -> None:
     """Plot a decision's candidates: throughput against cost, with the Pareto front."""
+    from matplotlib.ticker import MaxNLocator
+
     able = [c for c in decision.candidates if c.feasible]
     priced = bool(able) and all(c.cost_per_hour is not None for c in able)
 
@@ -309,7 +311,7 @@ def _draw_choice(axes: Axes, decision: Decision) -> None:
         )
     axes.set_xlabel("cost per hour" if priced else "GPUs" if any(c.gpus for c in able) else "cores")
     if all(cost(c).is_integer() for c in able):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.18, y=0.15)
     axes.set_ylim(0)
     axes.set_title(f"what plan {decision.decision_id} chose from")
