@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from leaks import Held, left_behind, mark_descendants
+from warm_tree import FreshNursery
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -126,6 +127,21 @@ def fork_server() -> Iterator[None]:
     harness.start_fork_server()
     yield
     harness.stop_fork_server()
+
+
+@pytest.fixture(scope="session")
+def nursery_of_nodes() -> Iterator[FreshNursery]:
+    """The process that forks nodes. It is the only one of a test process, as it takes seconds."""
+    nursery = FreshNursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def warm_nodes(nursery_of_nodes: FreshNursery) -> Iterator[None]:
+    """Fork the nodes that the test's own process starts, instead of starting fresh interpreters."""
+    with nursery_of_nodes.in_use():
+        yield
 
 
 @pytest.fixture(scope="session")

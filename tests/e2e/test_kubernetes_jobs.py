@@ -25,6 +25,8 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
 
+pytestmark = pytest.mark.usefixtures("warm_nodes")  # the kubelet is in this process
+
 
 @pytest.fixture
 def has_volcano() -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from warm_process import WarmProcess
+from warm_process import WarmProcess, run_warm
 from warm_tree import run_program
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -116,17 +116,6 @@ def start_node(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pat
             node.process.wait(10)
 
 
-def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *SIZES, *arguments],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 @pytest.mark.long
 def test_joins_leaves_and_deaths_change_neither_samples_nor_result(start_node: StartNode, tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed.pt", tmp_path / "disturbed.pt"
@@ -150,7 +139,8 @@ def test_joins_leaves_and_deaths_change_neither_samples_nor_result(start_node: S
     assert second.wait() == 0, second.log.read_text()
     assert f"finished after {NUM_STEPS} steps" in second.log.read_text()
 
-    alone = run_alone(f"--save={undisturbed}")
+    command = [sys.executable, str(SCRIPT), *SIZES, f"--save={undisturbed}"]  # a fresh interpreter: all imports are its own
+    alone = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert alone.returncode == 0, alone.stderr
     expected, found = torch.load(undisturbed), torch.load(disturbed)
     for name, parameter in expected.items():
@@ -167,8 +157,9 @@ def test_joins_leaves_and_deaths_change_neither_samples_nor_result(start_node: S
         assert sorted(rows) == list(range(NUM_ROWS))
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_start_by_another_backend_is_an_error_with_the_next_move(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT), *SIZES]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT), *SIZES]
+    done = run_warm(command, ENVIRONMENT, tmp_path, 60)
     assert done.returncode == 1
     assert "start the script with torchrun --rdzv-backend=etcd-v3, or with python" in done.stderr

@@ -10,14 +10,18 @@ import ctr_data
 import numpy as np
 import pytest
 import train_ctr
+from warm_process import run_warm
 
 SCRIPT = Path(ctr_data.__file__).with_name("train_ctr.py")
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+
+
 def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    """Run the script in a fresh interpreter."""
     command = [sys.executable, str(SCRIPT), "--accelerator", "cpu", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT, cwd=cwd)
 
 
 @pytest.fixture
@@ -47,12 +51,10 @@ def test_plain_python_trains_as_one_worker_and_writes_its_metrics(clicks: Path, 
     assert str(clicks) in done.stdout  # names the loaded file
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_max_steps_ends_training_early(clicks: Path, tmp_path: Path) -> None:
-    done = train(
-        *("--data", str(clicks), "--batch-size", "64", "--width", "32", "--max-steps", "5"),
-        *("--loader-workers", "1"),
-        cwd=tmp_path,
-    )
+    arguments = [str(SCRIPT), "--accelerator=cpu", f"--data={clicks}", "--batch-size=64", "--width=32"]
+    done = run_warm([*arguments, "--max-steps=5", "--loader-workers=1"], ENVIRONMENT, tmp_path, 120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["steps"] == 5
 

@@ -20,6 +20,7 @@ from ctr_data import ClickData, collate, load
 from ctr_parquet import ClickStreams, load_streams
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
+from warm_process import run_warm
 
 from lightning_dlrover.tables.sharded import ShardedTables
 from lightning_dlrover.tables.torchrec_parts import check_torchrec
@@ -151,8 +152,10 @@ def clicks(tmp_path: Path) -> Path:
     return path
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str, cwd: Path, is_warm: bool = True) -> subprocess.CompletedProcess[str]:
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(cwd / ".cache")}
+    if is_warm:
+        return run_warm(command, environment, cwd, 150)
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=150, check=False, env=environment, cwd=cwd
     )
@@ -160,7 +163,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_plain_python_trains_as_one_worker_and_writes_its_metrics(clicks: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
-    done = run(str(SCRIPT), *SMALL, "--epochs=8", f"--data={clicks}", f"--output={output}", cwd=tmp_path)
+    done = run(str(SCRIPT), *SMALL, "--epochs=8", f"--data={clicks}", f"--output={output}", cwd=tmp_path, is_warm=False)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((output / "metrics.json").read_text())
     assert json.loads(done.stdout.strip().splitlines()[-1]) == metrics
@@ -169,6 +172,7 @@ def test_plain_python_trains_as_one_worker_and_writes_its_metrics(clicks: Path, 
     assert str(clicks) in done.stdout  # names the loaded file
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_parquet_folder_is_trained_and_measured_like_its_tsv(clicks: Path, tmp_path: Path) -> None:
     convert([clicks], tmp_path / "folder", Layout(300, 100))
     done = run(str(SCRIPT), *SMALL, "--epochs=8", f"--data={tmp_path / 'folder'}", cwd=tmp_path)
@@ -180,6 +184,7 @@ def test_parquet_folder_is_trained_and_measured_like_its_tsv(clicks: Path, tmp_p
 
 
 @pytest.mark.on_demand
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("kind", ["tsv", "parquet"])
 def test_two_workers_measure_the_same_as_one(clicks: Path, tmp_path: Path, kind: str) -> None:
     data = clicks
@@ -203,6 +208,7 @@ def test_two_workers_measure_the_same_as_one(clicks: Path, tmp_path: Path, kind:
     assert two["steps"] == one["steps"] == 4 * 13
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_missing_data_means_generated_rows_with_their_best_auc(tmp_path: Path) -> None:
     done = run(str(SCRIPT), *SMALL, "--rows=1000", "--max-steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -224,6 +230,7 @@ def test_without_torchrec_the_script_ends_with_the_line_that_installs_it(
     assert "pip install" in line
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_until_ends_training_with_a_measurement(clicks: Path, tmp_path: Path) -> None:
     (tmp_path / "enough").touch()
     done = run(str(SCRIPT), *SMALL, f"--data={clicks}", f"--until={tmp_path / 'enough'}", cwd=tmp_path)

@@ -16,7 +16,7 @@ __all__ = ["GRACE_S", "Held", "left_behind", "mark_descendants"]
 GRACE_S = 5.0
 """Grace period in seconds for threads and processes to end on their own after a test."""
 
-SHARED_PROCESSES = ("resource_tracker", "forkserver", "compile_worker", "elastic_agents")
+SHARED_PROCESSES = ("resource_tracker", "forkserver", "compile_worker", "elastic_agents", "warm_tree.serve")
 """Parts of the command lines of helpers that this process starts once and keeps. Processes forked from them belong to tests."""
 
 STARTED_BY = "TEST_PROCESS"

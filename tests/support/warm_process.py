@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["WarmProcess", "run_code", "run_script"]
+from warm_tree import run_program
+
+__all__ = ["WarmProcess", "run_code", "run_script", "run_warm"]
 
 
 class WarmProcess:
@@ -65,6 +67,25 @@ class WarmProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run_warm(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` to its end as a warm process, and the programs that it starts; return the outcome.
+
+    Args:
+        folder: working directory, which also receives the output.
+    """
+    files = folder / "warm-output", folder / "warm-errors"
+    for file in files:
+        file.write_bytes(b"")
+    process = WarmProcess(run_program, arguments, environment, *files, folder=folder)
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess([*arguments], code, *(file.read_text() for file in files))
 
 
 def run_script() -> None:

@@ -30,19 +30,22 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver, process, resource_tracker
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["PADDING", "run_program"]
+__all__ = ["PADDING", "FreshNursery", "run_program", "serve"]
 
 PADDING = "padding_" * 1024
 """Text for the command line and the environment of the first process: room for those of the processes forked from it."""
 
 SAME = ("PYTHONPATH", "OMP_NUM_THREADS", "PYTHONHOME", "LD_PRELOAD", "LD_LIBRARY_PATH")
 """Variables that an interpreter reads when it starts, or torch when it is imported."""
+
+IMPORTS = ("torch.distributed.run", "lightning_dlrover.components.node", "lightning_dlrover.rdzv.agents.handler")
+"""Modules that every node of a job imports."""
 
 CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 SYSCALL_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -85,7 +88,10 @@ def _be(program: _Program) -> NoReturn:
         _forget_the_parent()
         nursery = _Nursery() if "-m" in program.arguments[:2] else None  # scripts start no other programs
         try:
-            with nursery or contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if nursery is not None:
+                    stack.callback(nursery.close)
+                    stack.enter_context(nursery.in_use())
                 code = _run(program.arguments)
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
@@ -161,15 +167,21 @@ def _execv(path: str, arguments: Sequence[str]) -> NoReturn:
     raise _Replaced(program)
 
 
-def _python(arguments: list[str], environ: Mapping[str, str] | None, cwd: str | None) -> _Program | None:
-    """Return the program that a command line runs, if it is one of this Python and environment."""
+def _python(
+    arguments: list[str], environ: Mapping[str, str] | None, cwd: str | None, same: Sequence[str] = SAME
+) -> _Program | None:
+    """Return the program that a command line runs, if it is one of this Python and environment.
+
+    Args:
+        same: variables that must be those of this process.
+    """
     variables = dict(os.environ if environ is None else environ)
     found = shutil.which(arguments[0], path=variables.get("PATH")) if arguments else None
     if found is None or os.path.realpath(found) != os.path.realpath(sys.executable):
         return None
     rest = [argument for argument in arguments[1:] if argument != "-u"]
     is_known = len(rest) > 0 and (rest[0] == "-m" or not rest[0].startswith("-"))
-    if not is_known or any(variables.get(name) != os.environ.get(name) for name in SAME):
+    if not is_known or any(variables.get(name) != os.environ.get(name) for name in same):
         return None
     return _Program(arguments[1:], variables, cwd or os.getcwd())
 
@@ -180,24 +192,36 @@ def _python(arguments: list[str], environ: Mapping[str, str] | None, cwd: str | 
 class _Nursery:
     """A copy of this process from before its program, without threads, that forks this process's children."""
 
+    same: Sequence[str] = SAME
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ours, theirs = socket.socketpair()
         self._owner = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
+        self._pid = self._start(theirs)
+        theirs.close()
+
+    def _start(self, theirs: socket.socket) -> int:
+        """Start the process that forks; return its process id."""
+        pid = os.fork()
+        if pid == 0:
             self._ours.close()
             _serve(theirs, self._owner)
-        theirs.close()
-        self._replaced = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-        subprocess.Popen._execute_child = self._execute_child(self._replaced)  # type: ignore[attr-defined]
+        return pid
 
-    def __enter__(self) -> _Nursery:
-        return self
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Fork the Python programs that this process starts."""
+        replaced = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+        subprocess.Popen._execute_child = self._execute_child(replaced)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            if os.getpid() == self._owner:
+                subprocess.Popen._execute_child = replaced  # type: ignore[attr-defined]
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if os.getpid() == self._owner:
-            subprocess.Popen._execute_child = self._replaced  # type: ignore[attr-defined]
             self._ours.close()
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
@@ -211,7 +235,8 @@ class _Nursery:
             leads_session = bool(rest[5])
             arguments = [args] if isinstance(args, str | bytes | os.PathLike) else list(map(os.fspath, args))
             is_plain = not (shell or pass_fds or preexec_fn or executable) and os.getpid() == self._owner
-            program = _python(list(map(os.fsdecode, arguments)), _text(env), cwd and os.fsdecode(cwd)) if is_plain else None
+            words, folder = list(map(os.fsdecode, arguments)), cwd and os.fsdecode(cwd)
+            program = _python(words, _text(env), folder, self.same) if is_plain else None
             if program is None:
                 replaced(process, *given)
                 return
@@ -233,6 +258,34 @@ class _Nursery:
             self._ours.sendall(data)
             (pid,) = struct.unpack("i", _receive(self._ours, 4))
         return int(pid)
+
+
+class FreshNursery(_Nursery):
+    """The nursery of a process with threads, such as a test's: a fresh interpreter that has imported what nodes import.
+
+    It has imported torch for one thread. Agents do not compute, and a worker with another number of threads is a fresh one.
+    """
+
+    same = tuple(name for name in SAME if name != "OMP_NUM_THREADS")
+
+    def _start(self, theirs: socket.socket) -> int:
+        code = f"import {', '.join(IMPORTS)}; import warm_tree; warm_tree.serve({theirs.fileno()}, {self._owner})"
+        folders = [os.path.dirname(os.path.abspath(__file__)), *_folders()]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PADDING": PADDING, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen([sys.executable, "-c", code, PADDING], env=environ, pass_fds=[theirs.fileno()])
+        return self._process.pid
+
+    def close(self) -> None:
+        self._ours.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def serve(requests: int, owner: int) -> NoReturn:
+    """Fork programs for the process that has started this one with a socket, until that ends."""
+    import frozen_heap  # noqa: F401 - collects the garbage of the imports, and keeps the rest out of later collections
+
+    _serve(socket.socket(fileno=requests), owner)
 
 
 def _text(environ: Mapping[Any, Any] | None) -> dict[str, str] | None:

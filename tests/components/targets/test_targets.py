@@ -73,6 +73,7 @@ def pids(target: LocalTarget, handle: str) -> list[int]:
     return [int(word) for word in line.split()[1:]]
 
 
+@pytest.mark.usefixtures("warm_nodes")
 def test_node_runs_the_script_with_its_arguments_and_variables(make_target: MakeTarget) -> None:
     target = make_target(
         "import os, sys; print(sys.argv[1:], os.environ['LEVEL'])", "--lr", "0.1", "--", "-x", "a b", "${app_id}", "a$$b"
@@ -83,6 +84,7 @@ def test_node_runs_the_script_with_its_arguments_and_variables(make_target: Make
     assert "['--lr', '0.1', '--', '-x', 'a b', '${app_id}', 'a$$b'] 5$ ${app_id}" in output(target, handle)
 
 
+@pytest.mark.usefixtures("warm_nodes")
 def test_a_failing_script_makes_a_failed_node(make_target: MakeTarget) -> None:
     target = make_target("raise ValueError('bad')")
     handle = target.start("node1")
@@ -118,6 +120,7 @@ def test_node_outlives_the_files_torchx_cannot_write(
     target.cancel([handle])
 
 
+@pytest.mark.usefixtures("warm_nodes")
 def test_nodes_end_with_all_their_processes_and_no_others(make_target: MakeTarget) -> None:
     target = make_target(STUBBORN, grace_s=1.0)
     handles = [target.start(f"node{number}") for number in (1, 2, 3)]
@@ -217,6 +220,7 @@ def two_cores() -> Iterator[tuple[int, int]]:
     os.sched_setaffinity(0, before)
 
 
+@pytest.mark.usefixtures("warm_nodes")
 def test_each_node_keeps_its_own_cores_and_gpus_until_it_is_gone(
     two_cores: tuple[int, int], make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
