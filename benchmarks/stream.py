@@ -6,11 +6,14 @@
                 loader workers each; every row of every epoch is counted. The control does the same without handing over the
                 position to joiners, and has to lose rows.
     content     global batches are bit-equal for 1, 2 and 3 workers with 0, 1 and 4 loader workers.
-    speed       rows/s of whole epochs of batches of 512 rows, with 0 and 2 loader workers: ours, unshuffled and shuffled; a
-                plain IterableDataset over pyarrow; and others that are installed. `rows_ratio` is ours, unshuffled, over the
-                plain one, the worse of 0 and 2 loader workers. `others_ratio` is the same over the best of the others, nan
-                if there are none. The plain one gives views into Arrow's memory, which a training step must not write to;
-                `writable_ratio` compares with the same reader that gives tensors like ours.
+    speed       rows/s of whole epochs of batches of 512 rows, by itself and with 2 helpers: loader workers, or threads where a
+                library has them. Measured are ours, unshuffled and shuffled; a plain IterableDataset over pyarrow; and others
+                that are installed. All decode the same row groups into a dictionary with a tensor for each column, and
+                transform nothing. `rows_ratio` is ours, unshuffled, over the plain reader with batches of the same kind,
+                which are tensors of their own; the worse of 0 and 2 loader workers. `views_ratio` is the same over the plain
+                reader with views into Arrow's memory, which a training step must not write to. `others_ratio` is our fastest
+                unshuffled reader over the fastest of the others with as many helpers, the worse of 0 and 2; nan if there are
+                no others. The fastest others give views, so they copy less.
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
@@ -35,7 +38,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -59,9 +62,8 @@ from lightning_dlrover.live.loader import ElasticLoader
 
 PARTS = ("schedules", "content", "speed", "seek", "memory", "plan", "auc")
 BATCH_SIZE = 512
-LOADER_WORKERS = (0, 2)
-MAX_ROWS_WITH_LOADER_WORKERS = 100_000
-"""Rows of an epoch that are read with loader workers. The plain reader is slow with them."""
+HELPERS = (0, 2)
+"""Numbers of loader workers, or of threads, beside the process that takes the batches."""
 
 MIB = 2**20
 NUM_PROCESSES = 2
@@ -251,6 +253,10 @@ def ours(shuffle_rows: int, paths: Sequence[str], num_workers: int) -> Any:
     return DataLoader(stream(parquet(paths), shuffle_rows=shuffle_rows), batch_size=BATCH_SIZE, num_workers=num_workers)
 
 
+def ours_in_threads(shuffle_rows: int, paths: Sequence[str], num_threads: int) -> Any:
+    return DataLoader(stream(parquet(paths), shuffle_rows=shuffle_rows, threads=num_threads), batch_size=BATCH_SIZE)
+
+
 def hugging_face_rows(paths: Sequence[str], num_workers: int) -> Any:
     """Return what the documentation of `datasets` shows: a streaming dataset in a DataLoader that collates rows."""
     from datasets import load_dataset
@@ -315,29 +321,53 @@ def litdata_parquet(paths: Sequence[str], num_workers: int) -> Any:
 
 
 Reader = Callable[[Sequence[str], int], Any]
+"""Makes a loader of the files with so many helpers."""
 
-READERS: dict[str, Reader] = {
-    "plain": plain,
-    "plain, writable": partial(plain, writable=True),
-    "stream": partial(ours, 0),
-    "stream, shuffled": partial(ours, 100_000),
+
+@dataclass(frozen=True)
+class Entrant:
+    """A reader that takes part, and how much of an epoch it reads. Slow ones read a part of it."""
+
+    reader: Reader
+    share: float = 1.0
+    max_rows_helped: int = 100_000  # before `share` is taken; with helpers most are slow, and start-up counts
+    needs_helpers: bool = False
+    packages: tuple[str, ...] = ()  # needed beside ours
+
+    @property
+    def is_installed(self) -> bool:
+        return all(map(importlib.util.find_spec, self.packages))
+
+    def rows(self, num_rows: int, num_helpers: int) -> int:
+        return int(self.share * (min(num_rows, self.max_rows_helped) if num_helpers else num_rows))
+
+
+ALL = sys.maxsize
+READERS: dict[str, Entrant] = {
+    "plain": Entrant(plain),
+    "plain, writable": Entrant(partial(plain, writable=True)),
+    "stream": Entrant(partial(ours, 0), max_rows_helped=ALL),
+    "stream, shuffled": Entrant(partial(ours, 100_000), max_rows_helped=ALL),
+    "stream, threads": Entrant(partial(ours_in_threads, 0), max_rows_helped=ALL, needs_helpers=True),
+    "stream, threads, shuffled": Entrant(partial(ours_in_threads, 100_000), max_rows_helped=ALL, needs_helpers=True),
 }
-OTHERS: dict[str, tuple[Sequence[str], Reader, float]] = {  # packages, reader, share of the epoch that is read: some are slow
-    "torchdata nodes": (("torchdata",), torchdata_nodes, 1.0),
-    "datasets, arrow batches": (("datasets",), hugging_face_arrow, 1.0),
-    "datasets, torch rows": (("datasets",), hugging_face_rows, 0.001),
-    "litdata": (("litdata", "polars"), litdata_parquet, 0.02),
+OURS = ("stream", "stream, threads")
+OTHERS: dict[str, Entrant] = {
+    "torchdata nodes": Entrant(torchdata_nodes, max_rows_helped=ALL, packages=("torchdata",)),
+    "datasets, arrow batches": Entrant(hugging_face_arrow, packages=("datasets",)),
+    "datasets, torch rows": Entrant(hugging_face_rows, share=0.001, packages=("datasets",)),
+    "litdata": Entrant(litdata_parquet, share=0.02, packages=("litdata", "polars")),
 }
 
 
-def rows_per_s(reader: Reader, paths: Sequence[str], num_workers: int, num_rows: int) -> float:
+def rows_per_s(reader: Reader, paths: Sequence[str], num_helpers: int, num_rows: int) -> float:
     """Read an epoch, or its first `num_rows` rows, from the making of the loader on.
 
     Processes that are spawned import all packages anew, so their time begins with their first batch, and does not count it.
     """
     gc.collect()
     began = time.perf_counter()
-    loader = reader(paths, num_workers)
+    loader = reader(paths, num_helpers)
     is_spawned = getattr(loader, "multiprocessing_context", None) is not None
     rows = not_counted = 0
     for batch in loader:
@@ -354,30 +384,33 @@ def rows_per_s(reader: Reader, paths: Sequence[str], num_workers: int, num_rows:
 
 def speed(paths: Sequence[str], size: Size, rounds: int) -> dict[str, float | int]:
     num_rows = size.num_files * size.rows_per_file
-    installed = {name: each[1:] for name, each in OTHERS.items() if all(map(importlib.util.find_spec, each[0]))}
-    everyone = {name: (reader, 1.0) for name, reader in READERS.items()} | installed
+    others = {name: entrant for name, entrant in OTHERS.items() if entrant.is_installed}
+    everyone = READERS | others
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-    measured: dict[tuple[str, int], list[float]] = {(name, n): [] for name in everyone for n in LOADER_WORKERS}
+    measured: dict[tuple[str, int], list[float]] = {
+        (name, n): [] for n in HELPERS for name, entrant in everyone.items() if n or not entrant.needs_helpers
+    }
     rows_per_s(plain, paths, 0, num_rows)  # fills the page cache
     for number in range(rounds):
         order = list(measured)
-        for name, num_workers in order[:: 1 if number % 2 == 0 else -1]:
-            reader, share = everyone[name]
-            rows = min(num_rows, MAX_ROWS_WITH_LOADER_WORKERS) if num_workers else num_rows
-            measured[name, num_workers].append(rows_per_s(reader, paths, num_workers, int(rows * share)))
+        for name, num_helpers in order[:: 1 if number % 2 == 0 else -1]:
+            entrant = everyone[name]
+            rows = entrant.rows(num_rows, num_helpers)
+            measured[name, num_helpers].append(rows_per_s(entrant.reader, paths, num_helpers, rows))
     medians = {key: statistics.median(rates) for key, rates in measured.items()}
-    print(f"{'reader':26}{'loader workers':>15}{'rows/s':>12}{'min':>12}{'max':>12}{'of plain':>10}")
-    for (name, num_workers), rates in measured.items():
-        ratio = medians[name, num_workers] / medians["plain", num_workers]
-        print(
-            f"{name:26}{num_workers:15}{medians[name, num_workers]:12.0f}{min(rates):12.0f}{max(rates):12.0f}{ratio:10.3f}",
-            flush=True,
-        )
-    best = {n: max((medians[name, n] for name in installed), default=math.nan) for n in LOADER_WORKERS}
+    print(f"{'reader':26}{'helpers':>9}{'rows/s':>12}{'min':>12}{'max':>12}{'of plain':>10}")
+    for (name, num_helpers), rates in measured.items():
+        median = medians[name, num_helpers]
+        ratio = median / medians["plain", num_helpers]
+        print(f"{name:26}{num_helpers:9}{median:12.0f}{min(rates):12.0f}{max(rates):12.0f}{ratio:10.3f}", flush=True)
+
+    def best(names: Iterable[str], num_helpers: int) -> float:
+        return max((medians[name, num_helpers] for name in names if (name, num_helpers) in medians), default=math.nan)
+
     return {
-        "rows_ratio": min(medians["stream", n] / medians["plain", n] for n in LOADER_WORKERS),
-        "others_ratio": min(medians["stream", n] / best[n] for n in LOADER_WORKERS),
-        "writable_ratio": min(medians["stream", n] / medians["plain, writable", n] for n in LOADER_WORKERS),
+        "rows_ratio": min(medians["stream", n] / medians["plain, writable", n] for n in HELPERS),
+        "others_ratio": min(best(OURS, n) / best(others, n) for n in HELPERS),
+        "views_ratio": min(medians["stream", n] / medians["plain", n] for n in HELPERS),
     }
 
 
@@ -421,21 +454,20 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def memory(paths: Sequence[str]) -> None:
-    readers = {"plain": plain, **READERS}
-    mib = {name: apart(resident_mib, name, list(paths)) for name in readers}
-    print("resident memory of a process that reads without loader workers, beyond that before the first batch:")
+    mib = {name: apart(resident_mib, name, list(paths), 2 * entrant.needs_helpers) for name, entrant in READERS.items()}
+    print("resident memory of a process that reads alone or with 2 threads, beyond that before the first batch:")
     for name, peak in mib.items():
         print(f"    {name:26}{peak:8.0f} MiB", flush=True)
 
 
-def resident_mib(name: str, paths: Sequence[str]) -> float:
+def resident_mib(name: str, paths: Sequence[str], num_threads: int) -> float:
     """Return the largest resident memory within an epoch."""
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     import pyarrow.parquet  # noqa: F401  # its import is not counted
 
     process = psutil.Process()
     before = largest = process.memory_info().rss
-    for number, _ in enumerate(READERS[name](paths, 0)):
+    for number, _ in enumerate(READERS[name].reader(paths, num_threads)):
         if number % 16 == 0:
             largest = max(largest, process.memory_info().rss)
     return float(largest - before) / MIB
