@@ -13,7 +13,8 @@
                 which are tensors of their own; the worse of 0 and 2 loader workers. `views_ratio` is the same over the plain
                 reader with views into Arrow's memory, which a training step must not write to. `others_ratio` is our fastest
                 unshuffled reader over the fastest of the others with as many helpers, the worse of 0 and 2; nan if there are
-                no others. The fastest others give views, so they copy less.
+                no others. The fastest others give views, so they copy less. `rows_cpu_ratio` and `others_cpu_ratio` are the
+                same by rows in a second of CPU time, all threads and processes together, which other programs disturb less.
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
@@ -29,20 +30,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import math
 import multiprocessing
 import random
+import resource
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,15 @@ import psutil
 import torch
 from accuracy import EXAMPLES, TRAINING_TIMEOUT_S, train_elastic, train_unresized
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
+from stream_readers import OTHERS, OURS, READERS, Reader, plain
 from stream_schedules import Numbered, SimulatedJob, Tally, follow, random_schedule
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import Shard, parquet, stream
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.data.parquet_source import ROWS_AT_ONCE
 from lightning_dlrover.live.loader import ElasticLoader
 
 PARTS = ("schedules", "content", "speed", "seek", "memory", "plan", "auc")
-BATCH_SIZE = 512
 HELPERS = (0, 2)
 """Numbers of loader workers, or of threads, beside the process that takes the batches."""
 
@@ -217,156 +216,28 @@ def global_batches(
 # --- speed --------------------------------------------------------------------------------------------------------------------
 
 
-class PlainParquet(IterableDataset[dict[str, torch.Tensor]]):
-    """The reader one writes by hand: files split over loader workers, decoded in order, cut into batches."""
-
-    def __init__(self, paths: Sequence[str], writable: bool) -> None:
-        self._paths = list(paths)
-        self._writable = writable
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        info = get_worker_info()
-        mine = self._paths[info.id :: info.num_workers] if info is not None else self._paths
-        return chain.from_iterable(plain_batches(path, self._writable) for path in mine)
-
-
-def plain_batches(path: str, writable: bool) -> Iterator[dict[str, torch.Tensor]]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        for decoded in file.iter_batches(ROWS_AT_ONCE, use_threads=False):
-            for first in range(0, decoded.num_rows, BATCH_SIZE):
-                views = tensors(decoded.slice(first, BATCH_SIZE))
-                yield {name: view.clone() for name, view in views.items()} if writable else views
-
-
-def tensors(batch: Any) -> dict[str, torch.Tensor]:
-    """Return the columns of a record batch or of a table without a copy."""
-    return {name: torch.from_numpy(column.to_numpy()) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
-
-
-def plain(paths: Sequence[str], num_workers: int, writable: bool = False) -> Any:
-    return DataLoader(PlainParquet(paths, writable), batch_size=None, num_workers=num_workers)
-
-
-def ours(shuffle_rows: int, paths: Sequence[str], num_workers: int) -> Any:
-    return DataLoader(stream(parquet(paths), shuffle_rows=shuffle_rows), batch_size=BATCH_SIZE, num_workers=num_workers)
-
-
-def ours_in_threads(shuffle_rows: int, paths: Sequence[str], num_threads: int) -> Any:
-    return DataLoader(stream(parquet(paths), shuffle_rows=shuffle_rows, threads=num_threads), batch_size=BATCH_SIZE)
-
-
-def hugging_face_rows(paths: Sequence[str], num_workers: int) -> Any:
-    """Return what the documentation of `datasets` shows: a streaming dataset in a DataLoader that collates rows."""
-    from datasets import load_dataset
-
-    data = load_dataset("parquet", data_files=list(paths), split="train", streaming=True).with_format("torch")
-    return DataLoader(data, batch_size=BATCH_SIZE, num_workers=num_workers)
-
-
-class ArrowBatches(IterableDataset[dict[str, torch.Tensor]]):
-    """Batches of a streaming dataset of `datasets` as Arrow tables, which is its fastest way."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        from datasets import load_dataset
-
-        self._data = load_dataset("parquet", data_files=list(paths), split="train", streaming=True).with_format("arrow")
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        info = get_worker_info()
-        data = self._data if info is None else self._data.shard(info.num_workers, info.id)
-        return map(tensors, data.iter(BATCH_SIZE))
-
-
-def hugging_face_arrow(paths: Sequence[str], num_workers: int) -> Any:
-    return DataLoader(ArrowBatches(paths), batch_size=None, num_workers=num_workers)
-
-
-def torchdata_nodes(paths: Sequence[str], num_workers: int) -> Any:
-    """Return torchdata's nodes: row groups are decoded by threads, as many as there would be loader workers."""
-    import pyarrow.parquet as pq
-    from torchdata.nodes import IterableWrapper, Loader, Mapper, ParallelMapper, Unbatcher
-
-    groups = [(path, group) for path in paths for group in range(pq.ParquetFile(path).num_row_groups)]
-    source = IterableWrapper(groups)
-    decoded = (
-        ParallelMapper(source, decoded_group, num_workers, method="thread") if num_workers else Mapper(source, decoded_group)
-    )
-    return Loader(Unbatcher(decoded))
-
-
-def decoded_group(place: tuple[str, int]) -> list[dict[str, torch.Tensor]]:
-    import pyarrow.parquet as pq
-
-    path, group = place
-    table = pq.ParquetFile(path).read_row_group(group, use_threads=False)
-    return [tensors(table.slice(first, BATCH_SIZE)) for first in range(0, table.num_rows, BATCH_SIZE)]
-
-
-def litdata_parquet(paths: Sequence[str], num_workers: int) -> Any:
-    """Return litData's stream of Parquet files, which it indexes first."""
-    from litdata import StreamingDataLoader, StreamingDataset, index_parquet_dataset
-    from litdata.streaming.item_loader import ParquetLoader
-
-    folder = str(Path(paths[0]).parent)
-    if not (Path(folder) / "index.json").exists():
-        index_parquet_dataset(folder)
-    return StreamingDataLoader(
-        StreamingDataset(folder, item_loader=ParquetLoader()),
-        batch_size=BATCH_SIZE,
-        num_workers=num_workers,
-        multiprocessing_context="spawn" if num_workers else None,  # it refuses to fork, because it reads with polars
-    )
-
-
-Reader = Callable[[Sequence[str], int], Any]
-"""Makes a loader of the files with so many helpers."""
-
-
 @dataclass(frozen=True)
-class Entrant:
-    """A reader that takes part, and how much of an epoch it reads. Slow ones read a part of it."""
+class Rate:
+    """Rows in a second, and in a second of CPU time of all threads and loader workers."""
 
-    reader: Reader
-    share: float = 1.0
-    max_rows_helped: int = 100_000  # before `share` is taken; with helpers most are slow, and start-up counts
-    needs_helpers: bool = False
-    packages: tuple[str, ...] = ()  # needed beside ours
-
-    @property
-    def is_installed(self) -> bool:
-        return all(map(importlib.util.find_spec, self.packages))
-
-    def rows(self, num_rows: int, num_helpers: int) -> int:
-        return int(self.share * (min(num_rows, self.max_rows_helped) if num_helpers else num_rows))
+    per_s: float
+    per_cpu_s: float
 
 
-ALL = sys.maxsize
-READERS: dict[str, Entrant] = {
-    "plain": Entrant(plain),
-    "plain, writable": Entrant(partial(plain, writable=True)),
-    "stream": Entrant(partial(ours, 0), max_rows_helped=ALL),
-    "stream, shuffled": Entrant(partial(ours, 100_000), max_rows_helped=ALL),
-    "stream, threads": Entrant(partial(ours_in_threads, 0), max_rows_helped=ALL, needs_helpers=True),
-    "stream, threads, shuffled": Entrant(partial(ours_in_threads, 100_000), max_rows_helped=ALL, needs_helpers=True),
-}
-OURS = ("stream", "stream, threads")
-OTHERS: dict[str, Entrant] = {
-    "torchdata nodes": Entrant(torchdata_nodes, max_rows_helped=ALL, packages=("torchdata",)),
-    "datasets, arrow batches": Entrant(hugging_face_arrow, packages=("datasets",)),
-    "datasets, torch rows": Entrant(hugging_face_rows, share=0.001, packages=("datasets",)),
-    "litdata": Entrant(litdata_parquet, share=0.02, packages=("litdata", "polars")),
-}
+def cpu_s() -> float:
+    """Return the CPU time of this process and of those that it has waited for."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
-def rows_per_s(reader: Reader, paths: Sequence[str], num_helpers: int, num_rows: int) -> float:
+def measure(reader: Reader, paths: Sequence[str], num_helpers: int, num_rows: int) -> Rate:
     """Read an epoch, or its first `num_rows` rows, from the making of the loader on.
 
     Processes that are spawned import all packages anew, so their time begins with their first batch, and does not count it.
+    Their CPU time counts from their start.
     """
     gc.collect()
-    began = time.perf_counter()
+    cpu_before, began = cpu_s(), time.perf_counter()
     loader = reader(paths, num_helpers)
     is_spawned = getattr(loader, "multiprocessing_context", None) is not None
     rows = not_counted = 0
@@ -377,9 +248,11 @@ def rows_per_s(reader: Reader, paths: Sequence[str], num_helpers: int, num_rows:
         if rows >= num_rows:
             break
     took_s = time.perf_counter() - began
+    del loader
+    gc.collect()  # loader workers end, and their CPU time counts
     if rows < num_rows:
         raise BenchmarkError(f"{reader} gave {rows} of {num_rows} rows")
-    return (rows - not_counted) / took_s
+    return Rate((rows - not_counted) / took_s, rows / (cpu_s() - cpu_before))
 
 
 def speed(paths: Sequence[str], size: Size, rounds: int) -> dict[str, float | int]:
@@ -387,31 +260,49 @@ def speed(paths: Sequence[str], size: Size, rounds: int) -> dict[str, float | in
     others = {name: entrant for name, entrant in OTHERS.items() if entrant.is_installed}
     everyone = READERS | others
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-    measured: dict[tuple[str, int], list[float]] = {
+    measured: dict[tuple[str, int], list[Rate]] = {
         (name, n): [] for n in HELPERS for name, entrant in everyone.items() if n or not entrant.needs_helpers
     }
-    rows_per_s(plain, paths, 0, num_rows)  # fills the page cache
+    measure(plain, paths, 0, num_rows)  # fills the page cache
     for number in range(rounds):
         order = list(measured)
         for name, num_helpers in order[:: 1 if number % 2 == 0 else -1]:
             entrant = everyone[name]
             rows = entrant.rows(num_rows, num_helpers)
-            measured[name, num_helpers].append(rows_per_s(entrant.reader, paths, num_helpers, rows))
-    medians = {key: statistics.median(rates) for key, rates in measured.items()}
-    print(f"{'reader':26}{'helpers':>9}{'rows/s':>12}{'min':>12}{'max':>12}{'of plain':>10}")
+            measured[name, num_helpers].append(measure(entrant.reader, paths, num_helpers, rows))
+    per_s = {key: statistics.median(rate.per_s for rate in rates) for key, rates in measured.items()}
+    per_cpu_s = {key: statistics.median(rate.per_cpu_s for rate in rates) for key, rates in measured.items()}
+    print(f"{'reader':26}{'helpers':>9}{'rows/s':>12}{'min':>12}{'max':>12}{'of plain':>10}{'rows/CPU s':>12}")
     for (name, num_helpers), rates in measured.items():
-        median = medians[name, num_helpers]
-        ratio = median / medians["plain", num_helpers]
-        print(f"{name:26}{num_helpers:9}{median:12.0f}{min(rates):12.0f}{max(rates):12.0f}{ratio:10.3f}", flush=True)
-
-    def best(names: Iterable[str], num_helpers: int) -> float:
-        return max((medians[name, num_helpers] for name in names if (name, num_helpers) in medians), default=math.nan)
-
+        median = per_s[name, num_helpers]
+        least, most = min(rate.per_s for rate in rates), max(rate.per_s for rate in rates)
+        print(
+            f"{name:26}{num_helpers:9}{median:12.0f}{least:12.0f}{most:12.0f}{median / per_s['plain', num_helpers]:10.3f}"
+            f"{per_cpu_s[name, num_helpers]:12.0f}",
+            flush=True,
+        )
     return {
-        "rows_ratio": min(medians["stream", n] / medians["plain, writable", n] for n in HELPERS),
-        "others_ratio": min(best(OURS, n) / best(others, n) for n in HELPERS),
-        "views_ratio": min(medians["stream", n] / medians["plain", n] for n in HELPERS),
+        "rows_ratio": over_plain(per_s, "plain, writable"),
+        "others_ratio": over_others(per_s, list(others)),
+        "views_ratio": over_plain(per_s, "plain"),
+        "rows_cpu_ratio": over_plain(per_cpu_s, "plain, writable"),
+        "others_cpu_ratio": over_others(per_cpu_s, list(others)),
     }
+
+
+Rates = dict[tuple[str, int], float]
+"""Rows per second by reader and number of helpers."""
+
+
+def over_plain(rates: Rates, name: str) -> float:
+    return min(rates["stream", n] / rates[name, n] for n in HELPERS)
+
+
+def over_others(rates: Rates, others: Sequence[str]) -> float:
+    def best(names: Sequence[str], num_helpers: int) -> float:
+        return max((rates[name, num_helpers] for name in names if (name, num_helpers) in rates), default=math.nan)
+
+    return min(best(OURS, n) / best(others, n) for n in HELPERS)
 
 
 # --- seek ---------------------------------------------------------------------------------------------------------------------

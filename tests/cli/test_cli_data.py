@@ -89,7 +89,12 @@ def test_worker_that_waits_longest_for_data_is_named(
     assert asked(dlrover, etcd, job)[0]["wait_skew"] is None  # one worker
     waits = {"w-c": (1, 0.003), "w-d": (1, 0.040), "w-old": (0, 9.0)}  # the last one was in an earlier round
     for number, (name, (round_number, wait_s)) in enumerate(waits.items(), 1):
-        changes = {"worker_id": name, "global_rank": number, "round_number": round_number, "data_wait_s": wait_s}
+        changes: dict[str, Any] = {
+            "worker_id": name,
+            "global_rank": number,
+            "round_number": round_number,
+            "data_wait_s": wait_s,
+        }
         client.put(job.profiles + name, encode(replace(window(time.time() - 1), **changes)))
     skew = asked(dlrover, etcd, job)[0]["wait_skew"]
     assert skew == {"longest_s": 0.040, "worker_id": "w-d", "median_s": 0.003, "num_workers": 3}
