@@ -6,11 +6,15 @@
                 loader workers each; every row of every epoch is counted. The control does the same without handing over the
                 position to joiners, and has to lose rows.
     content     global batches are bit-equal for 1, 2 and 3 workers with 0, 1 and 4 loader workers.
-    speed       rows/s of whole epochs of batches of 512 rows, with 0 and 2 loader workers: ours, unshuffled and shuffled; a
-                plain IterableDataset over pyarrow; and others that are installed. `rows_ratio` is ours, unshuffled, over the
-                plain one, the worse of 0 and 2 loader workers. `others_ratio` is the same over the best of the others, nan
-                if there are none. The plain one gives views into Arrow's memory, which a training step must not write to;
-                `writable_ratio` compares with the same reader that gives tensors like ours.
+    speed       rows/s of whole epochs of batches of 512 rows, by itself and with 2 helpers: loader workers, or threads where a
+                library has them. Measured are ours, unshuffled and shuffled; a plain IterableDataset over pyarrow; and others
+                that are installed. All decode the same row groups into a dictionary with a tensor for each column, and
+                transform nothing. `rows_ratio` is ours, unshuffled, over the plain reader with batches of the same kind,
+                which are tensors of their own; the worse of 0 and 2 loader workers. `views_ratio` is the same over the plain
+                reader with views into Arrow's memory, which a training step must not write to. `others_ratio` is our fastest
+                unshuffled reader over the fastest of the others with as many helpers, the worse of 0 and 2; nan if there are
+                no others. The fastest others give views, so they copy less. `rows_cpu_ratio` and `others_cpu_ratio` are the
+                same by rows in a second of CPU time, all threads and processes together, which other programs disturb less.
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
@@ -26,10 +30,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import math
 import multiprocessing
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -39,7 +43,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +52,17 @@ import psutil
 import torch
 from accuracy import EXAMPLES, TRAINING_TIMEOUT_S, train_elastic, train_unresized
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
+from stream_readers import OTHERS, OURS, READERS, Reader, plain
 from stream_schedules import Numbered, SimulatedJob, Tally, follow, random_schedule
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import Shard, parquet, stream
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.data.parquet_source import ROWS_AT_ONCE
 from lightning_dlrover.live.loader import ElasticLoader
 
 PARTS = ("schedules", "content", "speed", "seek", "memory", "plan", "auc")
-BATCH_SIZE = 512
-LOADER_WORKERS = (0, 2)
-MAX_ROWS_WITH_LOADER_WORKERS = 100_000
-"""Rows of an epoch that are read with loader workers. The plain reader is slow with them."""
+HELPERS = (0, 2)
+"""Numbers of loader workers, or of threads, beside the process that takes the batches."""
 
 MIB = 2**20
 NUM_PROCESSES = 2
@@ -215,129 +216,29 @@ def global_batches(
 # --- speed --------------------------------------------------------------------------------------------------------------------
 
 
-class PlainParquet(IterableDataset[dict[str, torch.Tensor]]):
-    """The reader one writes by hand: files split over loader workers, decoded in order, cut into batches."""
+@dataclass(frozen=True)
+class Rate:
+    """Rows in a second, and in a second of CPU time of all threads and loader workers."""
 
-    def __init__(self, paths: Sequence[str], writable: bool) -> None:
-        self._paths = list(paths)
-        self._writable = writable
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        info = get_worker_info()
-        mine = self._paths[info.id :: info.num_workers] if info is not None else self._paths
-        return chain.from_iterable(plain_batches(path, self._writable) for path in mine)
+    per_s: float
+    per_cpu_s: float
 
 
-def plain_batches(path: str, writable: bool) -> Iterator[dict[str, torch.Tensor]]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        for decoded in file.iter_batches(ROWS_AT_ONCE, use_threads=False):
-            for first in range(0, decoded.num_rows, BATCH_SIZE):
-                views = tensors(decoded.slice(first, BATCH_SIZE))
-                yield {name: view.clone() for name, view in views.items()} if writable else views
+def cpu_s() -> float:
+    """Return the CPU time of this process and of those that it has waited for."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
-def tensors(batch: Any) -> dict[str, torch.Tensor]:
-    """Return the columns of a record batch or of a table without a copy."""
-    return {name: torch.from_numpy(column.to_numpy()) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
-
-
-def plain(paths: Sequence[str], num_workers: int, writable: bool = False) -> Any:
-    return DataLoader(PlainParquet(paths, writable), batch_size=None, num_workers=num_workers)
-
-
-def ours(shuffle_rows: int, paths: Sequence[str], num_workers: int) -> Any:
-    return DataLoader(stream(parquet(paths), shuffle_rows=shuffle_rows), batch_size=BATCH_SIZE, num_workers=num_workers)
-
-
-def hugging_face_rows(paths: Sequence[str], num_workers: int) -> Any:
-    """Return what the documentation of `datasets` shows: a streaming dataset in a DataLoader that collates rows."""
-    from datasets import load_dataset
-
-    data = load_dataset("parquet", data_files=list(paths), split="train", streaming=True).with_format("torch")
-    return DataLoader(data, batch_size=BATCH_SIZE, num_workers=num_workers)
-
-
-class ArrowBatches(IterableDataset[dict[str, torch.Tensor]]):
-    """Batches of a streaming dataset of `datasets` as Arrow tables, which is its fastest way."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        from datasets import load_dataset
-
-        self._data = load_dataset("parquet", data_files=list(paths), split="train", streaming=True).with_format("arrow")
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        info = get_worker_info()
-        data = self._data if info is None else self._data.shard(info.num_workers, info.id)
-        return map(tensors, data.iter(BATCH_SIZE))
-
-
-def hugging_face_arrow(paths: Sequence[str], num_workers: int) -> Any:
-    return DataLoader(ArrowBatches(paths), batch_size=None, num_workers=num_workers)
-
-
-def torchdata_nodes(paths: Sequence[str], num_workers: int) -> Any:
-    """Return torchdata's nodes: row groups are decoded by threads, as many as there would be loader workers."""
-    import pyarrow.parquet as pq
-    from torchdata.nodes import IterableWrapper, Loader, Mapper, ParallelMapper, Unbatcher
-
-    groups = [(path, group) for path in paths for group in range(pq.ParquetFile(path).num_row_groups)]
-    source = IterableWrapper(groups)
-    decoded = (
-        ParallelMapper(source, decoded_group, num_workers, method="thread") if num_workers else Mapper(source, decoded_group)
-    )
-    return Loader(Unbatcher(decoded))
-
-
-def decoded_group(place: tuple[str, int]) -> list[dict[str, torch.Tensor]]:
-    import pyarrow.parquet as pq
-
-    path, group = place
-    table = pq.ParquetFile(path).read_row_group(group, use_threads=False)
-    return [tensors(table.slice(first, BATCH_SIZE)) for first in range(0, table.num_rows, BATCH_SIZE)]
-
-
-def litdata_parquet(paths: Sequence[str], num_workers: int) -> Any:
-    """Return litData's stream of Parquet files, which it indexes first."""
-    from litdata import StreamingDataLoader, StreamingDataset, index_parquet_dataset
-    from litdata.streaming.item_loader import ParquetLoader
-
-    folder = str(Path(paths[0]).parent)
-    if not (Path(folder) / "index.json").exists():
-        index_parquet_dataset(folder)
-    return StreamingDataLoader(
-        StreamingDataset(folder, item_loader=ParquetLoader()),
-        batch_size=BATCH_SIZE,
-        num_workers=num_workers,
-        multiprocessing_context="spawn" if num_workers else None,  # it refuses to fork, because it reads with polars
-    )
-
-
-Reader = Callable[[Sequence[str], int], Any]
-
-READERS: dict[str, Reader] = {
-    "plain": plain,
-    "plain, writable": partial(plain, writable=True),
-    "stream": partial(ours, 0),
-    "stream, shuffled": partial(ours, 100_000),
-}
-OTHERS: dict[str, tuple[Sequence[str], Reader, float]] = {  # packages, reader, share of the epoch that is read: some are slow
-    "torchdata nodes": (("torchdata",), torchdata_nodes, 1.0),
-    "datasets, arrow batches": (("datasets",), hugging_face_arrow, 1.0),
-    "datasets, torch rows": (("datasets",), hugging_face_rows, 0.001),
-    "litdata": (("litdata", "polars"), litdata_parquet, 0.02),
-}
-
-
-def rows_per_s(reader: Reader, paths: Sequence[str], num_workers: int, num_rows: int) -> float:
+def measure(reader: Reader, paths: Sequence[str], num_helpers: int, num_rows: int) -> Rate:
     """Read an epoch, or its first `num_rows` rows, from the making of the loader on.
 
     Processes that are spawned import all packages anew, so their time begins with their first batch, and does not count it.
+    Their CPU time counts from their start.
     """
     gc.collect()
-    began = time.perf_counter()
-    loader = reader(paths, num_workers)
+    cpu_before, began = cpu_s(), time.perf_counter()
+    loader = reader(paths, num_helpers)
     is_spawned = getattr(loader, "multiprocessing_context", None) is not None
     rows = not_counted = 0
     for batch in loader:
@@ -347,38 +248,61 @@ def rows_per_s(reader: Reader, paths: Sequence[str], num_workers: int, num_rows:
         if rows >= num_rows:
             break
     took_s = time.perf_counter() - began
+    del loader
+    gc.collect()  # loader workers end, and their CPU time counts
     if rows < num_rows:
         raise BenchmarkError(f"{reader} gave {rows} of {num_rows} rows")
-    return (rows - not_counted) / took_s
+    return Rate((rows - not_counted) / took_s, rows / (cpu_s() - cpu_before))
 
 
 def speed(paths: Sequence[str], size: Size, rounds: int) -> dict[str, float | int]:
     num_rows = size.num_files * size.rows_per_file
-    installed = {name: each[1:] for name, each in OTHERS.items() if all(map(importlib.util.find_spec, each[0]))}
-    everyone = {name: (reader, 1.0) for name, reader in READERS.items()} | installed
+    others = {name: entrant for name, entrant in OTHERS.items() if entrant.is_installed}
+    everyone = READERS | others
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-    measured: dict[tuple[str, int], list[float]] = {(name, n): [] for name in everyone for n in LOADER_WORKERS}
-    rows_per_s(plain, paths, 0, num_rows)  # fills the page cache
+    measured: dict[tuple[str, int], list[Rate]] = {
+        (name, n): [] for n in HELPERS for name, entrant in everyone.items() if n or not entrant.needs_helpers
+    }
+    measure(plain, paths, 0, num_rows)  # fills the page cache
     for number in range(rounds):
         order = list(measured)
-        for name, num_workers in order[:: 1 if number % 2 == 0 else -1]:
-            reader, share = everyone[name]
-            rows = min(num_rows, MAX_ROWS_WITH_LOADER_WORKERS) if num_workers else num_rows
-            measured[name, num_workers].append(rows_per_s(reader, paths, num_workers, int(rows * share)))
-    medians = {key: statistics.median(rates) for key, rates in measured.items()}
-    print(f"{'reader':26}{'loader workers':>15}{'rows/s':>12}{'min':>12}{'max':>12}{'of plain':>10}")
-    for (name, num_workers), rates in measured.items():
-        ratio = medians[name, num_workers] / medians["plain", num_workers]
+        for name, num_helpers in order[:: 1 if number % 2 == 0 else -1]:
+            entrant = everyone[name]
+            rows = entrant.rows(num_rows, num_helpers)
+            measured[name, num_helpers].append(measure(entrant.reader, paths, num_helpers, rows))
+    per_s = {key: statistics.median(rate.per_s for rate in rates) for key, rates in measured.items()}
+    per_cpu_s = {key: statistics.median(rate.per_cpu_s for rate in rates) for key, rates in measured.items()}
+    print(f"{'reader':26}{'helpers':>9}{'rows/s':>12}{'min':>12}{'max':>12}{'of plain':>10}{'rows/CPU s':>12}")
+    for (name, num_helpers), rates in measured.items():
+        median = per_s[name, num_helpers]
+        least, most = min(rate.per_s for rate in rates), max(rate.per_s for rate in rates)
         print(
-            f"{name:26}{num_workers:15}{medians[name, num_workers]:12.0f}{min(rates):12.0f}{max(rates):12.0f}{ratio:10.3f}",
+            f"{name:26}{num_helpers:9}{median:12.0f}{least:12.0f}{most:12.0f}{median / per_s['plain', num_helpers]:10.3f}"
+            f"{per_cpu_s[name, num_helpers]:12.0f}",
             flush=True,
         )
-    best = {n: max((medians[name, n] for name in installed), default=math.nan) for n in LOADER_WORKERS}
     return {
-        "rows_ratio": min(medians["stream", n] / medians["plain", n] for n in LOADER_WORKERS),
-        "others_ratio": min(medians["stream", n] / best[n] for n in LOADER_WORKERS),
-        "writable_ratio": min(medians["stream", n] / medians["plain, writable", n] for n in LOADER_WORKERS),
+        "rows_ratio": over_plain(per_s, "plain, writable"),
+        "others_ratio": over_others(per_s, list(others)),
+        "views_ratio": over_plain(per_s, "plain"),
+        "rows_cpu_ratio": over_plain(per_cpu_s, "plain, writable"),
+        "others_cpu_ratio": over_others(per_cpu_s, list(others)),
     }
+
+
+Rates = dict[tuple[str, int], float]
+"""Rows per second by reader and number of helpers."""
+
+
+def over_plain(rates: Rates, name: str) -> float:
+    return min(rates["stream", n] / rates[name, n] for n in HELPERS)
+
+
+def over_others(rates: Rates, others: Sequence[str]) -> float:
+    def best(names: Sequence[str], num_helpers: int) -> float:
+        return max((rates[name, num_helpers] for name in names if (name, num_helpers) in rates), default=math.nan)
+
+    return min(best(OURS, n) / best(others, n) for n in HELPERS)
 
 
 # --- seek ---------------------------------------------------------------------------------------------------------------------
@@ -421,21 +345,20 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def memory(paths: Sequence[str]) -> None:
-    readers = {"plain": plain, **READERS}
-    mib = {name: apart(resident_mib, name, list(paths)) for name in readers}
-    print("resident memory of a process that reads without loader workers, beyond that before the first batch:")
+    mib = {name: apart(resident_mib, name, list(paths), 2 * entrant.needs_helpers) for name, entrant in READERS.items()}
+    print("resident memory of a process that reads alone or with 2 threads, beyond that before the first batch:")
     for name, peak in mib.items():
         print(f"    {name:26}{peak:8.0f} MiB", flush=True)
 
 
-def resident_mib(name: str, paths: Sequence[str]) -> float:
+def resident_mib(name: str, paths: Sequence[str], num_threads: int) -> float:
     """Return the largest resident memory within an epoch."""
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     import pyarrow.parquet  # noqa: F401  # its import is not counted
 
     process = psutil.Process()
     before = largest = process.memory_info().rss
-    for number, _ in enumerate(READERS[name](paths, 0)):
+    for number, _ in enumerate(READERS[name].reader(paths, num_threads)):
         if number % 16 == 0:
             largest = max(largest, process.memory_info().rss)
     return float(largest - before) / MIB

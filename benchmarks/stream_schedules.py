@@ -94,6 +94,7 @@ class SimulatedJob:
     Args:
         num_loader_workers: loader workers of each worker.
         hands_over: whether joiners get the position of the others. Without it rows are lost and doubled.
+        threads: threads that read ahead in each process.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class SimulatedJob:
         shuffle_rows: int = 0,
         max_workers: int = 4,
         hands_over: bool = True,
+        threads: int = 0,
     ) -> None:
         self.source = source
         self.global_batch = global_batch
@@ -111,6 +113,7 @@ class SimulatedJob:
         self._shuffle_rows = shuffle_rows
         self._max_workers = max_workers
         self.hands_over = hands_over
+        self._threads = threads
         self.loaders = [self.make()]
         self.trained: list[npt.NDArray[np.int64]] = []  # rows of each global batch of this epoch
         self.epoch = 0
@@ -118,7 +121,7 @@ class SimulatedJob:
 
     def make(self) -> ElasticLoader:
         """Return the loader of one worker."""
-        data = stream(self.source, shuffle_rows=self._shuffle_rows, seed=SEED)
+        data = stream(self.source, shuffle_rows=self._shuffle_rows, seed=SEED, threads=self._threads)
         loader = DataLoader(data, batch_size=1, num_workers=self._num_loader_workers)
         return ElasticLoader(loader, self.global_batch, training=True, max_workers=self._max_workers)
 

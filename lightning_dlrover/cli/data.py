@@ -132,6 +132,7 @@ def _progress(stream: StreamOpened, found: ReadStreams, where: Standing | None, 
         "rows_per_s": rate * stream.batch_size if rate else None,
         "epoch_left_s": (stream.epoch_batches - batches) / rate if rate else None,
         "measured_s_ago": where.age_s,
+        "wait_skew": dataclasses.asdict(where.skew) if where.skew is not None else None,
     }
 
 
@@ -167,6 +168,11 @@ def _progress_text(answer: dict[str, Any]) -> str:
         lines.append(
             f"  {answer['rows_per_s']:.0f} rows/s, {answer['epoch_left_s']:.0f} s left of the epoch"
             + (f"; at the pace measured {age_s:.0f} s ago" if age_s >= 1 else "")
+        )
+    if skew := answer.get("wait_skew"):
+        lines.append(
+            f"  a step waits {1e3 * skew['longest_s']:.1f} ms for data on worker {skew['worker_id']}, and "
+            f"{1e3 * skew['median_s']:.1f} ms in the median of {skew['num_workers']} workers"
         )
     lines += _skipped_lines(answer)
     if answer["has_finished"]:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from lightning_dlrover.data.lane_plan import CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
 from lightning_dlrover.data.left_out import LeftOut
+from lightning_dlrover.data.read_ahead import ReadingThreads
 from lightning_dlrover.data.reader import LaneReader
 from lightning_dlrover.data.rows import prepare_default_collate
 from lightning_dlrover.data.source import DataError, Ranges, Shard, Source, WindowedSource
@@ -37,6 +38,9 @@ MIN_SHUFFLED_BLOCK = 512
 
 MIN_LANE_ROWS = 65_536
 """Minimum rows of a lane, unless workers need more lanes. Where a lane begins, part of a row group is decoded in vain."""
+
+OF_A_PROCESS = ("_readers", "_reading_threads", "_left_out", "_pid")
+"""Attributes that belong to one process and are not pickled."""
 
 NUM_READERS = 2
 """Orders that a process reads at once: loader workers prepare the next epoch's batches before the last one's are used."""
@@ -79,6 +83,7 @@ class Stream(Dataset[Any]):
             tensors that is made from columns.
         shuffle_rows: rows that are shuffled together, counted over all workers; 0: no shuffling.
         keep_order: whether rows come in the order of the shards.
+        threads: threads of each reading process that read blocks of rows ahead.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Stream(Dataset[Any]):
         shuffle_rows: int = 0,
         keep_order: bool = False,
         seed: int | None = None,
+        threads: int = 0,
     ) -> None:
         for method in ("shards", "read"):
             if not callable(getattr(source, method, None)):
@@ -101,10 +107,18 @@ class Stream(Dataset[Any]):
             )
         if keep_order and shuffle_rows:
             raise ValueError(f"shuffle_rows={shuffle_rows} shuffles, and keep_order=True asks for the order of the shards")
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
+            raise ValueError(f"threads={threads!r} is no number of threads: give 0 for none, or for example 2")
+        if threads and not getattr(source, "reads_in_threads", False):
+            raise ValueError(
+                f"threads={threads}: {source!r:.80} cannot be read in threads, only parquet(...) can, and sources of your own "
+                "with reads_in_threads = True. Use num_workers of the DataLoader"
+            )
         self.source = source
         self.transform = transform
         self.shuffle_rows = shuffle_rows
         self.keep_order = keep_order
+        self.threads = threads
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         # Shared with loader workers that outlive an epoch.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, and its first row
@@ -117,7 +131,7 @@ class Stream(Dataset[Any]):
         prepare_default_collate()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_readers", "_pid", "_left_out")}
+        return {name: value for name, value in self.__dict__.items() if name not in OF_A_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -126,6 +140,7 @@ class Stream(Dataset[Any]):
 
     def _forget_readers(self) -> None:
         self._readers: OrderedDict[tuple[Any, ...], LaneReader] = OrderedDict()
+        self._reading_threads: ReadingThreads | None = None
         self._left_out: dict[LeftOut, None] = {}
         self._pid = os.getpid()
 
@@ -389,7 +404,10 @@ class Stream(Dataset[Any]):
                 self._readers.popitem(last=False)[1].close()
             ranges = {key: (first, stop) for key, first, stop in window or ()}
             shards = self.shards if window is None else self._in_window(ranges)
-            reader = self._readers[key] = LaneReader(self.source, shards, self.plan(seed, layout, shards))
+            if self.threads and self._reading_threads is None:
+                self._reading_threads = ReadingThreads(self.threads)
+            plan = self.plan(seed, layout, shards)
+            reader = self._readers[key] = LaneReader(self.source, shards, plan, threads=self._reading_threads)
         self._readers.move_to_end(key)
         return reader
 
@@ -400,6 +418,7 @@ def stream(
     shuffle_rows: int = 0,
     keep_order: bool = False,
     seed: int | None = None,
+    threads: int = 0,
 ) -> Stream:
     """Return a dataset for a DataLoader that reads a source in parallel, in an order that depends on nothing but the seed.
 
@@ -409,12 +428,14 @@ def stream(
         shuffle_rows: rows that are shuffled together, over all workers; they are in memory meanwhile. 0: no shuffling.
         keep_order: whether rows come in the order of the shards, as predictions want it. Each process then reads everything.
         seed: of the first epoch's order; None: that of `seed_everything`, or 0.
+        threads: threads that read rows ahead in each process that reads: the training process if the DataLoader has no loader
+            workers, else each of these. 0: rows are read when they are asked for.
 
     Raises:
         TypeError: `source` lacks a method.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or `source` cannot be read in threads.
     """
-    return Stream(source, transform, shuffle_rows, keep_order, seed)
+    return Stream(source, transform, shuffle_rows, keep_order, seed, threads)
 
 
 def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -422,7 +443,11 @@ def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     if not len(numbers):
         return
     array = np.fromiter(numbers, np.int64, len(numbers))  # half the time of a comparison with a list
-    ends = [*np.flatnonzero(array[1:] - array[:-1] != 1).tolist(), len(array) - 1]
+    is_last = array[1:] - array[:-1] != 1
+    if not is_last.any():  # as in a loader without a job
+        yield int(array[0]), int(array[-1]) + 1
+        return
+    ends = [*np.flatnonzero(is_last).tolist(), len(array) - 1]
     first = 0
     for last in ends:
         yield int(array[first]), int(array[last]) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ NUM_METADATA = 64
 class Parquet:
     """Parquet files. `parquet` makes one."""
 
+    reads_in_threads = True
+
     def __init__(self, paths: str | Sequence[str], columns: Sequence[str] | None, on_error: str) -> None:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
@@ -37,10 +40,18 @@ class Parquet:
         self._columns = list(columns) if columns is not None else None
         self._on_error = on_error
         self._locations: dict[str, Location] = {}
+        self._begin_in_process()
+
+    def _begin_in_process(self) -> None:
         self._metadata: OrderedDict[Shard, Any] = OrderedDict()  # metadata of the files that were opened last
+        self._lock = threading.Lock()  # held while `_metadata` is changed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metadata": OrderedDict()}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_metadata", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_in_process()
 
     def __repr__(self) -> str:
         return f"parquet({self._paths!r})"
@@ -106,10 +117,11 @@ class Parquet:
             log.debug("reading row groups %s one by one, since reading them together failed: %s", numbers, error)
 
     def _remember(self, shard: Shard, metadata: Any) -> None:
-        self._metadata[shard] = metadata
-        self._metadata.move_to_end(shard)
-        if len(self._metadata) > NUM_METADATA:
-            self._metadata.popitem(last=False)
+        with self._lock:
+            self._metadata[shard] = metadata
+            self._metadata.move_to_end(shard)
+            if len(self._metadata) > NUM_METADATA:
+                self._metadata.popitem(last=False)
 
     def _row_group(self, file: Any, shard: Shard, number: int, skip: int, num_rows: int) -> Iterator[Any]:
         done = 0

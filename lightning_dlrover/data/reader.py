@@ -1,7 +1,8 @@
 """Read the rows of lanes in one process: each lane by blocks, from the place where it was left.
 
 A process holds one block of each lane that it reads, and a cursor of the source behind that block. At most `max_open`
-lanes are held; the one that was not used for the longest time is closed for another.
+lanes are held; the one that was not used for the longest time is closed for another. With threads, the blocks that are needed
+next are there as well (`read_ahead.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import numpy.typing as npt
 
 from lightning_dlrover.data.lane_plan import LanePlan, Piece
 from lightning_dlrover.data.left_out import LeftOut
+from lightning_dlrover.data.read_ahead import ReadingThreads
 from lightning_dlrover.data.rows import Block, Rows
 from lightning_dlrover.data.source import DataError, Shard, Skipped, Source
 
@@ -69,15 +73,39 @@ class _Cursor:
             self._items.close()
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A block in memory."""
+
+    rows: Block | list[Any]
+    starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `rows`; None: nothing was skipped
+    left_out: tuple[LeftOut, ...] = ()  # rows of the block that could not be read
+
+
 class _Lane:
     def __init__(self) -> None:
         self.number = -1  # number of the block
-        self.block: Block | list[Any] = []
-        self.starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `block`; None: nothing was skipped
-        self.left_out: tuple[LeftOut, ...] = ()  # rows of the block that could not be read
+        self.loaded = _Loaded([])
+        self.ahead: tuple[int, Future[_Loaded]] | None = None  # number of a block that a thread reads, with the cursor
+        self.turn = 0  # count of the reader's pieces when this lane was last used
         self.cursor: _Cursor | None = None
 
+    def take_ahead(self, number: int) -> _Loaded | None:
+        """Return a block that a thread reads, once it is there; None: none reads this block, nor has the cursor any longer."""
+        if self.ahead is None:
+            return None
+        (read, future), self.ahead = self.ahead, None
+        if read == number:
+            return future.result()
+        if not future.cancel():
+            wait([future])
+        return None
+
     def close(self) -> None:
+        self.take_ahead(-1)
+        self.close_cursor()
+
+    def close_cursor(self) -> None:
         if self.cursor is not None:
             self.cursor.close()
             self.cursor = None
@@ -86,12 +114,24 @@ class _Lane:
 class LaneReader:
     """The lanes of one epoch that a process reads.
 
+    Args:
+        threads: threads that read blocks ahead; None: a block is read when its first row is asked for.
+
     Attributes:
         left_out: rows that could not be read, of the blocks that `read` has taken rows from. Its user clears it.
     """
 
-    def __init__(self, source: Source, shards: Sequence[Shard], plan: LanePlan, max_open: int = MAX_OPEN_LANES) -> None:
+    def __init__(
+        self,
+        source: Source,
+        shards: Sequence[Shard],
+        plan: LanePlan,
+        max_open: int = MAX_OPEN_LANES,
+        threads: ReadingThreads | None = None,
+    ) -> None:
         self.plan = plan
+        self._threads = threads
+        self._turn = 0  # pieces that were read so far
         self.left_out: dict[LeftOut, None] = {}
         self._source = source
         self._shards = shards
@@ -114,15 +154,30 @@ class LaneReader:
                 lane = self._at(piece.lane, number)
                 stop = min(piece.stop, end)
                 a, b = first - begin, stop - begin
-                self.left_out.update(dict.fromkeys(lane.left_out))
-                if lane.starts is not None:
-                    a, b = int(lane.starts[a]), int(lane.starts[b])
-                if isinstance(lane.block, Block):
-                    parts.append((lane.block, a, b))
+                loaded = lane.loaded
+                if loaded.left_out:
+                    self.left_out.update(dict.fromkeys(loaded.left_out))
+                if loaded.starts is not None:
+                    a, b = int(loaded.starts[a]), int(loaded.starts[b])
+                if isinstance(loaded.rows, Block):
+                    parts.append((loaded.rows, a, b))
                 else:
-                    rows.extend(lane.block[a:b])
+                    rows.extend(loaded.rows[a:b])
                 first = stop
+                if self._threads is not None:
+                    self._read_ahead(self._threads, piece.lane, lane, end - stop)
         return rows if rows else Rows(parts)
+
+    def _read_ahead(self, threads: ReadingThreads, number: int, lane: _Lane, rows_left: int) -> None:
+        """Let a thread read the lane's next block if it is among those that are needed next."""
+        self._turn += 1
+        num_lanes, lane.turn = self._turn - lane.turn, self._turn  # lanes are read in turn
+        first, _ = self.plan.block(number, lane.number + 1)
+        if lane.ahead is not None or first >= self.plan.lane_length(number):
+            return
+        if threads.is_due(rows_left, self.plan.layout.block_rows, num_lanes):
+            read = partial(self._loaded, lane, number, lane.number + 1)
+            lane.ahead = lane.number + 1, threads.submit(read)
 
     def open(self, pieces: Sequence[Piece]) -> None:
         """Read the blocks in which these pieces begin, as far as no other lane has to be closed.
@@ -148,11 +203,12 @@ class LaneReader:
         self._lanes.move_to_end(number)
         if lane.number != block:
             lane.number = -1  # loading may fail
-            self._load(lane, number, block)
+            lane.loaded = lane.take_ahead(block) or self._loaded(lane, number, block)
             lane.number = block
         return lane
 
-    def _load(self, lane: _Lane, number: int, block: int) -> None:
+    def _loaded(self, lane: _Lane, number: int, block: int) -> _Loaded:
+        """Read a block. One thread at a time does so for a lane."""
         first, stop = self.plan.block(number, block)
         skipped: Counter[tuple[str, str]] = Counter()  # rows, by shard and reason
         left_out: list[LeftOut] = []
@@ -169,10 +225,10 @@ class LaneReader:
                 parts.add(self._shards[shard], item)
         for (key, reason), num_rows in skipped.items():
             log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
-        order, lane.starts, lane.left_out = self.plan.order(number, block), None, tuple(left_out)
+        order, starts = self.plan.order(number, block), None
         if skipped:
-            lane.starts, order = _without_skipped(np.concatenate(is_there), order)
-        lane.block = parts.joined(order)
+            starts, order = _without_skipped(np.concatenate(is_there), order)
+        return _Loaded(parts.joined(order), starts, tuple(left_out))
 
     def _name(self, left_out: list[LeftOut], number: int, row: int, skipped: Skipped) -> None:
         """Add rows of a shard that come after those in the list."""
@@ -190,7 +246,7 @@ class LaneReader:
         for shard_number, begin, end in self.plan.intervals(number, first, stop):
             shard, cursor = self._shards[shard_number], lane.cursor
             if cursor is None or cursor.shard is not shard or cursor.row != begin:
-                lane.close()
+                lane.close_cursor()
                 cursor = _Cursor(self._source, shard, begin)
             lane.cursor = None  # after an error its generator is over
             row = begin

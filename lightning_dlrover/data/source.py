@@ -68,7 +68,10 @@ class Skipped:
 
 @runtime_checkable
 class Source(Protocol):
-    """Where rows come from. A user's own source has these two methods and can be pickled."""
+    """Where rows come from. A user's own source has these two methods and can be pickled.
+
+    With an attribute ``reads_in_threads = True``, `read` may run in several threads at once, each for another place.
+    """
 
     def shards(self) -> Sequence[Shard]:
         """Return all shards, the same in every process of the job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
 
 __all__ = [
     "ReadStreams",
+    "Skew",
     "Standing",
     "described",
     "described_sequence",
@@ -46,6 +48,16 @@ class ReadStreams:
 
 
 @dataclass(frozen=True)
+class Skew:
+    """How differently the workers of a round wait for data, in seconds of each step."""
+
+    longest_s: float
+    worker_id: str  # the worker that waits longest
+    median_s: float
+    num_workers: int  # number of workers that were measured
+
+
+@dataclass(frozen=True)
 class Standing:
     """A fit's position.
 
@@ -53,11 +65,13 @@ class Standing:
         batches: global batches since the beginning of the epoch of the fit's beginning.
         age_s: seconds since it was measured.
         batches_per_s: None: not known.
+        skew: None: fewer than two workers were measured, or the fit has finished.
     """
 
     batches: int
     age_s: float
     batches_per_s: float | None = None
+    skew: Skew | None = None
 
 
 def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
@@ -123,7 +137,7 @@ def standing(
         profiles: newest windows of the workers.
         now: seconds since the epoch.
     """
-    stream = found.streams[0]
+    stream, profiles = found.streams[0], list(profiles)
     windows = [window for window in (*profiles, *_logged(events)) if window.at >= found.at and window.global_rank == 0]
     newest = max(windows, key=lambda window: window.at, default=None)
     rate = 1 / newest.step_time_s if newest is not None and newest.step_time_s > 0 else None
@@ -134,7 +148,19 @@ def standing(
         return None
     measured = max(0, newest.first_step + newest.num_steps - stream.batches_before)
     age_s = max(0.0, now - newest.at)
-    return Standing(measured + int(age_s * rate if is_training and rate is not None else 0), age_s, rate)
+    batches = measured + int(age_s * rate if is_training and rate is not None else 0)
+    return Standing(batches, age_s, rate, _skew([window for window in profiles if window.at >= found.at]))
+
+
+def _skew(profiles: Sequence[StepProfile]) -> Skew | None:
+    """Compare the workers of the newest round."""
+    newest = max((window.round_number for window in profiles), default=0)
+    windows = [window for window in profiles if window.round_number == newest]
+    if len(windows) < 2:
+        return None
+    slowest = max(windows, key=lambda window: window.data_wait_s)
+    median_s = statistics.median(window.data_wait_s for window in windows)
+    return Skew(slowest.data_wait_s, slowest.worker_id, median_s, len(windows))
 
 
 def _logged(events: Sequence[EventRecord]) -> Iterable[StepProfile]:

@@ -63,8 +63,8 @@ def test_a_live_resize_of_a_stream_is_compared_with_one_of_map_data() -> None:
 def test_streams_lose_no_row_and_their_cost_is_compared() -> None:
     result = quick_result("stream.py")
     assert list(result) == [
-        *("lost", "doubled", "control_lost", "rows_ratio", "others_ratio", "writable_ratio", "seek_ms", "plan_s", "plan_mb"),
-        "auc_difference",
+        *("lost", "doubled", "control_lost", "rows_ratio", "others_ratio", "views_ratio", "rows_cpu_ratio", "others_cpu_ratio"),
+        *("seek_ms", "plan_s", "plan_mb", "auc_difference"),
     ]
     assert result["lost"] == result["doubled"] == 0
     assert result["control_lost"] > 0

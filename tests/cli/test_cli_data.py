@@ -81,6 +81,27 @@ def test_progress_is_shown_for_people_and_for_programs(
     assert (answer["batches_done"], answer["num_batches"], answer["files_in_work"]) == (7, 13, 2)
 
 
+def test_worker_that_waits_longest_for_data_is_named(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    put(line(opened))
+    put_window(client, job, data_wait_s=0.002)
+    assert asked(dlrover, etcd, job)[0]["wait_skew"] is None  # one worker
+    waits = {"w-c": (1, 0.003), "w-d": (1, 0.040), "w-old": (0, 9.0)}  # the last one was in an earlier round
+    for number, (name, (round_number, wait_s)) in enumerate(waits.items(), 1):
+        changes: dict[str, Any] = {
+            "worker_id": name,
+            "global_rank": number,
+            "round_number": round_number,
+            "data_wait_s": wait_s,
+        }
+        client.put(job.profiles + name, encode(replace(window(time.time() - 1), **changes)))
+    skew = asked(dlrover, etcd, job)[0]["wait_skew"]
+    assert skew == {"longest_s": 0.040, "worker_id": "w-d", "median_s": 0.003, "num_workers": 3}
+    text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert "a step waits 40.0 ms for data on worker w-d, and 3.0 ms in the median of 3 workers" in text
+
+
 def test_training_job_is_taken_to_have_gone_on_at_its_pace(
     dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, put: Callable[..., None], opened: StreamOpened
 ) -> None:
