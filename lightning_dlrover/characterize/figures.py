@@ -133,10 +133,8 @@ def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
     axes.grid(axis="y")
     axes.set_title("throughput, with its interval")
     if any(study.series) and len(lines) > 1:
-        if len(lines) > 5:
-            axes.legend(loc="upper left", bbox_to_anchor=(-0.1, -0.17), fontsize=7.5)
-        else:
-            axes.legend(loc="best", fontsize=7.5)
+        # Beneath the axes, where it hides no interval.
+        axes.legend(loc="upper left", bbox_to_anchor=(-0.1, -0.17), fontsize=7.5, ncols=2 if len(lines) > 5 else 1)
 
 
 def _draw_parts(axes: Axes, study: Study, found: Sequence[Result]) -> None:
@@ -218,7 +216,8 @@ def roofline_figure(results: Sequence[Result], limits: Mapping[tuple[str, int], 
     axes = figure.subplots()
     intensity = [step_flops(r.point) / lookup_bytes(r.point) for r in shown]
     roof = np.logspace(np.log10(min(intensity) / 3), np.log10(max(intensity) * 3), 100)
-    axes.plot(roof, np.minimum(multiply, reads * roof), color=INK, linewidth=1.6)
+    random_rows = f"random rows, {reads:.3g} GB/s"
+    axes.plot(roof, np.minimum(multiply, reads * roof), color=INK, linewidth=1.6, label=random_rows)
     if (copy := limits.get(("copy", cores))) is not None:
         axes.plot(
             roof, np.minimum(multiply, copy * roof), color=INK, linewidth=0.9, linestyle=":", label=f"copy, {copy:.3g} GB/s"
@@ -240,14 +239,6 @@ def roofline_figure(results: Sequence[Result], limits: Mapping[tuple[str, int], 
     axes.set_xlabel("FLOPs per byte of table rows moved")
     axes.set_ylabel("GFLOP/s of whole steps")
     axes.annotate(f"matrix multiply, {multiply:.0f} GFLOP/s", (roof[-1], multiply), ha="right", va="bottom", fontsize=9)
-    at = roof[8]
-    axes.annotate(
-        f"random rows, {reads:.2g} GB/s",
-        (at, min(multiply, reads * at)),
-        xytext=(6, -12),
-        textcoords="offset points",
-        fontsize=9,
-    )
     axes.grid(which="major", axis="both")
     axes.legend()
     return figure

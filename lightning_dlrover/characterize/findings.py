@@ -80,7 +80,7 @@ def _where_time_goes(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "devices",
             f"The {result.point.workload} model on {_device(result.point)} spends {result.share(part):.0%} of a step in "
-            f"{WORDS[part]} ({1e3 * result.part_s[part]:.2g} of {1e3 * result.parts_s:.2g} ms) and trains "
+            f"{WORDS[part]} ({_ms(result.part_s[part])} of {_ms(result.parts_s)} ms) and trains "
             f"{result.samples_per_s:,.0f} samples/s.",
             "largest of the measured parts of a step",
         )
@@ -169,7 +169,7 @@ def _batch(evidence: Evidence) -> Iterator[Finding]:
         shape = f"it still grows up to the largest batch, {growth:.1f} times from {line[0].point.batch}"
         study = (
             "the HPCA'21 study's shape for CPUs, a peak at small batches, does not appear: a step's fixed cost, about "
-            f"{1e3 * _fixed_s(line):.1f} ms, is large on this machine"
+            f"{_ms(_fixed_s(line))} ms, is large on this machine"
         )
     yield Finding(
         "batch",
@@ -210,9 +210,15 @@ def _rows(evidence: Evidence) -> Iterator[Finding]:
     if len(line) < 2:
         return
     drops = [(b.median / a.median, a, b) for a, b in itertools.pairwise(line)]
-    factor, before, after = max(drops, key=lambda drop: drop[0])
+    clear = [drop for drop in drops if drop[2].low > drop[1].high]
+    factor, before, after = max(clear or drops, key=lambda drop: drop[0])
     sizes = [r.point.rows * r.point.num_sparse * r.point.dim * 4 / 2**20 for r in (before, after)]
-    if factor >= CACHE_DROP:
+    if factor >= CACHE_DROP and not clear:
+        text = (
+            f"Steps become {factor:.1f} times as long between {sizes[0]:,.0f} and {sizes[1]:,.0f} MiB of tables, but within "
+            "their intervals: this run does not show where the tables leave the caches."
+        )
+    elif factor >= CACHE_DROP:
         text = (
             f"Steps become {factor:.1f} times as long between {sizes[0]:,.0f} and {sizes[1]:,.0f} MiB of tables: there "
             "the tables "
@@ -228,7 +234,7 @@ def _rows(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "rows",
         f"{text} The largest tables took {memory:.1f} GiB with the process.",
-        f"largest step of the sweep, from a factor of {CACHE_DROP} on",
+        f"largest step of the sweep beyond both intervals, from a factor of {CACHE_DROP} on",
     )
 
 
@@ -270,7 +276,7 @@ def _placement(evidence: Evidence) -> Iterator[Finding]:
             f"{_words(best.point.placement)} "
             f"({best.samples_per_s:,.0f} samples/s, {best.share('communication'):.0%} of a step in communication) and slowest "
             f"{_words(worst.point.placement)} ({worst.samples_per_s:,.0f}).",
-            "median step times of all placements, with the same batch over all workers",
+            "median step times of the measured placements, with the same batch over all workers",
         )
 
 
@@ -298,6 +304,8 @@ def _loader(evidence: Evidence) -> Iterator[Finding]:
     found = [r for r in evidence.of("loader") if r.point.num_workers == 1]
     for name in dict.fromkeys(r.point.data for r in found):
         line = sorted((r for r in found if r.point.data == name), key=lambda r: r.point.loader_workers)
+        if len(line) < 2 or line[0].point.loader_workers:
+            continue
         best = max(line, key=lambda r: r.samples_per_s)
         enough = next((r for r in line if r.share("data") < SMALL_WAIT), None)
         wait = f"a step waits for data for {line[0].share('data'):.0%} of its time without loader workers"
@@ -327,6 +335,11 @@ def _devices(evidence: Evidence) -> Iterator[Finding]:
                 "the CPU's throughput.",
                 "median step times with the same batch",
             )
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.2g}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -68,7 +68,8 @@ def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget
         Crew(Path(work), EFFORTS[scope.size]) as crew,
     ):
         share_s = LIMITS_SHARE * budget_s
-        took_s = min(share_s, _measure_limits(store, scope, crew, progress, 1, deadline - budget_s + share_s))
+        later_s = seconds_left(points, store.found.visits, budget_s - share_s, aim)
+        took_s = min(share_s, _measure_limits(store, scope, crew, progress, 1, deadline - budget_s + share_s, later_s))
         while True:
             left_s = deadline - time.monotonic() - took_s
             visits = store.found.visits
@@ -78,17 +79,23 @@ def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget
             progress.done = len({visit.point for visit in visits} & {*points})
             progress.show(_brief(point), seconds_left(points, visits, left_s, aim))
             store.add(crew.visit(point))
-        _measure_limits(store, scope, crew, progress, 2, deadline)  # minutes later: their better visit is the limit
+        _measure_limits(store, scope, crew, progress, 2, deadline, 0.0)  # minutes later: their better visit is the limit
         progress.end()
 
 
-def _measure_limits(store: Store, scope: Scope, crew: Crew, progress: Progress, visits: int, deadline: float) -> float:
-    """Measure the limits that have fewer visits. Return the seconds that it took."""
+def _measure_limits(
+    store: Store, scope: Scope, crew: Crew, progress: Progress, visits: int, deadline: float, later_s: float
+) -> float:
+    """Measure the limits that have fewer visits. Return the seconds that it took.
+
+    Args:
+        later_s: estimate for the points that follow, which counts as time left.
+    """
     began = time.monotonic()
     for name, threads in _missing_limits(store, scope, visits):
         if time.monotonic() >= deadline:
             break
-        progress.show(LIMITS[name][0], deadline - time.monotonic())
+        progress.show(LIMITS[name][0], deadline - time.monotonic() + later_s)
         store.add(crew.limit(name, threads, scope.device))
     return time.monotonic() - began
 

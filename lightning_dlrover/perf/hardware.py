@@ -17,11 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dlrover.perf.columns import Columns, Floats, windows_by_configuration
-from lightning_dlrover.perf.errors import Errors, Residuals, variances_of
+from lightning_dlrover.perf.errors import Errors, Residuals, resemblance_of, variances_of
 from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.population import Bend, Population, Ratios, features
-from lightning_dlrover.perf.prior import PART_WEIGHT, SHAPES, TERMS, PhysicalPrior, amounts_of, job_units
+from lightning_dlrover.perf.prior import PhysicalPrior
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.shapes import PART_WEIGHT
+from lightning_dlrover.perf.terms import SHAPES, TERMS, amounts_of, job_units
 from lightning_dlrover.perf.threads import one_blas_thread
 
 __all__ = ["population_of"]
@@ -76,9 +78,13 @@ def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0
     noise = max(MIN_NOISE, float(np.sqrt(np.mean([(job.residuals.step**2).mean() for job in known]))))
     ratios = tuple(_ratios(known, kind) for kind in range(len(SHAPES)))
     bend, left = _bend(known)
+    part_weight = _part_weight(known, noise)
+    if len(left) < MIN_JOBS_TO_BEND:
+        return Population(ratios, noise, bend, part_weight, errors=None)
+    some = [_some(job) for job in left]
     with one_blas_thread():
-        errors = Errors(variances_of([_some(job) for job in left])) if len(left) >= MIN_JOBS_TO_BEND else None
-    return Population(ratios, noise, bend, _part_weight(known, noise), errors)
+        errors = Errors(variances_of(some))
+    return Population(ratios, noise, bend, part_weight, errors, resemblance_of(errors, some))
 
 
 def _part_weight(jobs: Sequence[_Job], noise: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +54,14 @@ class Population:
     bend: Bend | None  # None: the prior has no error that helps other jobs
     part_weight: float  # weight of measured computing relative to the whole step
     errors: Errors | None  # None: too few jobs to know how errors of one job resemble each other
+    resemblance: float = 0.0  # mean correlation of a prior's errors in two configurations of one job
+
+    def noise_of(self, num_configurations: int) -> float:
+        """Return the noise that as many independent errors need to hold as much evidence as these, which resemble each other.
+
+        The variance of a mean of correlated errors grows by the design effect (Kish, Survey Sampling, 1965, section 8.2).
+        """
+        return self.noise * math.sqrt(1 + self.resemblance * (num_configurations - 1))
 
 
 def features(columns: Columns, by_sync: Floats) -> list[Floats]:
@@ -106,7 +115,7 @@ class PooledPulls:
         typical = float((ratios.mean / units * amounts.mean(axis=0)).sum())
         some_s = FIRST_COMMUNICATION_SHARE * float(np.median(step_s))
         start = some_s / typical if typical > 0 else _by_bytes_s(ratios, units)  # 0: no measurement has several workers
-        return cls(ratios, population.noise, units, start, population.part_weight)
+        return cls(ratios, population.noise_of(len(step_s)), units, start, population.part_weight)
 
     def free(self, pull: Floats) -> Floats:
         """Return the pulls to defaults, without those that the population replaces."""
@@ -142,6 +151,14 @@ class PooledPulls:
         expected = self._ratios.mean / self._units * self._scale
         found: Floats = np.where(unmeasured & self._ratios.pooled & (self._scale > 0), expected, coefficients)
         return found
+
+    @property
+    def scale(self) -> float:
+        """Return the job's present scale of communication, in seconds."""
+        return self._scale
+
+    def start_at(self, scale: float) -> None:
+        self._scale = scale
 
     def rescale(self, change: float) -> None:
         self._scale *= max(0.1, change)

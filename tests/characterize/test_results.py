@@ -103,6 +103,27 @@ def test_rows_rule_finds_the_caches_only_where_steps_jump(factor: float, expecte
     assert expected in texts(found)
 
 
+def test_steps_that_jump_within_their_intervals_show_no_caches() -> None:
+    small, large = (replace(POINT, rows=rows) for rows in (1000, 10_000))
+    noisy = [visit(small, 1.0), visit(small, 3.0), visit(large, 3.0), visit(large, 9.0)]
+    found = texts(evidence(sweep("rows", "rows", [small, large]), noisy))
+    assert "does not show where the tables leave the caches" in found
+    assert "there the tables leave" not in found
+
+
+def test_loader_rule_compares_with_no_loader_workers_or_finds_nothing() -> None:
+    none, one, two = (replace(POINT, data="packed", loader_workers=n) for n in (0, 1, 2))
+    study = sweep("loader", "loader_workers", [none, one, two])
+    assert texts(evidence(study, [visit(none, 1.0)])) == ""
+    assert texts(evidence(study, [visit(one, 1.0), visit(two, 1.0)])) == ""
+    assert "without loader workers" in texts(evidence(study, [visit(none, 1.0), visit(two, 1.0)]))
+
+
+def test_long_parts_are_written_in_whole_milliseconds() -> None:
+    study = sweep("devices", "workload", [WORKLOADS["compute"]])
+    assert "of 1,234 ms" in texts(evidence(study, [visit(WORKLOADS["compute"], 1.2341)]))
+
+
 @pytest.mark.parametrize("limit, expected", [(0.001, "bandwidth-bound"), (1000.0, "bound by instructions")])
 def test_tables_are_bandwidth_bound_only_close_to_the_limit(limit: float, expected: str) -> None:
     study = sweep("devices", "workload", [WORKLOADS["memory"]])

@@ -121,6 +121,27 @@ def test_jobs_of_one_worker_say_nothing_of_communication_and_are_harmless() -> N
     assert mean_error(alone, several, population) < 0.15
 
 
+def test_errors_that_resemble_each_other_hold_the_evidence_of_fewer() -> None:
+    independent, alike = (Population((), 0.05, None, 0.3, None, resemblance) for resemblance in (0.0, 0.2))
+    assert independent.noise_of(200) == alike.noise_of(1) == 0.05
+    evidence = [n * (0.05 / alike.noise_of(n)) ** 2 for n in (1, 10, 100, 10_000)]
+    assert evidence == sorted(evidence)
+    assert evidence[-1] == pytest.approx(1 / 0.2, rel=0.01)
+
+
+def test_fit_from_a_fit_to_nearly_the_same_measurements_ends_at_the_same_prior() -> None:
+    population = population_of([job(size, 3.0, seed) for seed, size in enumerate((0.02, 0.05, 0.2))])
+    groups = windows_by_configuration(job(0.1, 3.0, 9), 0.0)
+    columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
+    most = np.arange(len(columns)) % 8 > 0
+    whole = PhysicalPrior.fit(columns, measured, population=population)
+    cold, warm = (
+        PhysicalPrior.fit(columns.rows(most), measured.rows(most), like, population).predict(columns).log_s
+        for like in (None, whole)
+    )
+    assert np.abs(warm - cold).max() < 0.01
+
+
 @needs_traces
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)

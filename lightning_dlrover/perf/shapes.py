@@ -1,0 +1,276 @@
+"""One shape of the prior: terms of computing, synchronising and loading that overlap, and the fit of their coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlrover.perf.columns import Columns, Floats
+from lightning_dlrover.perf.measured import Measured
+from lightning_dlrover.perf.population import PooledPulls, Population
+from lightning_dlrover.perf.terms import MAX_LATENCY_S, OF_PARTS, TERMS, amounts_of, job_units, terms_of
+
+__all__ = [
+    "BACKWARD_OVERLAPS",
+    "OVERLAPS",
+    "PART_WEIGHT",
+    "Fit",
+    "Overlap",
+    "Overlapped",
+    "Shape",
+    "fit_all",
+    "loader_overlap_of",
+    "slopes_of",
+]
+
+PART_WEIGHT = 0.3  # weight of a measured part relative to the whole step: parts separate terms, but only the whole is predicted
+LOADER_OVERLAP = 8.0  # value of h, close to the longer of the two
+ITERATIONS = 6
+POOLED_ITERATIONS = 8  # the job's scale of communication needs two more to settle
+ITERATIONS_OF_OVERLAP = 3  # from the coefficients with the overlap before
+ITERATIONS_NEARBY = 2  # from the coefficients of a fit to nearly the same measurements
+
+
+class Overlap(NamedTuple):
+    """How computing and synchronisation overlap."""
+
+    power: float  # g
+    exposed: float = 0.0  # share of computing beside which nothing is synchronised
+
+
+OVERLAPS = tuple(Overlap(power) for power in (1.0, 1.5, 2.0, 3.0, 5.0))
+BACKWARD_OVERLAPS = tuple(Overlap(overlap.power, 1 / 3) for overlap in OVERLAPS)
+"""Overlaps with the backward pass alone, which takes twice as long as the forward pass."""
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """Seconds of the three parts, alone and combined."""
+
+    compute_s: Floats
+    sync_s: Floats
+    data_s: Floats
+    busy_s: Floats  # compute and synchronisation together
+    step_s: Floats
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Fitted coefficients of `TERMS`, in their order; 0 for those that the shape leaves out."""
+
+    coefficients: Floats
+    overlap: Overlap
+    communication_s: float = 0.0  # the job's own scale of communication, see `PooledPulls`
+
+    def overlapped(self, amounts: Floats, loader_overlap: Floats) -> Overlapped:
+        tiny = 1e-9
+        compute_s, data_s, sync_s = (np.maximum(amounts[:, of] @ self.coefficients[of], tiny) for of in OF_PARTS)
+        exposed_s = self.overlap.exposed * compute_s
+        hidden_s = (1 - self.overlap.exposed) * compute_s
+        busy_s = exposed_s + _norm(hidden_s, sync_s, np.full(len(amounts), self.overlap.power))
+        return Overlapped(compute_s, sync_s, data_s, busy_s, _norm(busy_s, data_s, loader_overlap))
+
+
+class Fit(NamedTuple):
+    """A fitted shape."""
+
+    objective: float
+    kind: int  # index into `SHAPES`
+    shape: Shape
+
+
+def fit_all(
+    tried: Sequence[tuple[int, Overlap]],
+    columns: Columns,
+    measured: Measured,
+    population: Population | None = None,
+    starts: Sequence[Shape] = (),
+) -> list[Fit]:
+    """Return the fit of each shape and overlap.
+
+    Args:
+        tried: indices into `SHAPES`, and overlaps.
+        columns: measured configurations, each once.
+        measured: the measurements in them.
+        population: properties of the hardware.
+        starts: earlier fits of the same shapes to nearly the same measurements, from which a few iterations suffice.
+    """
+    amounts, loader_overlap = amounts_of(columns), loader_overlap_of(columns)
+    found: list[Fit] = []
+    for place, (kind, overlap) in enumerate(tried):
+        start, iterations = (starts[place], ITERATIONS_NEARBY) if starts else (None, ITERATIONS)
+        pooled = None
+        if population is not None:
+            pooled = PooledPulls.of(population, kind, job_units(columns), amounts, measured.step_s)
+            if start is None:
+                iterations = POOLED_ITERATIONS
+                if found and found[-1].kind == kind:  # the same terms with another overlap
+                    start, iterations = found[-1].shape, ITERATIONS_OF_OVERLAP
+        problem = _Problem.of(amounts, loader_overlap, measured, terms_of(kind), pooled)
+        objective, shape = _fit_shape(problem, overlap, pooled, start, iterations)
+        found.append(Fit(objective, kind, shape))
+    return found
+
+
+def loader_overlap_of(columns: Columns) -> Floats:
+    return np.where(columns.loader_workers > 0, LOADER_OVERLAP, 1.0)
+
+
+def _norm(a: Floats, b: Floats, power: Floats) -> Floats:
+    """(a^p + b^p)^(1/p), without overflow."""
+    most = np.maximum(a, b)
+    total: Floats = most * (1 + (np.minimum(a, b) / most) ** power) ** (1 / power)
+    return total
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Least squares in scaled coefficients, each about the share of the step that its term takes."""
+
+    amounts: Floats
+    loader_overlap: Floats
+    measured: Measured
+    used: NDArray[np.bool_]  # terms that some measurement involves
+    unmeasured: NDArray[np.bool_]  # the other terms of the shape
+    lengths: Floats  # factors of the coefficients of all terms
+    unit: Floats  # amounts of the used terms, scaled
+    defaults: Floats  # coefficients in the absence of measurements
+    fixed_rows: Floats  # rows of measured parts, and pulls to the defaults
+    fixed_targets: Floats
+
+    @classmethod
+    def of(
+        cls,
+        amounts: Floats,
+        loader_overlap: Floats,
+        measured: Measured,
+        terms: NDArray[np.bool_],
+        pooled: PooledPulls | None,
+    ) -> _Problem:
+        # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
+        lengths = np.sqrt(((amounts / measured.step_s[:, None]) ** 2).mean(axis=0))
+        defaults = np.array([term.default for term in TERMS]) * terms
+        unmeasured, used = terms & (lengths == 0), terms & (lengths > 0)
+        pull = _doubts(lengths)
+        unit = amounts[:, used] / lengths[used]
+        target = defaults[used] * lengths[used]
+        # A default beyond the measured steps is wrong. It must pull no harder for being very wrong.
+        pull[used] /= np.maximum(1.0, target)
+        if pooled is not None:
+            pull = pooled.free(pull)
+        part_weight = PART_WEIGHT if pooled is None else pooled.part_weight
+        part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap, part_weight)
+        fixed_rows = np.vstack([part_rows, np.diag(pull[used])])
+        fixed_targets = np.concatenate([part_targets, pull[used] * target])
+        return cls(*(amounts, loader_overlap, measured, used, unmeasured, lengths, unit, defaults), fixed_rows, fixed_targets)
+
+    def solved(self, rows: Floats, goal: Floats, pooled_rows: Floats | None, pooled_targets: Floats | None) -> Floats:
+        """Return the non-negative unknowns with the smallest squared error: coefficients, and the job's scale if it is one."""
+        from scipy.optimize import nnls  # import takes 0.3 s, which a reader of profiles need not pay
+
+        weight = self.measured.weight
+        stacked = np.vstack([rows * weight[:, None], self.fixed_rows])
+        goals = np.concatenate([goal * weight, self.fixed_targets])
+        if pooled_rows is not None and pooled_targets is not None:
+            stacked = np.vstack([np.column_stack([stacked, np.zeros(len(stacked))]), pooled_rows])
+            goals = np.concatenate([goals, pooled_targets])
+        # The triangle holds the same information in 20 rows instead of thousands.
+        triangle: Any = np.linalg.qr(np.column_stack([stacked, goals]), mode="r")
+        solution: Floats = nnls(triangle[:, :-1], triangle[:, -1])[0]
+        return solution
+
+    def linearized(self, o: Overlapped, overlap: Overlap) -> tuple[Floats, Floats]:
+        """Return the rows and targets of the next Gauss-Newton step."""
+        gradient = _gradient(o, self.used, overlap, self.loader_overlap)
+        return self.unit * gradient / o.step_s[:, None], 1 + np.log(self.measured.step_s / o.step_s)
+
+    def objective(self, o: Overlapped, coefficients: Floats) -> float:
+        error = np.log(self.measured.step_s / o.step_s)
+        fixed_error = self.fixed_rows @ (coefficients[self.used] * self.lengths[self.used]) - self.fixed_targets
+        return float(((self.measured.weight * error) ** 2).sum() + (fixed_error**2).sum())
+
+
+def _fit_shape(
+    problem: _Problem, overlap: Overlap, pooled: PooledPulls | None, start: Shape | None, iterations: int
+) -> tuple[float, Shape]:
+    """Return the fit's objective and the shape."""
+    used, lengths, measured = problem.used, problem.lengths, problem.measured
+    coefficients = problem.defaults.copy()  # defaults remain where no measurement involves the term
+    # The first iteration treats the step as a sum.
+    rows, goal = problem.unit / measured.step_s[:, None], np.ones(len(measured.step_s))
+    if start is not None:
+        coefficients[used] = start.coefficients[used]
+        rows, goal = problem.linearized(
+            Shape(coefficients, overlap).overlapped(problem.amounts, problem.loader_overlap), overlap
+        )
+        if pooled is not None:
+            pooled.start_at(start.communication_s)
+    best: tuple[float, Shape] | None = None
+    for iteration in range(iterations):
+        pooled_rows, pooled_targets = (None, None) if pooled is None else pooled.rows(used, lengths)
+        solution = problem.solved(rows, goal, pooled_rows, pooled_targets)
+        found = solution[: problem.unit.shape[1]] / lengths[used]
+        coefficients[used] = found if iteration == 0 else (coefficients[used] + found) / 2
+        shape = Shape(coefficients.copy(), overlap)
+        o = shape.overlapped(problem.amounts, problem.loader_overlap)
+        objective = problem.objective(o, coefficients)
+        if pooled is not None and pooled_rows is not None and pooled_targets is not None:
+            change = solution[-1] if iteration == 0 else (1 + solution[-1]) / 2
+            objective += pooled.error(pooled_rows, pooled_targets, coefficients[used] * lengths[used], change)
+            pooled.rescale(change)
+            shape = Shape(pooled.filled(coefficients, problem.unmeasured), overlap, pooled.scale)
+            if start is None and iteration < ITERATIONS // 2:
+                objective = np.inf  # another scale makes another objective
+        if best is None or objective < best[0]:
+            best = objective, shape
+        rows, goal = problem.linearized(o, overlap)
+    assert best is not None
+    return best
+
+
+def _doubts(scale: Floats) -> Floats:
+    """Return how strongly each scaled coefficient is pulled to its default."""
+    pull = np.array([1e-3 + term.doubt for term in TERMS])
+    latency = [term.name for term in TERMS].index("latency_of_workers")
+    pull[latency] = 1 / (MAX_LATENCY_S * scale[latency]) if scale[latency] > 0 else 0.0
+    return pull
+
+
+def slopes_of(o: Overlapped, overlap: Overlap, loader_overlap: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return the derivatives of the step by the seconds of each part."""
+    by_busy = (o.busy_s / o.step_s) ** (loader_overlap - 1)
+    hidden_s = (1 - overlap.exposed) * o.compute_s
+    both_s = o.busy_s - overlap.exposed * o.compute_s
+    by_compute = overlap.exposed + (1 - overlap.exposed) * (hidden_s / both_s) ** (overlap.power - 1)
+    by_data = (o.data_s / o.step_s) ** (loader_overlap - 1)
+    return by_busy * by_compute, by_data, by_busy * (o.sync_s / both_s) ** (overlap.power - 1)
+
+
+def _gradient(o: Overlapped, used: NDArray[np.bool_], overlap: Overlap, loader_overlap: Floats) -> Floats:
+    """Return the derivatives of the step by the seconds of each used term."""
+    slopes = zip(OF_PARTS, slopes_of(o, overlap, loader_overlap), strict=True)
+    compute, data, sync = (of[used] * slope[:, None] for of, slope in slopes)
+    found: Floats = compute + data + sync
+    return found
+
+
+def _rows_of_parts(
+    unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats, part_weight: float
+) -> tuple[Floats, Floats]:
+    """Return rows that the measured seconds of compute and of data should fulfil, in relative error, and their targets."""
+    weight = part_weight * measured.weight
+    has_compute = measured.compute_s > 1e-3 * measured.step_s  # false where it is nan
+    seconds = np.where(has_compute, measured.compute_s, 1.0)
+    compute = unit * OF_PARTS[0][used] * (weight / seconds)[:, None]
+    # A step waits for loader workers only where they need longer than the step, so the whole step then belongs to them.
+    waits = (measured.data_s > 0.05 * measured.step_s) | (loader_overlap == 1)
+    has_data = waits & np.isfinite(measured.data_s)
+    load_s = np.where(loader_overlap == 1, measured.data_s, measured.step_s)
+    data = unit * OF_PARTS[1][used] * (weight / measured.step_s)[:, None]
+    rows = np.vstack([compute[has_compute], data[has_data]])
+    targets = np.concatenate([weight[has_compute], (weight * load_s / measured.step_s)[has_data]])
+    return rows, targets
