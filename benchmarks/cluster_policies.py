@@ -20,7 +20,7 @@ from lightning_dlrover.simulate.records import Results, Simulated
 from lightning_dlrover.simulate.run import run_study
 from lightning_dlrover.simulate.study import BY_MODEL, Cost, Inputs, Question, Trace, questions, read_inputs
 
-__all__ = ["compare"]
+__all__ = ["CHOSEN_ON", "EQUAL_S", "OURS", "compare", "first_jobs", "workload_files"]
 
 OURS, SIA, POLLUX = "ours", "sia", "pollux"
 EQUAL_S, LIVE_S = 30.0, 0.5
@@ -93,16 +93,12 @@ def compare(
     Raises:
         ValueError: a trace or a file of step times cannot be used.
     """
-    paths = sorted(traces.glob("workload-*.csv"), key=_number)
-    paths = [path for path in paths if not workloads or _number(path)[0] in workloads]
-    if not paths:
-        raise BenchmarkError(f"{traces} holds no workload-N.csv: name the folder of Pollux's workloads with --traces")
-    inputs, read = read_inputs(paths, speeds, Cluster(16, 4))
+    inputs, read = read_inputs(workload_files(traces, workloads), speeds, Cluster(16, 4))
     if missing := {OURS, SIA, POLLUX} - set(policies):
         raise BenchmarkError(f"the figures need {', '.join(sorted(missing))}, too: add them to --policy")
     if quick:
         num_seeds = curve_seeds = 1
-        read = [_shortened(trace) for trace in (read[0], read[-1])]
+        read = [first_jobs(trace) for trace in (read[0], read[-1])]
     names = tuple(trace.name for trace in read)
     asked = questions(read, policies, [EQUAL_S], range(num_seeds))
     asked += questions(read, policies, [LIVE_S, BY_MODEL] if quick else CURVE, range(curve_seeds))
@@ -207,7 +203,23 @@ def _figures(found: Found, *, with_live: bool) -> dict[str, float | int]:
     return figures
 
 
-def _shortened(trace: Trace) -> Trace:
+def workload_files(traces: Path, workloads: Collection[int] = ()) -> list[Path]:
+    """Return the files of workloads, by their numbers.
+
+    Args:
+        workloads: numbers of those to return; all if there are none.
+    Raises:
+        BenchmarkError: there are none.
+    """
+    paths = sorted(traces.glob("workload-*.csv"), key=_number)
+    paths = [path for path in paths if not workloads or _number(path)[0] in workloads]
+    if not paths:
+        raise BenchmarkError(f"{traces} holds no workload-N.csv: name the folder of Pollux's workloads with --traces")
+    return paths
+
+
+def first_jobs(trace: Trace) -> Trace:
+    """Return a trace of the first jobs of one."""
     return replace(trace, submissions=trace.submissions[:QUICK_JOBS], digest=f"{trace.digest}, first {QUICK_JOBS}")
 
 

@@ -28,6 +28,8 @@ tries a new size where that gains in the less favourable case, too. The maximum 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns
@@ -36,7 +38,7 @@ from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["ours", "urgencies", "values"]
+__all__ = ["CAUTION", "Worth", "ours", "urgencies", "values", "worth_of"]
 
 HORIZON_S = 300.0
 """Seconds for which sizes are expected to stay."""
@@ -60,18 +62,51 @@ def ours(share: Share) -> Ints:
 
 def values(share: Share) -> Floats:
     """Return the value of each size for each job, shape ``(num_jobs, num_sizes)``; minus infinity where it is not allowed."""
+    return worth_of(share).values(share)
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Parts of the value of a size, for each job and size: shape ``(num_jobs, num_sizes)``, but for `urgency`.
+
+    Args:
+        urgency: v_i, shape ``(num_jobs,)``.
+        speedups: S_i(k), as far as uncertainty lets it count.
+        kept: l_i / (l_i + c_i), and 1 for the present size.
+        moved: the same, as if the job had other devices, or none.
+    """
+
+    urgency: Floats
+    speedups: Floats
+    kept: Floats
+    moved: Floats
+
+    def values(self, share: Share, kept: Floats | None = None) -> Floats:
+        """Return the value of each size.
+
+        Args:
+            kept: in the place of `self.kept`.
+        """
+        gained = self.speedups - share.settings.least_gain * share.sizes
+        value = self.urgency[:, None] * gained * (self.kept if kept is None else kept)
+        now = self.urgency * self.speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
+        cost_s = np.array([job.change_s for job in share.jobs])
+        value[:, 0] = -now * np.minimum(cost_s / HORIZON_S, 1.0)
+        return np.where(share.filling, value, -np.inf)
+
+
+def worth_of(share: Share) -> Worth:
+    """Return the parts of the values of a share's jobs."""
     unit = np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
     speedups = share.speeds * np.exp(-CAUTION * share.spreads) / unit
-    urgency = _urgency(share, speedups)
     cost_s = np.array([job.change_s for job in share.jobs])[:, None]
     lasts_s = np.minimum(share.seconds_left, HORIZON_S)
-    kept = np.where(share.sizes == share.present[:, None], 1.0, lasts_s / np.maximum(lasts_s + cost_s, 1e-9))
-    smallest = kept[np.arange(len(share.jobs)), (share.allowed & (share.sizes > 0)).argmax(axis=1)]
-    kept = np.where(share.present[:, None] > 0, kept, kept / np.maximum(smallest, 1e-9)[:, None])
-    value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * kept
-    now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
-    value[:, 0] = -now * np.minimum(cost_s[:, 0] / HORIZON_S, 1.0)
-    return np.where(share.filling, value, -np.inf)
+    moved = lasts_s / np.maximum(lasts_s + cost_s, 1e-9)
+    kept = np.where(share.sizes == share.present[:, None], 1.0, moved)
+    first = (share.allowed & (share.sizes > 0)).argmax(axis=1)
+    smallest = kept[np.arange(len(share.jobs)), first]
+    relative = np.where(share.present > 0, 1.0, np.maximum(smallest, 1e-9))[:, None]
+    return Worth(_urgency(share, speedups), speedups, kept / relative, moved / relative)
 
 
 def _urgency(share: Share, speedups: Floats) -> Floats:
