@@ -264,7 +264,7 @@ class StepTimeModel:
         """Fit a model to `samples`, which may all come from one world size, or be empty if there are `earlier` ones.
 
         With one world size, the model assumes that forward and backward split over the workers. It also assumes that
-        communication costs as much as the default link figures of `prior.py`; `predict` then allows for no gain at all.
+        communication costs as much as the default link figures of `terms.py`; `predict` then allows for no gain at all.
         Deterministic.
 
         Args:

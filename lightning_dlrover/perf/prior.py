@@ -1,4 +1,4 @@
-"""The shape of a step's time by physical causes.
+"""A step's time by physical causes: the mean of several shapes, and its correction by other jobs and by own errors.
 
 Every cause of time is a named term with a non-negative coefficient. Terms add up to the seconds of computing C, of
 synchronising S and of loading data D, which overlap:
