@@ -24,6 +24,7 @@ from lightning_dlrover.rdzv.group.hellos import missing_hellos, publish_hello, r
 from lightning_dlrover.rdzv.group.meeting import Meeting
 from lightning_dlrover.rdzv.group.reach import FEW, Patrol, Reach
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
+from lightning_dlrover.rdzv.group.tree import Tree, edges, join_tree
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import CannotMeetError, EvictedError, Formation, Member, RoundEndedError, VoidRoundError
 from lightning_dlrover.rdzv.live.membership import Membership
@@ -38,8 +39,8 @@ CONNECT_TIMEOUT_S = 0.5
 VOTE_ROOM = 32, 8
 """Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
 
-SHORT_VOTE = 2
-"""Numbers in the first message of a vote among more than `FEW` workers. Gloo sends each number around the ring by itself."""
+TREE_VOTE_ROOM = 60
+"""Numbers in the first message of a vote among more than `FEW` workers. Few votes have more."""
 
 PROBE_INTERVAL_S = 0.1
 """Seconds between two looks for dead workers while a round is formed."""
@@ -80,6 +81,7 @@ class Forming:
         self._sockets = sockets
         self._groups = groups
         self._reach = reach
+        self._timeout = timedelta(seconds=config.collective_timeout_s)
         self._gloo_devices: list[Any] = []  # gloo's, of all groups that do not connect late
 
     def form(
@@ -101,9 +103,10 @@ class Forming:
             # Checked before any member connects: the others would wait for a member that has left again.
             if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
-            names = ["gloo", "meeting"] if len(target.members) > 1 else ["gloo"]
+            is_large = len(target.members) > FEW
+            names = ["gloo", "meeting"] if 1 < len(target.members) <= FEW else ["gloo"]
             stores = [PrefixStore(name, rendezvous) for name in names]
-            gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, len(target.members) > FEW)
+            gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, is_large)
             for group in (gloo, *control):
                 self._groups.add(group)
             with as_gloo(gloo):
@@ -112,7 +115,7 @@ class Forming:
                     store=PrefixStore("group", rendezvous),
                     rank=rank,
                     world_size=len(target.members),
-                    timeout=timedelta(seconds=self._config.collective_timeout_s),
+                    timeout=self._timeout,
                 )
         except BaseException:
             # Others may have formed the round already. They must detect that this worker has not.
@@ -123,19 +126,19 @@ class Forming:
         # The round may have ended before its sockets were recorded.
         self._sockets.follow(self._membership.view, self._membership.own.evicted)
         formation = Formation(target, hellos, rank)
-        if not control:
+        if formation.size == 1:
             return formation, None
         meeting = Meeting(
-            control[0],
+            gloo if is_large else control[0],
             rank,
             formation.size,
-            SHORT_VOTE if formation.size > FEW else VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
+            TREE_VOTE_ROOM if is_large else VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
             begun=functools.partial(num_begun, gloo, "nccl" in self._backend),
             connect=functools.partial(_connect_briefly, target),
             activity=activity,
             is_in_step=is_in_step,
             sever=functools.partial(self._sockets.sever, target.number),
-            connects_late=formation.size > FEW,
+            tree=Tree(gloo, rank, formation.size, self._timeout) if is_large else None,
         )
         return formation, meeting
 
@@ -165,6 +168,7 @@ class Forming:
     def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
         suspects = target.members if len(target.members) > FEW else target.members[:1]  # not all of many bury rank 0 at once
         patrol = Patrol(self._membership, suspects, interval_s=0.0)
+        contacts = target.members[:1]
         while True:
             check()
             # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
@@ -175,10 +179,10 @@ class Forming:
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
                 return store
             patrol.look()
-            self._reach.raise_if_silent(target)
+            self._reach.raise_if_silent(target, contacts)
             if time.monotonic() > deadline:
                 raise self._reach.too_late(
-                    target,
+                    contacts,
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
                     f"{target.store_address}:{target.store_port}",
                 )
@@ -194,6 +198,7 @@ class Forming:
 
     def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
         patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S).pause()
+        contacts = _contacts(target.members, self._membership.worker_id)
         while True:
             try:
                 if (hellos := read_hellos(store, target.members)) is not None:
@@ -203,11 +208,11 @@ class Forming:
                 raise CannotMeetError from error
             self._raise_if_void(target)
             patrol.look()
-            self._reach.raise_if_silent(target)
+            self._reach.raise_if_silent(target, contacts)
             if time.monotonic() > deadline:
                 missing = missing_hellos(store, target.members)
                 raise self._reach.too_late(
-                    target,
+                    contacts,
                     f"round {target.number}: waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
                 )
             # The store's own wait cannot be interrupted, and prints every timeout to stderr.
@@ -224,8 +229,8 @@ class Forming:
     ) -> list[dist.ProcessGroupGloo]:
         """Connect gloo among the members of a round, or other workers: one group for each store.
 
-        Groups that connect late have connected each worker with its neighbours in the ring: collectives that carry a message
-        around would otherwise connect the pairs one after the other. Most collectives need no other connection.
+        Groups that connect late have connected each worker with its neighbours in the ring and in the tree. Collectives that
+        carry a message around would otherwise connect the pairs one after the other. Most need no other connection.
 
         Gloo waits for a dead member as long as for a slow one, several times the timeout of a collective. While it waits for
         the other side to connect there is no socket to shut down. So it waits in a thread of its own, which is abandoned if the
@@ -233,28 +238,29 @@ class Forming:
         """
         connected: Future[list[dist.ProcessGroupGloo]] = Future()
         rank, size = workers.index(self._membership.worker_id), len(workers)
-        timeout = timedelta(seconds=self._config.collective_timeout_s)
 
         def connect() -> None:
             try:
                 groups: list[Any] = []
                 for store in stores:
                     late = torch_names.gloo_devices(is_late=True) if connects_late else []
-                    groups.append(torch_names.gloo(store, rank, size, timeout, late or self._shared_devices()))
+                    groups.append(torch_names.gloo(store, rank, size, self._timeout, late or self._shared_devices()))
                     if late:
-                        _join_ring(groups[-1], rank, size, timeout)
+                        _join_ring(groups[-1], rank, size, self._timeout)
+                        join_tree(groups[-1], rank, size, self._timeout)
                 connected.set_result(groups)
             except BaseException as error:
                 connected.set_exception(error)
 
         threading.Thread(target=connect, name="dlrover-connect", daemon=True).start()
         patrol = Patrol(self._membership, workers, PROBE_INTERVAL_S).pause()
+        contacts = _contacts(workers, self._membership.worker_id) if connects_late else workers
         while not wait([connected], timeout=CHECK_S * max(1.0, size / FEW)).done:
             check()
             patrol.look()
-            self._reach.raise_if_silent(target)
+            self._reach.raise_if_silent(target, contacts)
             if time.monotonic() > deadline:
-                raise self._reach.too_late(target, f"round {target.number}: the workers could not connect to each other")
+                raise self._reach.too_late(contacts, f"round {target.number}: the workers could not connect to each other")
         return connected.result()
 
     def _shared_devices(self) -> list[Any]:
@@ -272,6 +278,20 @@ class Forming:
     def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             self._membership.wait_for(lambda view: None, seconds, "nothing")
+
+
+def _contacts(members: Sequence[str], me: str) -> Sequence[str]:
+    """Return the members that a worker connects to while a round forms.
+
+    They are all of a few. Among many they are rank 0, which serves the store, and the neighbours in the ring and in the tree.
+    """
+    size = len(members)
+    if size <= FEW:
+        return members
+    rank = members.index(me)
+    parent, children = edges(rank, size)
+    ranks = {0, (rank - 1) % size, (rank + 1) % size, *children} | ({parent} if parent is not None else set())
+    return [members[each] for each in sorted(ranks - {rank})]
 
 
 def _join_ring(group: Any, rank: int, size: int, timeout: timedelta) -> None:
