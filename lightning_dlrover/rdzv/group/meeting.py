@@ -3,9 +3,10 @@
 gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout of
 collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all workers:
 
-1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, where all messages
-   have one size. Votes travel in the same group, so a vote can also be compared with a collective. Before an asynchronous
-   collective the comparison is only begun. Its result is read at the next one, in the next vote, or without progress.
+1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, or along a tree if
+   they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a collective.
+   Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
+   without progress.
 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
    `Counts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in the same
    order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait for each
