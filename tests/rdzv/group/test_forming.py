@@ -60,9 +60,9 @@ def _slow_name_server() -> Iterator[None]:
             pytest.skip(f"port 53 cannot be used here: {error}")
         server.settimeout(0.1)
 
-        def answer(question: bytes, asker: object) -> None:
+        def answer(question: bytes, asker: tuple[str, int]) -> None:
             if not is_over.wait(LOOKUP_S):
-                server.sendto(question[:2] + b"\x81\x83" + question[4:], asker)  # type: ignore[arg-type]
+                server.sendto(question[:2] + b"\x81\x83" + question[4:], asker)
 
         def serve() -> None:
             while not is_over.is_set():
