@@ -47,8 +47,8 @@ Torch looks up the name of the store's address first, which takes 10 s or more i
 VOTE_ROOM = 32, 8
 """Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
 
-TREE_VOTE_ROOM = 60
-"""Numbers in the first message of a vote among more than `FEW` workers. Few votes have more."""
+MAX_VOTE_ROOM = 1024
+"""Maximum numbers in the first message of a vote, however many workers there are. Further ones follow in a second message."""
 
 CONNECT_AGAIN_S = 0.02
 """Seconds between two attempts to reach the store of a round of up to `FEW` workers; longer for more."""
@@ -140,7 +140,7 @@ class Forming:
             gloo if is_large else control[0],
             rank,
             formation.size,
-            TREE_VOTE_ROOM if is_large else VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
+            min(VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size, MAX_VOTE_ROOM),
             begun=functools.partial(num_begun, gloo, "nccl" in self._backend),
             connect=functools.partial(_connect_briefly, target, f"round/{target.number}/meeting"),
             activity=activity,
