@@ -51,11 +51,11 @@ LOOKUP_S = 1.5
 
 @pytest.fixture
 def _slow_name_server() -> Iterator[None]:
-    """At 127.0.0.9, a name server that finds no name, and takes its time."""
+    """At 127.0.0.10, a name server that finds no name, and takes its time."""
     is_over = threading.Event()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server, ThreadPoolExecutor() as pool:
         try:
-            server.bind(("127.0.0.9", 53))
+            server.bind(("127.0.0.10", 53))
         except OSError as error:
             pytest.skip(f"port 53 cannot be used here: {error}")
         server.settimeout(0.1)
@@ -81,7 +81,7 @@ def test_round_forms_although_each_name_is_looked_up_for_longer_than_an_attempt_
     etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
 ) -> None:
     assert LOOKUP_S > 2 * CONNECT_TIMEOUT_S
-    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.9\n")
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.10\n")
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
