@@ -89,7 +89,7 @@ class Forming:
         self._sockets = sockets
         self._groups = groups
         self._reach = reach
-        self._timeout = timedelta(seconds=config.collective_timeout_s)
+        self._patience = timedelta(seconds=config.collective_timeout_s)
         self._gloo_devices: list[Any] = []  # gloo's, of all groups that do not connect late
 
     def form(
@@ -123,7 +123,7 @@ class Forming:
                     store=PrefixStore("group", rendezvous),
                     rank=rank,
                     world_size=len(target.members),
-                    timeout=self._timeout,
+                    timeout=self._patience,
                 )
         except BaseException:
             # Others may have formed the round already. They must detect that this worker has not.
@@ -146,7 +146,7 @@ class Forming:
             activity=activity,
             is_in_step=is_in_step,
             sever=functools.partial(self._sockets.sever, target.number),
-            tree=Tree(gloo, rank, formation.size, self._timeout) if is_large else None,
+            tree=Tree(gloo, rank, formation.size, self._patience) if is_large else None,
         )
         return formation, meeting
 
@@ -245,10 +245,10 @@ class Forming:
             groups: list[Any] = []
             for store in stores:
                 late = torch_names.gloo_devices(is_late=True) if connects_late else []
-                groups.append(torch_names.gloo(store, rank, size, self._timeout, late or self._shared_devices()))
+                groups.append(torch_names.gloo(store, rank, size, self._patience, late or self._shared_devices()))
                 if late:
-                    _join_ring(groups[-1], rank, size, self._timeout)
-                    join_tree(groups[-1], rank, size, self._timeout)
+                    _join_ring(groups[-1], rank, size, self._patience)
+                    join_tree(groups[-1], rank, size, self._patience)
             return groups
 
         contacts = _contacts(workers, self._membership.worker_id) if connects_late else workers

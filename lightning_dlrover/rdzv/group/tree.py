@@ -57,7 +57,7 @@ class Tree:
 
     def __init__(self, group: Any, rank: int, size: int, timeout: timedelta) -> None:
         self._group = group
-        self._timeout = timeout
+        self._patience = timeout
         self._parent, self._children = edges(rank, size)
         self._lock = threading.Lock()
         self._num_messages = torch_names.num_begun(group)
@@ -100,16 +100,16 @@ class Tree:
         theirs = [torch.empty_like(numbers) for _ in self._children]
         arrivals = [self._begin(self._group.recv, each, child) for each, child in zip(theirs, self._children, strict=True)]
         for arrival, each in zip(arrivals, theirs, strict=True):
-            arrival.wait(self._timeout)
+            arrival.wait(self._patience)
             torch.minimum(numbers, each, out=numbers)
         if self._parent is not None:
             result = torch.empty_like(numbers)
             arrival = self._begin(self._group.recv, result, self._parent)
-            self._begin(self._group.send, numbers, self._parent).wait(self._timeout)
-            arrival.wait(self._timeout)
+            self._begin(self._group.send, numbers, self._parent).wait(self._patience)
+            arrival.wait(self._patience)
             numbers.copy_(result)
         for departure in [self._begin(self._group.send, numbers, child) for child in self._children]:
-            departure.wait(self._timeout)  # a wait without a timeout would take another thread
+            departure.wait(self._patience)  # a wait without a timeout would take another thread
 
     def _begin(self, method: Callable[[list[torch.Tensor], int, int], Any], numbers: torch.Tensor, other: int) -> Any:
         with self._lock:
