@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from lightning_dlrover.rdzv.group import torch_names
+from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
+from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.torch_names import HashStore
 from lightning_dlrover.rdzv.group.tree import ARITY, Tree, join_tree
 
@@ -101,6 +103,43 @@ def test_messages_of_the_tree_are_not_counted_as_operations_of_the_group() -> No
 
     assert ranks.each(run) == [(0, 1)] * 6
     ranks.close()
+
+
+@pytest.mark.parametrize("others", ["the vote between two steps", "all_reduce"])
+def test_workers_that_compare_along_the_tree_detect_another_purpose(others: str) -> None:
+    ranks = Ranks(ARITY + 3)
+    store = HashStore()
+
+    def run(rank: int) -> str:
+        meeting = Meeting(
+            ranks.groups[rank],
+            rank,
+            ranks.size,
+            8,
+            begun=lambda: torch_names.num_begun(ranks.groups[rank]),
+            connect=lambda: store,
+            activity=lambda: f"step {rank}",
+            is_in_step=lambda: True,
+            sever=lambda: None,
+            tree=ranks.trees[rank],
+        )
+        try:
+            meeting.compare(Purpose("all_reduce"))
+            if rank == 3:
+                meeting.compare(Purpose("all_reduce", "4 x float32"))
+            else:
+                purpose = Purpose(others, "8 x float32")
+                meeting.counted(meeting.vote(purpose, [1, 2]), [1, 2])
+        except MismatchError as error:
+            return str(error)
+        finally:
+            meeting.close()
+            meeting.join(10.0)
+        return ""
+
+    texts = set(ranks.each(run))
+    assert len(texts) == 1  # all workers end with one error
+    assert "rank 3: all_reduce of 4 x float32" in texts.pop()
 
 
 def test_reduction_fails_on_the_parent_of_a_rank_that_is_gone() -> None:
