@@ -50,6 +50,11 @@ MAX_FILES = 1024
 AT_ONCE = 10  # workers that are started together, as the nodes of a cluster do not all come in the same millisecond
 START_TIMEOUT_S = 300.0
 CHANGE_TIMEOUT_S = 120.0
+WITHOUT_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
+"""Settings of glibc, see resolv.conf(5). Torch looks up the name of each store that it connects to. A name server that leaves
+one of hundreds of simultaneous questions without an answer would add its timeout of 5 s, with plain torch as well.
+"""
+
 NURSERY = Path(__file__).with_name("large_world_workers.py")
 
 
@@ -91,7 +96,8 @@ class Workers:
         self.pids: dict[int, int] = {}  # process id by index
         self._offsets: dict[int, int] = {}
         self._steps: dict[int, list[Made]] = {}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = {**os.environ, **WITHOUT_NAME_SERVER, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         command = [sys.executable, str(NURSERY), str(folder)]
         self._nursery = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "check_interfaces",
     "check_memory",
     "check_name",
+    "check_name_server",
     "check_port",
     "check_processes",
     "check_shared_memory",
@@ -49,6 +51,9 @@ THREADS = 512
 
 WORKER_BYTES = GIB
 """Memory that an agent and a worker with torch and Lightning take, before the model."""
+
+NAME_S = 1.0
+"""Seconds for the name of an address, above which each round of a job is slow to form."""
 
 CLOCK_S = 2.0
 """Difference of two clocks above which the times of events and ages mislead."""
@@ -168,6 +173,35 @@ def check_name(
         "host name",
         f"{name} is {resolved}" + (" (loopback)" if loopback else "") + ("" if used == resolved else f"; workers use {used}"),
     )
+
+
+def check_name_server(endpoint: tuple[str, int] | None, address: str | None = None) -> Finding:
+    """Check that the name of this host's address is found soon, or found missing.
+
+    Torch asks for the name of each store's address before it connects, as an IPv6 address, and waits for the answer.
+
+    Args:
+        endpoint: host and port of etcd; None: none is given.
+        address: another address than the one that workers use.
+    """
+    address = _address_for_others(endpoint) if address is None else address
+    asked_for = address if ":" in address else f"::ffff:{address}"
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):  # an address without a name is no trouble
+            socket.getnameinfo((asked_for, 0), socket.NI_NUMERICSERV)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    began = time.monotonic()
+    asking.start()
+    asking.join(NAME_S)
+    if asking.is_alive():
+        return warning(
+            "name server",
+            f"no answer for the name of {asked_for} within {NAME_S:g} s; workers wait for it before they connect",
+            f"add a line '{asked_for} NAME' to /etc/hosts, or correct the name servers in /etc/resolv.conf",
+        )
+    return ok("name server", f"the name of {asked_for} took {1000 * (time.monotonic() - began):.0f} ms")
 
 
 def check_interfaces(

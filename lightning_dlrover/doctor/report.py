@@ -18,6 +18,7 @@ from lightning_dlrover.doctor.host import (
     check_interfaces,
     check_memory,
     check_name,
+    check_name_server,
     check_port,
     check_processes,
     check_shared_memory,
@@ -74,6 +75,7 @@ def _host_and_etcd(case: Case, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from (check() for check in single)
     yield from check_memory()
     yield check_name(endpoint)
+    yield check_name_server(endpoint)
     yield from check_interfaces(endpoint, environ)
     yield check_port(environ)
     yield check_clock(clock.ahead_s if clock is not None else None, clock.uncertain_s if clock is not None else 0.0)

@@ -120,6 +120,26 @@ def test_ordinary_machine_has_no_trouble() -> None:
 # --- names, addresses, ports, clock -------------------------------------------------------------------------------------------
 
 
+def test_name_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.9\n")
+    mount = in_shell(f"mount --bind {tmp_path / 'resolv.conf'} /etc/resolv.conf", "--mount")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        try:
+            silent.bind(("127.0.0.9", 53))
+        except OSError as error:
+            pytest.skip(f"port 53 cannot be used here: {error}")
+        found = elsewhere("check_name_server(None, '192.0.2.1')", *mount)
+    assert (found.check, found.verdict) == ("name server", "warning")
+    assert "::ffff:192.0.2.1" in found.text
+    assert "/etc/hosts" in found.next_move
+
+
+def test_address_without_a_name_is_no_trouble(tmp_path: Path) -> None:
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.9\n")  # nothing listens there, so each question fails at once
+    mount = in_shell(f"mount --bind {tmp_path / 'resolv.conf'} /etc/resolv.conf", "--mount")
+    assert elsewhere("check_name_server(None, '192.0.2.1')", *mount).verdict == "ok"
+
+
 def test_name_that_does_not_resolve_is_named() -> None:
     found = elsewhere("check_name(None)", *in_shell("hostname nowhere.invalid", "--uts"))
     assert found.verdict == "warning"

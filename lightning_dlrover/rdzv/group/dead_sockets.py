@@ -58,10 +58,10 @@ def _inode(fd: int) -> int | None:
 def _registered() -> list[tuple[int, int, int]]:
     """Return the file descriptors in all epolls of this process: (epoll, fd, data)."""
     found = []
-    for entry in Path("/proc/self/fd").iterdir():
+    for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(entry) == "anon_inode:[eventpoll]":
-                text = Path(f"/proc/self/fdinfo/{entry.name}").read_text()
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                text = Path(f"/proc/self/fdinfo/{name}").read_text()
                 pairs = re.findall(r"^tfd:\s*(\d+)\s.*?data:\s*([0-9a-f]+)", text, re.MULTILINE)
-                found += [(int(entry.name), int(fd), int(data, 16)) for fd, data in pairs]
+                found += [(int(name), int(fd), int(data, 16)) for fd, data in pairs]
     return found

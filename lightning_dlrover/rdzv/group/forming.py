@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,11 @@ from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, as_gloo, inet_sockets, num_begun
 from lightning_dlrover.rdzv.group.groups import RoundGroups
-from lightning_dlrover.rdzv.group.hellos import missing_hellos, publish_hello, read_hellos
+from lightning_dlrover.rdzv.group.hellos import await_hellos, missing_hellos, publish_hello
 from lightning_dlrover.rdzv.group.meeting import Meeting
 from lightning_dlrover.rdzv.group.reach import FEW, Patrol, Reach
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
+from lightning_dlrover.rdzv.group.tree import Tree, edges, join_tree
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import CannotMeetError, EvictedError, Formation, Member, RoundEndedError, VoidRoundError
 from lightning_dlrover.rdzv.live.membership import Membership
@@ -32,26 +33,34 @@ __all__ = ["Forming"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 CONNECT_TIMEOUT_S = 0.5
-"""Seconds for one attempt to reach the store of a round."""
+"""Seconds for the first attempt to reach the store of a round."""
+
+MAX_CONNECT_TIMEOUT_S = 30.0
+"""Seconds for an attempt after several that timed out, each of which gets twice the time of the one before.
+
+Torch looks up the name of the store's address first, which takes 10 s or more if the name server does not answer.
+"""
 
 VOTE_ROOM = 32, 8
 """Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
 
-SHORT_VOTE = 2
-"""Numbers in the first message of a vote among more than `FEW` workers. Gloo sends each number around the ring by itself."""
+MAX_VOTE_ROOM = 1024
+"""Maximum numbers in the first message of a vote, however many workers there are. Further ones follow in a second message."""
+
+CONNECT_AGAIN_S = 0.02
+"""Seconds between two attempts to reach the store of a round of up to `FEW` workers; longer for more."""
 
 PROBE_INTERVAL_S = 0.1
 """Seconds between two looks for dead workers while a round is formed."""
 
-LOOK_S = 0.003
-"""Minimum seconds between two looks for the hellos of all members."""
-
-LOOK_S_PER_WORKER = 0.0005
-"""The same for each member: the store of rank 0 serves a limited number of looks per second."""
+STORE_MARGIN_S = 10.0
+"""Seconds by which the store of a round waits longer for the hellos than this worker does."""
 
 CHECK_S = 0.02
-"""Seconds between two checks whether a round of up to `FEW` workers is void while gloo connects; longer for more."""
+"""Seconds between two checks whether a round of up to `FEW` workers is void while others are awaited; longer for more."""
 
 
 class Forming:
@@ -80,6 +89,7 @@ class Forming:
         self._sockets = sockets
         self._groups = groups
         self._reach = reach
+        self._patience = timedelta(seconds=config.collective_timeout_s)
         self._gloo_devices: list[Any] = []  # gloo's, of all groups that do not connect late
 
     def form(
@@ -101,9 +111,10 @@ class Forming:
             # Checked before any member connects: the others would wait for a member that has left again.
             if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
-            names = ["gloo", "meeting"] if len(target.members) > 1 else ["gloo"]
+            is_large = len(target.members) > FEW
+            names = ["gloo", "meeting"] if 1 < len(target.members) <= FEW else ["gloo"]
             stores = [PrefixStore(name, rendezvous) for name in names]
-            gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, len(target.members) > FEW)
+            gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, is_large)
             for group in (gloo, *control):
                 self._groups.add(group)
             with as_gloo(gloo):
@@ -112,7 +123,7 @@ class Forming:
                     store=PrefixStore("group", rendezvous),
                     rank=rank,
                     world_size=len(target.members),
-                    timeout=timedelta(seconds=self._config.collective_timeout_s),
+                    timeout=self._patience,
                 )
         except BaseException:
             # Others may have formed the round already. They must detect that this worker has not.
@@ -123,19 +134,19 @@ class Forming:
         # The round may have ended before its sockets were recorded.
         self._sockets.follow(self._membership.view, self._membership.own.evicted)
         formation = Formation(target, hellos, rank)
-        if not control:
+        if formation.size == 1:
             return formation, None
         meeting = Meeting(
-            control[0],
+            gloo if is_large else control[0],
             rank,
             formation.size,
-            SHORT_VOTE if formation.size > FEW else VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size,
+            min(VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size, MAX_VOTE_ROOM),
             begun=functools.partial(num_begun, gloo, "nccl" in self._backend),
-            connect=functools.partial(_connect_briefly, target),
+            connect=functools.partial(_connect_briefly, target, f"round/{target.number}/meeting"),
             activity=activity,
             is_in_step=is_in_step,
             sever=functools.partial(self._sockets.sever, target.number),
-            connects_late=formation.size > FEW,
+            tree=Tree(gloo, rank, formation.size, self._patience) if is_large else None,
         )
         return formation, meeting
 
@@ -165,24 +176,28 @@ class Forming:
     def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
         suspects = target.members if len(target.members) > FEW else target.members[:1]  # not all of many bury rank 0 at once
         patrol = Patrol(self._membership, suspects, interval_s=0.0)
+        contacts = target.members[:1]
+        limit_s = CONNECT_TIMEOUT_S * max(1.0, len(target.members) / FEW)  # rank 0 serves all workers at one moment
         while True:
             check()
             # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
             # because the process may die just then.
+            began = time.monotonic()
             with contextlib.suppress(OSError, dist.DistError):
-                # Rank 0 serves all workers, which connect in one moment.
-                store = _store_at(target, 1.0, CONNECT_TIMEOUT_S * max(1.0, len(target.members) / FEW))
+                store = _store_at(target, 1.0, limit_s)
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
                 return store
             patrol.look()
-            self._reach.raise_if_silent(target)
+            self._reach.raise_if_silent(target, contacts)
             if time.monotonic() > deadline:
                 raise self._reach.too_late(
-                    target,
+                    contacts,
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
                     f"{target.store_address}:{target.store_port}",
                 )
-            self._pause(0.02 * max(1.0, len(target.members) / FEW))
+            if time.monotonic() - began > limit_s:
+                limit_s = min(2 * limit_s, MAX_CONNECT_TIMEOUT_S)
+            time.sleep(CONNECT_AGAIN_S * max(1.0, len(target.members) / FEW))
 
     def _can_all_meet(self, target: RoundRecord, hellos: Mapping[str, bytes]) -> bool:
         try:
@@ -193,25 +208,21 @@ class Forming:
             return False
 
     def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
-        patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S).pause()
-        while True:
-            try:
-                if (hellos := read_hellos(store, target.members)) is not None:
-                    return hellos
-            except ValueError as error:
-                log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
-                raise CannotMeetError from error
-            self._raise_if_void(target)
-            patrol.look()
-            self._reach.raise_if_silent(target)
-            if time.monotonic() > deadline:
-                missing = missing_hellos(store, target.members)
-                raise self._reach.too_late(
-                    target,
-                    f"round {target.number}: waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive",
-                )
-            # The store's own wait cannot be interrupted, and prints every timeout to stderr.
-            time.sleep(max(LOOK_S, LOOK_S_PER_WORKER * len(target.members)))
+        def too_late() -> str:
+            beside = _connect_briefly(target, f"round/{target.number}")  # the other connection waits
+            missing = missing_hellos(beside, target.members) if beside is not None else ["others"]
+            return f"waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive"
+
+        # The store prints every timeout to stderr, so this wait times out first.
+        limit_s = deadline - time.monotonic() + STORE_MARGIN_S
+        waiting = functools.partial(await_hellos, store, target.members, limit_s)
+        contacts = _contacts(target.members, self._membership.worker_id)
+        check = functools.partial(self._raise_if_void, target)
+        try:
+            return self._beside(waiting, target, deadline, target.members, contacts, check, too_late)
+        except ValueError as error:
+            log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
+            raise CannotMeetError from error
 
     def _connect_gloo(
         self,
@@ -224,38 +235,65 @@ class Forming:
     ) -> list[dist.ProcessGroupGloo]:
         """Connect gloo among the members of a round, or other workers: one group for each store.
 
-        Groups that connect late have connected each worker with its neighbours in the ring: collectives that carry a message
-        around would otherwise connect the pairs one after the other. Most collectives need no other connection.
+        Groups that connect late have connected each worker with its neighbours in the ring and in the tree. Collectives that
+        carry a message around would otherwise connect the pairs one after the other. Most need no other connection.
 
-        Gloo waits for a dead member as long as for a slow one, several times the timeout of a collective. While it waits for
-        the other side to connect there is no socket to shut down. So it waits in a thread of its own, which is abandoned if the
-        round becomes void.
         """
-        connected: Future[list[dist.ProcessGroupGloo]] = Future()
         rank, size = workers.index(self._membership.worker_id), len(workers)
-        timeout = timedelta(seconds=self._config.collective_timeout_s)
 
-        def connect() -> None:
+        def connect() -> list[dist.ProcessGroupGloo]:
+            groups: list[Any] = []
+            for store in stores:
+                late = torch_names.gloo_devices(is_late=True) if connects_late else []
+                groups.append(torch_names.gloo(store, rank, size, self._patience, late or self._shared_devices()))
+                if late:
+                    _join_ring(groups[-1], rank, size, self._patience)
+                    join_tree(groups[-1], rank, size, self._patience)
+            return groups
+
+        contacts = _contacts(workers, self._membership.worker_id) if connects_late else workers
+        too_late = "the workers could not connect to each other"
+        return self._beside(connect, target, deadline, workers, contacts, check, lambda: too_late)
+
+    def _beside(
+        self,
+        run: Callable[[], T],
+        target: RoundRecord,
+        deadline: float,
+        workers: Sequence[str],
+        contacts: Sequence[str],
+        check: Callable[[], None],
+        too_late: Callable[[], str],
+    ) -> T:
+        """Return the result of `run`, which waits for other workers in a thread of its own.
+
+        Torch waits for a dead member as long as for a slow one. Gloo does so for several times the timeout of a collective, and
+        while it waits for the other side to connect there is no socket to shut down. So the thread is abandoned if the round
+        becomes void.
+
+        Args:
+            workers: workers that are waited for, among whom this worker looks for dead ones.
+            contacts: those of them that it has to connect to.
+            check: raises an error if the round is void.
+            too_late: describes the wait, once it has lasted until `deadline`.
+        """
+        done: Future[T] = Future()
+
+        def work() -> None:
             try:
-                groups: list[Any] = []
-                for store in stores:
-                    late = torch_names.gloo_devices(is_late=True) if connects_late else []
-                    groups.append(torch_names.gloo(store, rank, size, timeout, late or self._shared_devices()))
-                    if late:
-                        _join_ring(groups[-1], rank, size, timeout)
-                connected.set_result(groups)
+                done.set_result(run())
             except BaseException as error:
-                connected.set_exception(error)
+                done.set_exception(error)
 
-        threading.Thread(target=connect, name="dlrover-connect", daemon=True).start()
+        threading.Thread(target=work, name="dlrover-connect", daemon=True).start()
         patrol = Patrol(self._membership, workers, PROBE_INTERVAL_S).pause()
-        while not wait([connected], timeout=CHECK_S * max(1.0, size / FEW)).done:
+        while not wait([done], timeout=CHECK_S * max(1.0, len(workers) / FEW)).done:
             check()
             patrol.look()
-            self._reach.raise_if_silent(target)
+            self._reach.raise_if_silent(target, contacts)
             if time.monotonic() > deadline:
-                raise self._reach.too_late(target, f"round {target.number}: the workers could not connect to each other")
-        return connected.result()
+                raise self._reach.too_late(contacts, f"round {target.number}: {too_late()}")
+        return done.result()
 
     def _shared_devices(self) -> list[Any]:
         if not self._gloo_devices:
@@ -269,9 +307,19 @@ class Forming:
             me = self._membership.worker_id
             raise EvictedError(f"worker {me} was removed from the job while forming round {target.number}")
 
-    def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            self._membership.wait_for(lambda view: None, seconds, "nothing")
+
+def _contacts(members: Sequence[str], me: str) -> Sequence[str]:
+    """Return the members that a worker connects to while a round forms.
+
+    They are all of a few. Among many they are rank 0, which serves the store, and the neighbours in the ring and in the tree.
+    """
+    size = len(members)
+    if size <= FEW:
+        return members
+    rank = members.index(me)
+    parent, children = edges(rank, size)
+    ranks = {0, (rank - 1) % size, (rank + 1) % size, *children} | ({parent} if parent is not None else set())
+    return [members[each] for each in sorted(ranks - {rank})]
 
 
 def _join_ring(group: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -292,10 +340,13 @@ def _join_ring(group: Any, rank: int, size: int, timeout: timedelta) -> None:
         exchange()
 
 
-def _connect_briefly(target: RoundRecord) -> Store | None:
-    """Open a further connection to a round's store, which survives severing the round; None without a response."""
+def _connect_briefly(target: RoundRecord, folder: str) -> Store | None:
+    """Open a further connection to a round's store, for keys in `folder`; None without a response.
+
+    If the round has formed, the connection survives severing it.
+    """
     with contextlib.suppress(OSError, dist.DistError):
-        return PrefixStore(f"round/{target.number}/meeting", _store_at(target, CONNECT_TIMEOUT_S))
+        return PrefixStore(folder, _store_at(target, CONNECT_TIMEOUT_S))
     return None
 
 

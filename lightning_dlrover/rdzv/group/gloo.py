@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -277,11 +276,11 @@ def use_interface_of(address: str) -> None:
 def inet_sockets() -> dict[int, int]:
     """Return the connected or listening sockets of this process: inode by file descriptor."""
     found: dict[int, int] = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the socket was closed meanwhile
-            status = os.stat(int(entry.name))
+            status = os.stat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found[int(entry.name)] = status.st_ino
+                found[int(name)] = status.st_ino
     return found
 
 

@@ -1,17 +1,18 @@
 """Exchange the hellos of a round's members through its store, in a few requests of each member.
 
 Each member writes its hello and counts itself. The one that is counted last writes the list of all hellos, and the others only
-look for that list. If every member read every hello, the store would serve as many requests as members, squared.
+wait for that list. If every member read every hello, the store would serve as many requests as members, squared.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 
 from lightning_dlrover.rdzv.group.torch_names import Store
 
-__all__ = ["missing_hellos", "publish_hello", "read_hellos"]
+__all__ = ["await_hellos", "missing_hellos", "publish_hello"]
 
 LIST = "hellos"
 COUNT = "num_hellos"
@@ -29,15 +30,14 @@ def publish_hello(store: Store, members: Sequence[str], me: str, hello: bytes) -
         store.set(LIST, json.dumps(dict(zip(members, texts, strict=True))))
 
 
-def read_hellos(store: Store, members: Sequence[str]) -> dict[str, bytes] | None:
-    """Return the hellos of all members by worker id, None while some are missing.
+def await_hellos(store: Store, members: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+    """Wait until all members have written theirs, and return them.
 
     Raises:
-        RuntimeError: the store cannot be reached.
+        RuntimeError: the store cannot be reached, or `timeout_s` are over.
         ValueError: the list cannot be read; another program may write into the round's store.
     """
-    if not store.check([LIST]):
-        return None
+    store.wait([LIST], timedelta(seconds=timeout_s))
     texts = json.loads(store.get(LIST))
     if not isinstance(texts, dict) or set(texts) != set(members):
         raise ValueError(f"the list of hellos names {len(texts)} other workers than the round's {len(members)} members")

@@ -3,9 +3,10 @@
 gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout of
 collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all workers:
 
-1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, where all messages
-   have one size. Votes travel in the same group, so a vote can also be compared with a collective. Before an asynchronous
-   collective the comparison is only begun. Its result is read at the next one, in the next vote, or without progress.
+1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, or along a tree if
+   they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a collective.
+   Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
+   without progress.
 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
    `Counts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in the same
    order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait for each
@@ -21,6 +22,7 @@ a loss.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import sys
@@ -29,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,9 +40,11 @@ from lightning_dlrover.frames import current_frames
 from lightning_dlrover.rdzv.group import torch_names, waits
 from lightning_dlrover.rdzv.group.purpose import Purpose, details, place_of, tensors_in
 from lightning_dlrover.rdzv.group.torch_names import Store
+from lightning_dlrover.rdzv.group.tree import Reduction, Tree
 from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
 
 __all__ = [
+    "Begun",
     "Counts",
     "LoneCollectiveError",
     "Meeting",
@@ -67,7 +71,7 @@ POLL_S = 0.005
 NUM_COMPARED = 16
 """Number of workers in one read of counts; the next read continues with the next workers."""
 
-LOOKS_PER_S = 256
+LOOKS_PER_S = 64
 """Maximum number of looks of all workers per second. The store of rank 0 serves them all, with up to five requests each."""
 
 NUM_HEADER = 4
@@ -83,6 +87,10 @@ class MismatchError(WorldError):
 
 class LoneCollectiveError(RuntimeError):
     """A worker has begun a collective where the others take no part in one."""
+
+
+Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
+"""A comparison that has begun: its number, and its numbers on their way to the minimum over all workers."""
 
 
 # --- comparing counts ---------------------------------------------------------------------------------------------------------
@@ -157,14 +165,15 @@ class Meeting:
     """Compare the next collectives of a round's workers. Used by the thread that created it, and watched by one of its own.
 
     Args:
-        group: a group of this round's members, for no other use.
+        group: a group of this round's members, for no other use; the round's own one if there is a tree.
         capacity: numbers in the first message of a vote; equal on all workers.
         begun: returns the number of collectives and messages that this worker has begun in the round's group.
         connect: opens a connection to the round's store, without a long wait; None if it cannot be reached.
         activity: describes this worker's current activity.
         is_in_step: returns whether this worker is inside a training step.
         sever: ends this worker's pending collective; called after all workers have agreed on `mismatch`.
-        connects_late: whether the round's group connects two workers only at their first message.
+        tree: reduces the numbers in place of the group, if there are many workers. The round's group then connects two workers
+            only at their first message.
     """
 
     def __init__(
@@ -178,14 +187,15 @@ class Meeting:
         activity: Callable[[], str],
         is_in_step: Callable[[], bool],
         sever: Callable[[], None],
-        connects_late: bool = False,
+        tree: Tree | None = None,
     ) -> None:
         self.mismatch: MismatchError | None = None
-        self.connects_late = connects_late
+        self.connects_late = tree is not None
+        self._tree = tree
         self._group: Any = group  # None once the round is over
         self._rank, self._size = rank, size
         self._length = NUM_HEADER + capacity
-        self._all_begun = begun
+        self._all_begun = begun if tree is None else functools.partial(tree.without_messages, begun)
         self._num_messages = 0  # begun operations that are messages between two workers, so their numbers differ
         self._begun_before: int | None = None  # count at the start of an operation that consists of messages
         self._messages_lock = threading.Lock()
@@ -194,7 +204,7 @@ class Meeting:
         self._is_in_step = is_in_step
         self._sever = sever
         self._num_compared = 0
-        self._unread: list[tuple[int, dist.Work, torch.Tensor]] = []  # comparisons begun before asynchronous collectives
+        self._unread: list[Begun] = []  # comparisons begun before asynchronous collectives
         self._asynchronous = (0, "", "")  # the newest of these in the round's group: its number, text and kind
         self._recent: dict[int, str] = {}  # texts of the newest compared collectives, by number
         self._depth = 0  # above 0, begun collectives are part of one that was compared
@@ -214,15 +224,19 @@ class Meeting:
     def close(self) -> None:
         """End the meeting with its round; the group belongs to its creator."""
         self._closed.set()
+        if self._tree is not None:
+            self._tree.close()
         # This thread and the watcher must not hold the last reference to a group, see `waits`.
         self._group = None
         self._unread = []
         self._all_begun = lambda: 0
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread: if it returns from the store while the process ends, it aborts the process."""
+        """Wait for the threads: if one returns from torch while the process ends, it aborts the process."""
         if threading.current_thread() is not self._watcher:
             self._watcher.join(timeout_s)
+        if self._tree is not None:
+            self._tree.join(timeout_s)
 
     def await_mismatch(self) -> MismatchError | None:
         """Return the mismatch that ended this round, after the others have it too. A worker that ends earlier seems lost."""
@@ -264,11 +278,11 @@ class Meeting:
         if self._alone and threading.get_ident() == self._thread:
             raise LoneCollectiveError(f"{purpose}: {self._alone}")
 
-    def vote(self, purpose: Purpose, ballot: Sequence[int]) -> tuple[int, dist.Work, torch.Tensor]:
+    def vote(self, purpose: Purpose, ballot: Sequence[int]) -> Begun:
         """Start the vote for the minimum of all workers' numbers; pass the result to `counted`."""
         return self._reduce(purpose, ballot[: self._length - NUM_HEADER])
 
-    def counted(self, vote: tuple[int, dist.Work, torch.Tensor], ballot: Sequence[int]) -> list[int]:
+    def counted(self, vote: Begun, ballot: Sequence[int]) -> list[int]:
         """Wait for the vote with this ballot and return its result.
 
         All workers have as many numbers. Those that had no room in the first message are reduced only now.
@@ -282,7 +296,7 @@ class Meeting:
         if len(ballot) <= room:
             return result
         rest = torch.tensor(ballot[room:], dtype=torch.int64)
-        waits.wait_for(self._group_now().allreduce([rest], self._options))
+        self._wait(self._least(rest))
         return result + rest.tolist()
 
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
@@ -381,10 +395,9 @@ class Meeting:
 
     # --- comparing ---------------------------------------------------------------------------------------------------
 
-    def _reduce(self, purpose: Purpose, ballot: Sequence[int]) -> tuple[int, dist.Work, torch.Tensor]:
+    def _reduce(self, purpose: Purpose, ballot: Sequence[int]) -> Begun:
         if (mismatch := self.await_mismatch()) is not None:
             raise mismatch
-        group = self._group_now()
         key, begun = purpose.key, self._begun()
         padding = [0] * (self._length - NUM_HEADER - len(ballot))
         numbers = torch.tensor([key, -key, begun, -begun, *ballot, *padding], dtype=torch.int64)
@@ -394,17 +407,28 @@ class Meeting:
         for old in [each for each in self._recent if each <= oldest - NUM_RECENT]:
             del self._recent[old]
         self._num_compared = number
-        return number, group.allreduce([numbers], self._options), numbers
+        return number, self._least(numbers), numbers
 
-    def _group_now(self) -> Any:
+    def _least(self, numbers: torch.Tensor) -> dist.Work | Reduction:
+        """Begin to replace numbers by their minimum over all workers."""
         if self._group is None:
             raise WorldError("the round has ended")
-        return self._group
+        if self._tree is not None:
+            return self._tree.least(numbers)
+        work: dist.Work = self._group.allreduce([numbers], self._options)
+        return work
 
-    def _await(self, newest: tuple[int, dist.Work, torch.Tensor]) -> None:
+    @staticmethod
+    def _wait(work: dist.Work | Reduction) -> None:
+        if isinstance(work, Reduction):
+            work.wait()
+        else:
+            waits.wait_for(work)
+
+    def _await(self, newest: Begun) -> None:
         unread, self._unread = self._unread, []
         for number, work, numbers in (*unread, newest):
-            waits.wait_for(work)
+            self._wait(work)
             self._check(number, numbers)
 
     def _check(self, number: int, numbers: torch.Tensor) -> None:

@@ -94,16 +94,20 @@ class Reach:
         """Restart the timer before connections are made, so that the others have time to respond."""
         self._next_probe = time.monotonic() + OUT_OF_REACH_S
 
-    def raise_if_silent(self, target: RoundRecord) -> None:
-        """Raise an error for silent members within seconds, because the others also wait for the round to form."""
+    def raise_if_silent(self, target: RoundRecord, contacts: Sequence[str]) -> None:
+        """Raise an error for silent workers within seconds, because the others also wait for the round to form.
+
+        Args:
+            contacts: workers that this one has to connect to.
+        """
         if time.monotonic() > self._next_probe:
             self._next_probe = time.monotonic() + OUT_OF_REACH_S
-            if silent := self.silent(target.members):
+            if silent := self.silent(contacts):
                 raise UnreachableError(f"round {target.number}: {', '.join(silent)} cannot be reached from here", silent)
 
-    def too_late(self, target: RoundRecord, text: str) -> UnreachableError:
-        """Return an error that names the unreachable members, but not those that are merely late, as in a long validation."""
-        return UnreachableError(text, self.silent(target.members))
+    def too_late(self, contacts: Sequence[str], text: str) -> UnreachableError:
+        """Return an error that names the unreachable contacts, but not those that are merely late, as in a long validation."""
+        return UnreachableError(text, self.silent(contacts))
 
     def silent(self, members: Sequence[str], timeout_s: float = 1.0) -> list[str]:
         """Return the members whose port neither accepts nor refuses a connection from here."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
-from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.meeting import Begun, Meeting
 from lightning_dlrover.rdzv.group.purpose import Purpose, shown
 
 __all__ = ["Vote"]
@@ -25,7 +22,7 @@ class Vote:
     def __init__(self, ballot: Sequence[int], meeting: Meeting | None, place: int) -> None:
         self._ballot = list(ballot)
         self._meeting = meeting
-        self._begun: tuple[int, dist.Work, torch.Tensor] | None = None
+        self._begun: Begun | None = None
         if meeting is not None:
             self._begun = meeting.vote(Purpose("the vote between two steps", f"step {place}", shown(sys._getframe())), ballot)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,10 @@ __all__ = [
     "time_with",
     "wait_for",
     "wait_in",
+    "wait_until",
 ]
+
+T = TypeVar("T")
 
 SLICE_S = 0.2
 
@@ -86,6 +89,19 @@ def wait_for(work: Any) -> None:
         work.wait()
     else:
         wait_in(work, type(work).wait)
+
+
+def wait_until(done: Future[T]) -> T:
+    """Wait for the result of another thread's collective, and abandon it with its round."""
+    with _timer():
+        number, _ = _round_now()
+        try:
+            while not wait_for_futures([done], SLICE_S).done:
+                _raise_if_over(number)
+            return done.result()
+        except RuntimeError:
+            _round_now()  # raises the reason if the round was ended on purpose
+            raise
 
 
 def _round_now() -> Round:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from lightning_dlrover.rdzv.group.hellos import missing_hellos, publish_hello, read_hellos
+from lightning_dlrover.rdzv.group.hellos import await_hellos, missing_hellos, publish_hello
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, TCPStore
 
 
@@ -37,10 +38,9 @@ def store() -> Any:
 def test_every_member_reads_the_hellos_of_all(store: Any) -> None:
     members = ["a", "b", "c"]
     for number, worker in enumerate(members):
-        assert read_hellos(store, members) is None
         assert missing_hellos(store, members) == members[number:]
         publish_hello(store, members, worker, worker.encode() * number)
-    assert read_hellos(store, members) == {"a": b"", "b": b"b", "c": b"cc"}
+    assert await_hellos(store, members, 1.0) == {"a": b"", "b": b"b", "c": b"cc"}
 
 
 @pytest.mark.parametrize("size", [3, 24, 200])
@@ -53,7 +53,7 @@ def test_requests_of_all_members_grow_only_as_their_number(store: Any, size: int
         requests[worker] += counted.num_requests
     for worker in members:
         counted = CountedStore(store)
-        assert read_hellos(counted, members) is not None
+        assert len(await_hellos(counted, members, 1.0)) == size
         requests[worker] += counted.num_requests
     assert {requests[worker] for worker in members[:-1]} == {4}
     assert requests[members[-1]] == 4 + size + 1  # it reads all hellos and writes the list
@@ -62,4 +62,17 @@ def test_requests_of_all_members_grow_only_as_their_number(store: Any, size: int
 def test_list_with_other_names_is_refused(store: Any) -> None:
     publish_hello(store, ["a"], "a", b"")
     with pytest.raises(ValueError, match="than the round's 2 members"):
-        read_hellos(store, ["a", "b"])
+        await_hellos(store, ["a", "b"], 1.0)
+
+
+def test_wait_lasts_until_the_last_member_has_written_its_hello(store: Any) -> None:
+    publish_hello(store, ["a", "b"], "a", b"first")
+    with pytest.raises(RuntimeError):
+        await_hellos(store, ["a", "b"], 0.2)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(await_hellos, store, ["a", "b"], 10.0)
+        assert not wait([waiting], 0.3).done
+        # A connection of its own: the other one waits.
+        beside = TCPStore("127.0.0.1", store.underlying_store.port, timeout=timedelta(seconds=10))
+        publish_hello(PrefixStore("round/1", beside), ["a", "b"], "b", b"last")
+        assert waiting.result(10.0) == {"a": b"first", "b": b"last"}
