@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,9 +50,15 @@ class _Families:
         return {model for family in self.of.values() if (model := self.pairs.model(family.application.name)) is not None}
 
     def may_share(self, job: Job) -> bool:
-        family = self.of[job.family]
-        sizes = range(1, family.max_devices + 1)
-        return any(self.pair(job.family, other, size) is not None for other in self.of for size in sizes)
+        return job.family in self._sharing
+
+    @cached_property
+    def _sharing(self) -> frozenset[str]:
+        """Families that can share some number of devices with another one, or among themselves."""
+        sizes = {name: range(1, family.max_devices + 1) for name, family in self.of.items()}
+        return frozenset(
+            one for one in self.of if any(self.pair(one, other, size) is not None for other in self.of for size in sizes[one])
+        )
 
     def pair(self, one: str, other: str, num_devices: int) -> _Pair | None:
         """Return the measured jobs that are like each device's part of two families; None: they cannot share so many."""
