@@ -444,7 +444,7 @@ def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
         return
     array = np.fromiter(numbers, np.int64, len(numbers))  # half the time of a comparison with a list
     is_last = array[1:] - array[:-1] != 1
-    if not is_last.any():  # as in a loader without a job
+    if not is_last.any():  # a loader without a job reads rows in order
         yield int(array[0]), int(array[-1]) + 1
         return
     ends = [*np.flatnonzero(is_last).tolist(), len(array) - 1]

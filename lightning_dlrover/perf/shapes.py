@@ -31,8 +31,8 @@ PART_WEIGHT = 0.3  # weight of a measured part relative to the whole step: parts
 LOADER_OVERLAP = 8.0  # value of h, close to the longer of the two
 ITERATIONS = 6
 POOLED_ITERATIONS = 8  # the job's scale of communication needs two more to settle
-ITERATIONS_OF_OVERLAP = 3  # from the coefficients with the overlap before
-ITERATIONS_NEARBY = 2  # from the coefficients of a fit to nearly the same measurements
+ITERATIONS_OF_OVERLAP = 3  # the fit starts at the coefficients of the overlap before
+ITERATIONS_NEARBY = 2  # the fit starts at those of nearly the same measurements
 
 
 class Overlap(NamedTuple):

@@ -34,7 +34,7 @@ FEW_PAIRS = 2
 DEVICE = Device("any", KIND, "any", memory_bytes=1, places=2)
 
 Alone: TypeAlias = Callable[[str, Placement], AloneTime]
-"""What is known of a family on devices of its own, by its name and the placement."""
+"""Returns the known time of a family on devices of its own, by its name and the placement."""
 
 _Pair: TypeAlias = tuple[Partner, Partner]
 
