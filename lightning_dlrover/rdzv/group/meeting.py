@@ -29,7 +29,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -39,19 +38,16 @@ import torch.distributed as dist
 from lightning_dlrover.frames import current_frames
 from lightning_dlrover.rdzv.group import torch_names, waits
 from lightning_dlrover.rdzv.group.purpose import Purpose, details, place_of, tensors_in
+from lightning_dlrover.rdzv.group.sightings import Counts, Sighting, can_go_on, difference, ranges
 from lightning_dlrover.rdzv.group.torch_names import Store
 from lightning_dlrover.rdzv.group.tree import Reduction, Tree
 from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
 
 __all__ = [
     "Begun",
-    "Counts",
     "LoneCollectiveError",
     "Meeting",
     "MismatchError",
-    "Sighting",
-    "can_go_on",
-    "difference",
 ]
 
 log = logging.getLogger(__name__)
@@ -91,74 +87,6 @@ class LoneCollectiveError(RuntimeError):
 
 Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
 """A comparison that has begun: its number, and its numbers on their way to the minimum over all workers."""
-
-
-# --- comparing counts ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Collectives that a worker has begun in a round."""
-
-    compared: int  # votes and comparisons begun in their separate group
-    begun: int  # collectives begun in the round's group
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """Observed activity of a worker that makes no progress."""
-
-    counts: Counts
-    text: str
-    waits_for: str = ""  # collective begun last in the round's group, if it is known
-
-
-def can_go_on(one: Sighting, other: Sighting) -> bool:
-    """Whether two workers may belong to one program; if not, neither of them ever ends.
-
-    Workers of one program begin the same collectives in the same order. Their counts, whenever they are read, therefore belong
-    to one sequence. Two entries of a growing sequence cannot be ahead of each other, and equal entries have one meaning.
-    """
-    ahead = one.counts.compared - other.counts.compared, one.counts.begun - other.counts.begun
-    if ahead[1] == 0 and one.waits_for and other.waits_for and one.waits_for != other.waits_for:
-        return False
-    return ahead[0] * ahead[1] >= 0
-
-
-def difference(texts: Sequence[tuple[int, str]], counts: Sequence[Counts] = ()) -> str:
-    """Return the text of a `MismatchError`, which names the place of each rank.
-
-    Args:
-        texts: rank and activity of all known workers.
-        counts: counts of the same workers, if they differ.
-    """
-    by_text: dict[str, list[int]] = {}
-    for i, (rank, text) in enumerate(texts):
-        extra = f" [{counts[i].begun} collectives begun in this round]" if counts else ""
-        by_text.setdefault(text + extra, []).append(rank)
-    lines = [f"  {'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}: {text}" for text, ranks in by_text.items()]
-    return "\n".join(
-        [
-            "workers have met in different collectives, so none of them can go on:",
-            *lines,
-            "All workers must run the same collectives in the same order. Look for one of these calls, or for a step, a log "
-            "with sync_dist or a checkpoint before it, that depends on the rank or on a worker's own data",
-        ]
-    )
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Format ranks as ranges: 0, 2-5."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1] = [parts[-1][0], rank]
-        else:
-            parts.append([rank])
-    return ", ".join("-".join(map(str, part)) for part in parts)
-
-
-# --- one round's meetings -----------------------------------------------------------------------------------------------------
 
 
 class Meeting:
@@ -296,7 +224,7 @@ class Meeting:
         if len(ballot) <= room:
             return result
         rest = torch.tensor(ballot[room:], dtype=torch.int64)
-        self._wait(self._least(rest))
+        _wait_for(self._least(rest))
         return result + rest.tolist()
 
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
@@ -355,7 +283,7 @@ class Meeting:
                 log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
                 self._forget_store()
             if time.monotonic() > deadline:
-                who = f"{'rank' if len(missing) == 1 else 'ranks'} {_ranges(sorted(missing))}"
+                who = f"{'rank' if len(missing) == 1 else 'ranks'} {ranges(sorted(missing))}"
                 cause = "see what keeps them" if has_come else "the store of the round, on rank 0, could not be reached"
                 raise WorldError(
                     f"waited {timeout_s:.0f} s at {place} for {who}, which neither came there nor went on to another "
@@ -418,17 +346,10 @@ class Meeting:
         work: dist.Work = self._group.allreduce([numbers], self._options)
         return work
 
-    @staticmethod
-    def _wait(work: dist.Work | Reduction) -> None:
-        if isinstance(work, Reduction):
-            work.wait()
-        else:
-            waits.wait_for(work)
-
     def _await(self, newest: Begun) -> None:
         unread, self._unread = self._unread, []
         for number, work, numbers in (*unread, newest):
-            self._wait(work)
+            _wait_for(work)
             self._check(number, numbers)
 
     def _check(self, number: int, numbers: torch.Tensor) -> None:
@@ -446,7 +367,7 @@ class Meeting:
             with contextlib.suppress(RuntimeError):
                 store.set(f"op/{number}/{self._rank}", mine)
                 store.set("asked", str(number))
-                texts |= self._read_all(store, f"op/{number}", range(self._size))
+                texts |= _read_all(store, f"op/{number}", range(self._size), self._closed)
         known = sorted((rank, *json.loads(text)) for rank, text in texts.items())
         pairs = [(rank, text) for rank, text, _ in known] + [
             (rank, "somewhere else; it did not answer") for rank in range(self._size) if rank not in texts
@@ -454,17 +375,6 @@ class Meeting:
         counts = [Counts(number, begun) for *_, begun in known]
         is_one_purpose = int(numbers[0]) == -int(numbers[1])
         self._adopt(difference(pairs, counts if is_one_purpose and len(counts) == len(pairs) else ()))
-
-    def _read_all(self, store: Store, folder: str, ranks: Sequence[int], timeout_s: float = ANSWER_S) -> dict[int, str]:
-        """Return the texts of ranks below a folder of the store that arrive in time."""
-        texts: dict[int, str] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(texts) < len(ranks) and time.monotonic() < deadline:
-            for rank in ranks:
-                if rank not in texts and store.check([f"{folder}/{rank}"]):
-                    texts[rank] = store.get(f"{folder}/{rank}").decode()
-            self._closed.wait(POLL_S)
-        return texts
 
     def _adopt(self, text: str) -> None:
         """Agree with the others on one text, then end this worker's pending collective. Called from any thread."""
@@ -477,7 +387,7 @@ class Meeting:
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(f"ack/{self._rank}", "1")
-                self._read_all(store, "ack", range(self._size))
+                _read_all(store, "ack", range(self._size), self._closed)
         self._is_agreed.set()
         self._sever()
 
@@ -535,7 +445,7 @@ class Meeting:
         """Return the sightings that other workers have published. Those of workers that make progress may be stale."""
         texts: dict[int, str] = {}
         if timeout_s:
-            texts = self._read_all(store, "at", ranks, timeout_s)
+            texts = _read_all(store, "at", ranks, self._closed, timeout_s)
         else:
             keys = {rank: f"at/{rank}" for rank in ranks}
             if not store.check(list(keys.values())):  # a single request, as a rule
@@ -568,6 +478,27 @@ class Meeting:
     def _forget_store(self) -> None:
         with self._store_lock:
             self._store = None
+
+
+def _wait_for(work: dist.Work | Reduction) -> None:
+    if isinstance(work, Reduction):
+        work.wait()
+    else:
+        waits.wait_for(work)
+
+
+def _read_all(
+    store: Store, folder: str, ranks: Sequence[int], closed: threading.Event, timeout_s: float = ANSWER_S
+) -> dict[int, str]:
+    """Return the texts of ranks below a folder of the store that arrive in time, and before the meeting is closed."""
+    texts: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(texts) < len(ranks) and time.monotonic() < deadline:
+        for rank in ranks:
+            if rank not in texts and store.check([f"{folder}/{rank}"]):
+                texts[rank] = store.get(f"{folder}/{rank}").decode()
+        closed.wait(POLL_S)
+    return texts
 
 
 def _agree(numbers: torch.Tensor) -> bool:

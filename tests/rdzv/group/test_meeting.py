@@ -14,19 +14,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group.meeting import (
-    NUM_RECENT,
-    Counts,
-    LoneCollectiveError,
-    Meeting,
-    Sighting,
-    can_go_on,
-    difference,
-)
-from lightning_dlrover.rdzv.group.purpose import (
-    Place,
-    Purpose,
-)
+from lightning_dlrover.rdzv.group.meeting import NUM_RECENT, LoneCollectiveError, Meeting
+from lightning_dlrover.rdzv.group.purpose import Place, Purpose
+from lightning_dlrover.rdzv.group.sightings import Counts, Sighting, can_go_on, difference
 from lightning_dlrover.rdzv.live.member import (
     RoundEndedError,
     WorldError,
