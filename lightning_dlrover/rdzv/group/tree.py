@@ -20,7 +20,7 @@ import torch
 
 from lightning_dlrover.rdzv.group import torch_names, waits
 
-__all__ = ["Tree", "edges", "join_tree"]
+__all__ = ["Reduction", "Tree", "edges", "join_tree"]
 
 ARITY = 4
 """Branches of each worker. More of them make the tree flatter, but a worker reads their messages one after the other."""
