@@ -193,8 +193,9 @@ class Caller:
 
     def _unavailable(self, action: str, limit_s: float, error: grpc.RpcError | None) -> EtcdUnavailableError:
         cause = f"{error.code().name}: {error.details()}" if error is not None else "no answer"
-        tls = "" if self.config.uses_tls else " and whether it asks for TLS (ca_cert)"
-        if "handshake failed" in cause:
+        tls = " and whether it asks for TLS (ca_cert)"
+        if self.config.uses_tls:
+            # etcd refuses a client without a certificate after the handshake, so on a busy machine there is only no answer.
             tls = ", that ca_cert is of the authority that signed its certificate, and whether it asks for one of us (cert)"
         return EtcdUnavailableError(
             f"cannot {action}: no etcd v3 answered at {self.config.endpoints} within {limit_s:g} s "
