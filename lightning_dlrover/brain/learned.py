@@ -30,19 +30,9 @@ class Learned:
     stalls_s: list[float] = field(default_factory=list)
     revision: int = 0  # events up to this revision have been read
 
-    def update(self, client: EtcdClient, keys: Keys) -> None:
-        """Read the events that are new.
-
-        Raises:
-            EtcdError: etcd does not answer; nothing has changed.
-        """
-        revision, entries = client.newer_in(keys.events, self.revision)
-        self.add(read_events(entries))
-        self.revision = revision
-
     @staticmethod
     def update_all(client: EtcdClient, learned: Mapping[Keys, Learned]) -> None:
-        """Read the new events of many jobs, in few requests.
+        """Read the new events of jobs, in few requests.
 
         Raises:
             EtcdError: etcd does not answer; nothing has changed.

@@ -36,7 +36,7 @@ def what_if_command(options: argparse.Namespace) -> int:
         seen = view.jobs.get(place.run_id)
         learned = seen.learned if seen is not None else Learned()
         if seen is None:
-            learned.update(client, place.keys)
+            Learned.update_all(client, {place.keys: learned})
     lines = _of_job(place, seen, learned, options.workers, now) if options.workers is not None else []
     if options.cluster is not None or options.without is not None or (seen is not None and view.brain is not None):
         lines += ["", *_of_pool(place, view, options, now)]

@@ -86,12 +86,6 @@ class EtcdClient:
         """Return the entries under a prefix by key, in order."""
         return {entry.key: entry for entry in self.get_prefix(prefix)[1]}
 
-    def newer_in(self, prefix: str, revision: int) -> tuple[int, list[KeyValue]]:
-        """Return the revision of this read, and the keys under a prefix that were written after `revision`, in order."""
-        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), min_mod_revision=revision + 1)
-        response = self.caller.call(f"read news of {prefix!r}", "KV", "Range", request)
-        return int(response.header.revision), [key_value(kv) for kv in response.kvs]
-
     def read_prefixes(self, newer_than: Mapping[str, int]) -> dict[str, tuple[int, list[KeyValue]]]:
         """Return, for each prefix, the revision of its read and its keys in order. Costs a request for `MOST_RANGES` of them.
 
