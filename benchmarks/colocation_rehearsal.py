@@ -1,7 +1,7 @@
 """The mixes of `colocation_mixes.py` on a simulated machine: the real scheduler and rules of memory, jobs by arithmetic.
 
-Cores are divided as `planner/cluster/cores.py` expects, and jobs beside each other lose what `Kind.pressure` takes. The
-scheduler learns from windows, as it does from real jobs. Nothing here is measured: the figures show what a policy's choices are
+Cores are divided as `planner/cluster/cores.py` expects, and jobs beside each other lose what `Kind.pressure` takes, and more
+where they are more than the cores (`CROWDING`). The scheduler learns from windows, as it does from real jobs. Nothing here is measured: the figures show what a policy's choices are
 worth where jobs behave as their profiles say.
 """
 
@@ -28,6 +28,8 @@ END_S = 0.2
 """Seconds after a job's last step until the dispatcher knows of its end."""
 MIB = 1 << 20
 START = CoreUse("start", 1.0)
+CROWDING = 0.1
+"""Part of its speed that each job loses if all together want twice the cores, as measured with four jobs on two cores."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ class Machine:
         busy, speeds = found.use, found.speeds
         self.busy_s += LOOK_S * float(sum(busy))
         press = [self.kinds[use.family].pressure if use.family in self.kinds else 0.05 for use in uses]
-        lost = [1 + self._pressure(i, press, busy.tolist()) for i in range(len(active))]
+        wanted = sum(float(expected([use], [threads], threads).use[0]) for use, threads in zip(uses, shares, strict=True))
+        crowd = CROWDING * max(0.0, wanted / self.num_cores - 1)
+        lost = [1 + crowd + self._pressure(i, press, busy.tolist()) for i in range(len(active))]
         real = {tenant.name: float(s) / loss for tenant, s, loss in zip(active, speeds, lost, strict=True)}
         self._learn(active, real)
         for tenant in active:

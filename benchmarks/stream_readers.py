@@ -138,7 +138,7 @@ class Entrant:
 
     reader: Reader
     share: float = 1.0
-    max_rows_helped: int = 100_000  # before `share` is taken; with helpers most are slow, and start-up counts
+    max_rows_helped: int = 50_000  # before `share` is taken; with helpers most are slow, and start-up counts
     needs_helpers: bool = False
     packages: tuple[str, ...] = ()  # needed beside ours
 

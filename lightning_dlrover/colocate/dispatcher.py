@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -32,7 +33,7 @@ from lightning_dlrover.colocate.schedule import Scheduler
 from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting
 from lightning_dlrover.colocate.usage import Families, families, is_program, marked
 from lightning_dlrover.colocate.watched import WatchedJob
-from lightning_dlrover.observe.seat import Answer, write_answer
+from lightning_dlrover.observe.seat import Answer, has_reported, write_answer
 
 __all__ = ["Dispatcher", "Rules"]
 
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_S = 0.1
+NEWS_S = 0.01
+"""Seconds between two looks for requests of jobs that start. Until such a job is admitted, its core is idle."""
 END_S = 10.0
 """Seconds that processes may take to vanish after SIGKILL."""
 GRACE_WITHOUT_STEPS_S = 1.0
@@ -185,9 +188,20 @@ class Dispatcher:
                 began = self._clock()
                 self.look()
                 self._shown(self)
-                time.sleep(max(0.01, LOOK_S - (self._clock() - began)))
+                self._await_news(max(NEWS_S, LOOK_S - (self._clock() - began)))
         finally:
             self._stop()
+
+    def _await_news(self, timeout_s: float) -> None:
+        """Wait for the next look: until a job ends or asks for its memory, or for `timeout_s`."""
+        ends = select.poll()
+        for job in self.running.values():
+            ends.register(job.kept, select.POLLIN)
+        starting = [job.seat for job in self.running.values() if job.phase == "starting" and not has_reported(job.seat)]
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if ends.poll(1000 * (min(NEWS_S, left_s) if starting else left_s)) or any(map(has_reported, starting)):
+                return
 
     def _await_former_keepers(self) -> None:
         """Wait for the keepers of a dispatcher that was killed. They give their jobs a grace period, to save their state."""
@@ -372,6 +386,7 @@ class Dispatcher:
     def _settle(self, job: WatchedJob, outcome: Outcome, now: float) -> None:
         """Record how a job has ended. An evicted one waits again."""
         job.enter("ending", now)
+        job.kept.close()
         del self.running[job.spec.name]
         self.past.append(job)
         if outcome.code is None:
@@ -445,6 +460,7 @@ class Dispatcher:
         for job in list(self.running.values()):
             log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
             _kill(job)
+            job.kept.close()
         self.running.clear()
         self._end_leftovers()
         if failed is not None:

@@ -110,6 +110,15 @@ class KeptJob:
             )
         finally:
             os.sched_setaffinity(0, before)
+        self._end = os.pidfd_open(self._keeper.pid)
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read once the keeper has ended."""
+        return self._end
+
+    def close(self) -> None:
+        """Close it. The job has ended."""
+        os.close(self._end)
 
     @property
     def keeper_pid(self) -> int:

@@ -15,9 +15,9 @@ from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.tenants import Action, Pause, Resume, Start, Tenant, Waiting
 from lightning_dlrover.planner.cluster import Allocation, Device, Job, PolicySettings, Profile, Running, State
-from lightning_dlrover.planner.cluster.cores import equal_shares, thread_shares
+from lightning_dlrover.planner.cluster.cores import LEAST_IDLE, CoreUse, equal_shares, expected, thread_shares
 from lightning_dlrover.planner.cluster.policies import make_policy
-from lightning_dlrover.planner.cluster.policies.turns import MOST_USE, turns
+from lightning_dlrover.planner.cluster.policies.turns import turns
 from lightning_dlrover.planner.cluster.waiting import with_bounded_wait
 
 __all__ = ["AHEAD", "Scheduler", "jobs_per_core"]
@@ -122,12 +122,14 @@ class Scheduler:
         if not self._may_pause:
             return self._policy(self._state(now, places, waiting, tenants))
         able = [tenant for tenant in tenants if tenant.is_admitted and not tenant.paused_for_memory]
-        among = (*sorted(tenant.name for tenant in able), self._knowledge.num_profiles)
+        starting = [tenant for tenant in tenants if tenant.phase == "starting"]
+        names = (tuple(sorted(tenant.name for tenant in each)) for each in (able, starting))
+        among = (*names, self._knowledge.num_profiles)
         is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > QUANTUM_S
         # A job that has waited too long and now runs is not overdue any more. It keeps its place for the quantum.
         overdue = {t.name for t in able if t.phase == "paused" and now - t.since_s > self._wait_s}
         if self._chosen is None or is_old or not overdue <= self._chosen.jobs.keys():
-            self._chosen = _Chosen(self._policy(self._state_of_able(now, places, able)), among, now)
+            self._chosen = _Chosen(self._policy(self._state_of_able(now, places, able, starting)), among, now)
         return self._chosen.jobs
 
     def _of_tenants(self, now: float, place: Place, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
@@ -191,9 +193,9 @@ class Scheduler:
         num_paused = sum(tenant.phase == "paused" and not tenant.paused_for_memory for tenant in tenants)
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
         # A start keeps one core busy. One is always under way.
-        busy = num_starting + sum(self._cores(tenant, place) for tenant in tenants if tenant.phase == "running")
+        busy = num_starting + sum(self._cores_beside_others(t.kind) for t in tenants if t.phase == "running")
         overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
-        if num_starting and busy + 1 > MOST_USE * place.num_cores:
+        if num_starting and busy + LEAST_IDLE > place.num_cores:
             return []
         if len(tenants) >= place.most_jobs + AHEAD or (num_paused >= AHEAD and not overdue):
             return []
@@ -202,10 +204,13 @@ class Scheduler:
         idle_s = {job.kind: self._knowledge.idle_core_s(job.kind, place.num_cores) for job in waiting}
         return sorted(waiting, key=lambda job: (-job.priority, -idle_s[job.kind], job.submitted_s, job.name))[:1]
 
-    def _cores(self, tenant: Tenant, place: Place) -> float:
-        """Return the cores that a running job keeps busy beside others, with its threads there."""
-        known = self._knowledge.profile(tenant.kind, CPU)
-        return min(known.use.get("cores", 1.0), self.threads(place, 2)) if known is not None else 1.0
+    def _cores_beside_others(self, kind: str) -> float:
+        """Return the cores that a job of a kind keeps busy if no other takes them. Alone it may have had more threads."""
+        known = self._knowledge.profile(kind, CPU)
+        if known is None:
+            return GUESS["cores"]
+        alone = CoreUse(kind, known.use.get("cores", 1.0), known.use.get("input", 0.0))
+        return float(expected([alone], [max(1, round(self._side_by_side))], alone.cores).use[0])
 
     # --- as policies see it --------------------------------------------------------------------------------------------------
 
@@ -217,12 +222,21 @@ class Scheduler:
         running = tuple(Running(self._job(t, kinds, t.held_bytes, None), (t.device,), t.started_s) for t in tenants)
         return State(now, tuple(_device(place) for place in places), tuple(jobs), running)
 
-    def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant]) -> State:
-        """Return the state for a policy that chooses among jobs that could all run at once: each has its memory."""
+    def _state_of_able(
+        self, now: float, places: Sequence[Place], able: Sequence[Tenant], starting: Sequence[Tenant]
+    ) -> State:
+        """Return the state for a policy that chooses among jobs that could all run at once: each has its memory.
+
+        Those that start run in any case. Each keeps one core busy.
+        """
         jobs = tuple(
             self._job(tenant, [tenant.device], 0, tenant.since_s if tenant.phase == "paused" else now) for tenant in able
         )
-        return State(now, tuple(replace(_device(place), kind=place.name) for place in places), jobs)
+        running = tuple(
+            Running(Job(tenant.name, {tenant.device: Profile(0, 1.0, GUESS)}), (tenant.device,), tenant.started_s)
+            for tenant in starting
+        )
+        return State(now, tuple(replace(_device(place), kind=place.name) for place in places), jobs, running)
 
     def _job(self, of: Waiting | Tenant, kinds: Sequence[str], size: int, waiting_since_s: float | None) -> Job:
         profiles = {}
@@ -231,8 +245,7 @@ class Scheduler:
             if known is None:
                 profiles[kind] = Profile(size, 1.0, GUESS)
                 continue
-            # Alone it may have had more threads than beside others.
-            use = {**known.use, "cores": min(known.use.get("cores", 1.0), self._side_by_side)}
+            use = {**known.use, "cores": self._cores_beside_others(of.kind)}
             profiles[kind] = replace(known, memory_bytes=size, use=use)
         return Job(
             of.name,

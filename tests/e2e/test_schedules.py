@@ -62,6 +62,7 @@ def random_schedule(seed: int) -> Schedule:
         num_val_rows=rng.randint(8, 40) if with_validation else 0,
         val_every=rng.choice([None, 4, 7]) if with_validation else None,
         streams=seed % 3 == 1,
+        threads=2 if seed % 6 == 1 else 0,
         iterable={2: "opaque", 5: "stateful"}.get(seed % 9, ""),
     )
     moments = MOMENTS if with_validation else MOMENTS[:-2]

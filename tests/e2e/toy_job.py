@@ -188,14 +188,16 @@ def write_files(folder: Path, num_rows: int) -> None:
         pq.write_table(table.slice(start, stop - start), folder / f"{number}.parquet", row_group_size=11)
 
 
-def streamed(folder: Path, shuffle: bool, on_error: str = "raise", row_s: float = 0.0) -> Stream:
+def streamed(folder: Path, shuffle: bool, on_error: str = "raise", row_s: float = 0.0, threads: int = 0) -> Stream:
     """Return the rows of such files, which come in blocks of a few rows if shuffled.
 
     Args:
         row_s: seconds that each row takes until the test lets the job hurry.
+        threads: threads that read blocks ahead.
     """
     transform = partial(_as_sample, row_s=row_s, hurry=folder.parent / "hurry")
-    return stream(parquet(str(folder), on_error=on_error), transform, shuffle_rows=64 if shuffle else 0, seed=SEED)
+    shuffle_rows = 64 if shuffle else 0
+    return stream(parquet(str(folder), on_error=on_error), transform, shuffle_rows=shuffle_rows, seed=SEED, threads=threads)
 
 
 def _as_sample(row: dict[str, Any], row_s: float, hurry: Path) -> tuple[Tensor, Tensor, int]:
@@ -220,6 +222,7 @@ class ToySettings:
     global_batch_size: int | None = None
     slow_start_s: float = 0.0  # seconds before the worker reaches the training loop
     streams: bool = False  # read from Parquet files in the job's folder
+    threads: int = 0  # that read blocks of these ahead
     on_error: str = "raise"  # reason of training rows that cannot be read
     iterable: str = ""  # kind of an `IterableDataset`, see `iterables.py`
     row_s: float = 0.0  # seconds that a row of it, or of a stream, takes
@@ -388,8 +391,9 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
     train: Dataset[Any] = Rows(settings.num_rows)
     val: Dataset[Any] = Rows(settings.num_val_rows)
     if settings.streams:
-        train = streamed(Path(recorder.place.folder) / "train", settings.shuffle, settings.on_error, settings.row_s)
-        val = streamed(Path(recorder.place.folder) / "val", shuffle=False)
+        folder = Path(recorder.place.folder)
+        train = streamed(folder / "train", settings.shuffle, settings.on_error, settings.row_s, settings.threads)
+        val = streamed(folder / "val", shuffle=False, threads=settings.threads)
     if settings.iterable:
         train = ITERABLES[settings.iterable](train, settings.shuffle, settings.row_s)
         val = ITERABLES[settings.iterable](val, shuffle=False)

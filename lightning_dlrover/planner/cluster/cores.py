@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["CoreUse", "Expected", "Shares", "equal_shares", "expected", "thread_shares"]
+__all__ = ["LEAST_IDLE", "CoreUse", "Expected", "Shares", "equal_shares", "expected", "thread_shares"]
 
 Shares: TypeAlias = Callable[[Sequence[float], float], list[int]]
 """Returns the threads of each job's processes, given the busy cores of each alone and the number of cores."""
