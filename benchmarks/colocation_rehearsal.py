@@ -1,8 +1,8 @@
 """The mixes of `colocation_mixes.py` on a simulated machine: the real scheduler and rules of memory, jobs by arithmetic.
 
 Cores are divided as `planner/cluster/cores.py` expects, and jobs beside each other lose what `Kind.pressure` takes, and more
-where they are more than the cores (`CROWDING`). The scheduler learns from windows, as it does from real jobs. Nothing here is measured: the figures show what a policy's choices are
-worth where jobs behave as their profiles say.
+where they are more than the cores (`CROWDING`). The scheduler learns from windows, as it does from real jobs. Nothing here is
+measured: the figures show what a policy's choices are worth where jobs behave as their profiles say.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
                 loader workers each; every row of every epoch is counted. The control does the same without handing over the
                 position to joiners, and has to lose rows.
     content     global batches are bit-equal for 1, 2 and 3 workers with 0, 1 and 4 loader workers.
-    speed       rows/s of whole epochs of batches of 512 rows, by itself and with 2 helpers: loader workers, or threads where a
-                library has them. Measured are ours, unshuffled and shuffled; a plain IterableDataset over pyarrow; and others
-                that are installed. All decode the same row groups into a dictionary with a tensor for each column, and
+    speed       rows/s of whole epochs of batches of 512 rows, by itself on one core, and with 2 helpers: loader workers, or
+                threads where a library has them. Measured are ours, unshuffled and shuffled; a plain IterableDataset over
+                pyarrow; and others that are installed. All decode the same row groups into a dictionary with a tensor for each column, and
                 transform nothing. `rows_ratio` is ours, unshuffled, over the plain reader with batches of the same kind,
                 which are tensors of their own; the worse of 0 and 2 loader workers. `views_ratio` is the same over the plain
                 reader with views into Arrow's memory, which a training step must not write to. `others_ratio` is our fastest
@@ -29,9 +29,11 @@ The files have 1 label, 13 float32 and 26 int64 columns, like those of Criteo. T
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import math
 import multiprocessing
+import os
 import random
 import resource
 import statistics
@@ -39,7 +41,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -240,6 +242,28 @@ def measure(reader: Reader, paths: Sequence[str], num_helpers: int, num_rows: in
     Their CPU time counts from their start.
     """
     gc.collect()
+    with cores(1 if num_helpers == 0 else None):
+        return _measured(reader, paths, num_helpers, num_rows)
+
+
+@contextlib.contextmanager
+def cores(number: int | None) -> Iterator[None]:
+    """Keep all threads of this process on some cores: pyarrow decodes in threads of its own, for those who let it."""
+    before = os.sched_getaffinity(0)
+    _pin(sorted(before)[:number])
+    try:
+        yield
+    finally:
+        _pin(before)
+
+
+def _pin(to: Collection[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), to)
+
+
+def _measured(reader: Reader, paths: Sequence[str], num_helpers: int, num_rows: int) -> Rate:
     cpu_before, began = cpu_s(), time.perf_counter()
     loader = reader(paths, num_helpers)
     is_spawned = getattr(loader, "multiprocessing_context", None) is not None
@@ -439,12 +463,13 @@ def auc(space: Workspace, size: Size, seed: int) -> dict[str, float | int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", help="parts to run, separated by commas; by default all, with --quick all but memory and auc")
+    parser.add_argument("--parts", help=f"parts to run, separated by commas; by default all, with --quick without {SLOW_PARTS}")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each measurement of speed")
     parser.add_argument("--quick", action="store_true", help="few and small, a minute and a half on two idle cores")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    parts = options.parts.split(",") if options.parts else [part for part in PARTS if part not in SLOW_PARTS or not options.quick]
+    default = [part for part in PARTS if part not in SLOW_PARTS or not options.quick]
+    parts = options.parts.split(",") if options.parts else default
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts has {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     size, rounds = (QUICK, 2) if options.quick else (FULL, options.rounds)

@@ -222,9 +222,7 @@ class Scheduler:
         running = tuple(Running(self._job(t, kinds, t.held_bytes, None), (t.device,), t.started_s) for t in tenants)
         return State(now, tuple(_device(place) for place in places), tuple(jobs), running)
 
-    def _state_of_able(
-        self, now: float, places: Sequence[Place], able: Sequence[Tenant], starting: Sequence[Tenant]
-    ) -> State:
+    def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant], starting: Sequence[Tenant]) -> State:
         """Return the state for a policy that chooses among jobs that could all run at once: each has its memory.
 
         Those that start run in any case. Each keeps one core busy.

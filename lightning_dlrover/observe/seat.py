@@ -20,7 +20,17 @@ from lightning_dlrover import variables
 from lightning_dlrover.codec import RecordError, from_fields, to_json
 from lightning_dlrover.whole_files import write_whole
 
-__all__ = ["ANSWER", "Answer", "NotAdmittedError", "Seat", "SeatReport", "has_reported", "read_answer", "read_reports", "write_answer"]
+__all__ = [
+    "ANSWER",
+    "Answer",
+    "NotAdmittedError",
+    "Seat",
+    "SeatReport",
+    "has_reported",
+    "read_answer",
+    "read_reports",
+    "write_answer",
+]
 
 ANSWER, PROGRESS = "answer", "progress-"
 REPORT_S = 0.2
