@@ -39,9 +39,9 @@ QUICK := $(addprefix tests/,checks components/control doctor learn perf planner 
 quick: setup
 	DLROVER_SEEDS=200 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS) $(QUICK)
 
-# Tests of jobs wait for processes half of the time, so three at a time keep two cores busy. Four break deadlines.
-# Long tests start first (tests/conftest.py); those with a costly fixture in common run in one process.
-SIDE_BY_SIDE := -n 3
+# Tests of jobs wait for processes half of the time. Three at a time run; four break deadlines. Beside them, the fourth process
+# runs tests that only compute. Long tests start first; those with a costly fixture in common run in one process (tests/conftest.py).
+SIDE_BY_SIDE := -n 4
 
 test: setup
 	$(MAKE) --no-print-directory --jobs=2 lint all-but-on-demand

@@ -8,13 +8,14 @@
     content     global batches are bit-equal for 1, 2 and 3 workers with 0, 1 and 4 loader workers.
     speed       rows/s of whole epochs of batches of 512 rows, by itself on one core, and with 2 helpers: loader workers, or
                 threads where a library has them. Measured are ours, unshuffled and shuffled; a plain IterableDataset over
-                pyarrow; and others that are installed. All decode the same row groups into a dictionary with a tensor for each column, and
-                transform nothing. `rows_ratio` is ours, unshuffled, over the plain reader with batches of the same kind,
-                which are tensors of their own; the worse of 0 and 2 loader workers. `views_ratio` is the same over the plain
-                reader with views into Arrow's memory, which a training step must not write to. `others_ratio` is our fastest
-                unshuffled reader over the fastest of the others with as many helpers, the worse of 0 and 2; nan if there are
-                no others. The fastest others give views, so they copy less. `rows_cpu_ratio` and `others_cpu_ratio` are the
-                same by rows in a second of CPU time, all threads and processes together, which other programs disturb less.
+                pyarrow; and others that are installed. All decode the same row groups into a dictionary with a tensor for
+                each column, and transform nothing. `rows_ratio` is ours, unshuffled, over the plain reader with batches of
+                the same kind, which are tensors of their own; the worse of 0 and 2 loader workers. `views_ratio` is the same
+                over the plain reader with views into Arrow's memory, which a training step must not write to.
+                `others_ratio` is our fastest unshuffled reader over the fastest of the others with as many helpers, the
+                worse of 0 and 2; nan if there are no others. The fastest others give views, so they copy less.
+                `rows_cpu_ratio` and `others_cpu_ratio` are the same by rows in a second of CPU time, all threads and
+                processes together, which other programs disturb less.
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:

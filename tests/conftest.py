@@ -56,6 +56,19 @@ TOGETHER = {
 """Test files with a fixture that costs seconds. Each runs in one process."""
 
 
+COMPUTING = ("checks/", "learn/", "perf/", "planner/", "report/", "simulate/")
+"""Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
+
+MIN_FILLED = 4
+"""Processes of a test run from which on the last one only computes, and lets the others go first.
+
+While the others wait for the processes of their tests, it has the cores.
+"""
+
+if os.environ.get("PYTEST_XDIST_WORKER") == f"gw{max(MIN_FILLED, int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', '0'))) - 1}":
+    os.nice(10)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Leave modules and tests out of all garbage collections: they live as long as this process."""
@@ -89,18 +102,44 @@ def _turn_of_file(path: Path) -> int:
     place = path.relative_to(TESTS)
     if place.as_posix() in TOGETHER:
         return 0
+    if _is_computing(place.as_posix()):
+        return 3
     return 1 if place.parts[0] in WAITING else 2
+
+
+def _is_computing(file: str) -> bool:
+    return file.startswith(COMPUTING)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand tests out one by one in the order above, and the files of `TOGETHER` as a whole."""
+    """Hand tests out one by one in the order above, and the files of `TOGETHER` as a whole.
+
+    With four processes or more, the last one gets tests from the other end, as long as they only compute: see `COMPUTING`.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return file if file.removeprefix("tests/") in TOGETHER else nodeid
+
+        def _fills(self, node: Any) -> bool:
+            return self.numnodes >= MIN_FILLED and bool(node.gateway.id == f"gw{self.numnodes - 1}")
+
+        def _last_computes(self) -> bool:
+            return _is_computing(next(reversed(self.workqueue)).removeprefix("tests/"))
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if self._fills(node) and self._last_computes():
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if self._fills(node) and not node.shutting_down and self.workqueue and not self._last_computes():
+                node.shutdown()  # as if there were no more tests
+            else:
+                super()._reschedule(node)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

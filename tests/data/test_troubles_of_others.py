@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -81,7 +82,7 @@ def undisturbed(folder: Path, num_epochs: int = 1) -> list[list[list[int]]]:
     for epoch in range(num_epochs):
         job.begin_epoch(epoch)
         epochs.append(job.train(BATCHES))
-        assert sorted(sum(epochs[-1], [])) == list(range(ROWS_PER_FILE * NUM_FILES))
+        assert sorted(chain.from_iterable(epochs[-1])) == list(range(ROWS_PER_FILE * NUM_FILES))
     job.end()
     return epochs
 

@@ -22,8 +22,8 @@ from lightning_dlrover.planner.cluster.waiting import Place
 __all__ = ["MOST_USE", "turns"]
 
 MOST_USE = 1.25
-"""Jobs of a set may want this times a limit. Beyond it they take CPU time from each other: four copies of
-`benchmarks/colocation_job.py` on two cores take 10 % more than two, and six 20 % more, as each finds less of its data in caches.
+"""Jobs of a set may want this times a limit. Beyond it each finds less of its data in the caches: four copies of
+`benchmarks/colocation_job.py` on two cores take 10 % more CPU time than two, and six 20 % more.
 """
 SAME = 0.02
 """Fraction by which the progress of two sets may differ before one is better."""
