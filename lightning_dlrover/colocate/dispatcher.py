@@ -188,7 +188,8 @@ class Dispatcher:
                 began = self._clock()
                 self.look()
                 self._shown(self)
-                self._await_news(max(NEWS_S, LOOK_S - (self._clock() - began)))
+                if self.running or self.waiting():
+                    self._await_news(max(NEWS_S, LOOK_S - (self._clock() - began)))
         finally:
             self._stop()
 
@@ -197,7 +198,7 @@ class Dispatcher:
         ends = select.poll()
         for job in self.running.values():
             ends.register(job.kept, select.POLLIN)
-        starting = [job.seat for job in self.running.values() if job.phase == "starting" and not has_reported(job.seat)]
+        starting = [job.seat for job in self.running.values() if job.phase == "starting" and not job.has_reported]
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             if ends.poll(1000 * (min(NEWS_S, left_s) if starting else left_s)) or any(map(has_reported, starting)):

@@ -10,7 +10,7 @@ from lightning_dlrover.colocate.journal import Span
 from lightning_dlrover.colocate.kept_job import KeptJob
 from lightning_dlrover.colocate.tenants import Phase, Tenant
 from lightning_dlrover.colocate.usage import TreeUse, tree_use
-from lightning_dlrover.observe.seat import SeatReport, read_reports
+from lightning_dlrover.observe.seat import SeatReport, has_reported, read_reports
 
 __all__ = ["Moment", "WatchedJob"]
 
@@ -58,6 +58,7 @@ class WatchedJob:
     peak_bytes: int = 0
     use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0))
     reports: list[SeatReport] = field(default_factory=list)
+    has_reported: bool = False  # whether there was a report of its first process, readable or not
     threads: int = 0
     cores: float = 0.0  # cores that it kept busy between the last two measurements
     probed_bytes: int = 0  # peak of a command that reports nothing, once its probe is over
@@ -77,6 +78,7 @@ class WatchedJob:
     def look(self, now: float, pids: list[int]) -> None:
         """Read the reports, and measure the processes if that was not done a moment ago."""
         self._looked_s = now
+        self.has_reported = self.has_reported or has_reported(self.seat)
         if self.phase != "paused" or not self.reports:
             reports = read_reports(self.seat)
             # Those of processes that are gone do not count, unless process ids differ here and there.

@@ -80,6 +80,14 @@ def test_job_waits_at_its_first_step_until_its_memory_is_free(tmp_path: Path) ->
     assert late.began >= early.ended
 
 
+def test_ends_and_requests_for_memory_are_noticed_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dlrover.colocate.dispatcher.LOOK_S", 1000.0)
+    with Journal(tmp_path) as journal:
+        jobs = [seated(f"job-{number}", 50, 20, steps=3) for number in range(3)]
+        dispatcher(tmp_path, journal, jobs, policy="sequential").run()
+    assert results(tmp_path) == {job.name: ["done"] for job in jobs}
+
+
 def test_job_that_needs_more_than_the_device_fails_before_its_first_step(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         dispatcher(tmp_path, journal, [seated("large", 5000, 10)], places=[place(2048)]).run()
