@@ -197,7 +197,8 @@ class Dispatcher:
         """Wait for the next look: until a job ends or asks for its memory, or for `timeout_s`."""
         ends = select.poll()
         for job in self.running.values():
-            ends.register(job.kept, select.POLLIN)
+            if job.kept.end_descriptor is not None:
+                ends.register(job.kept.end_descriptor, select.POLLIN)
         starting = [job.seat for job in self.running.values() if job.phase == "starting" and not job.has_reported]
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:

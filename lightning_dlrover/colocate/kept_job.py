@@ -110,15 +110,16 @@ class KeptJob:
             )
         finally:
             os.sched_setaffinity(0, before)
-        self._end = os.pidfd_open(self._keeper.pid)
-
-    def fileno(self) -> int:
-        """Return a descriptor that can be read once the keeper has ended."""
-        return self._end
+        self.end_descriptor: int | None = None
+        """Descriptor that can be read once the keeper has ended; None where the kernel or this build of Python has no such."""
+        with suppress(AttributeError, OSError):
+            self.end_descriptor = os.pidfd_open(self._keeper.pid)
 
     def close(self) -> None:
-        """Close it. The job has ended."""
-        os.close(self._end)
+        """Close the descriptor. The job has ended."""
+        if self.end_descriptor is not None:
+            os.close(self.end_descriptor)
+            self.end_descriptor = None
 
     @property
     def keeper_pid(self) -> int:

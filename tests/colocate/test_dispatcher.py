@@ -88,6 +88,13 @@ def test_ends_and_requests_for_memory_are_noticed_between_two_looks(tmp_path: Pa
     assert results(tmp_path) == {job.name: ["done"] for job in jobs}
 
 
+def test_jobs_end_where_processes_have_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with Journal(tmp_path) as journal:
+        dispatcher(tmp_path, journal, [python("one", "pass"), python("other", "pass")]).run()
+    assert results(tmp_path) == {"one": ["done"], "other": ["done"]}
+
+
 def test_job_that_needs_more_than_the_device_fails_before_its_first_step(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         dispatcher(tmp_path, journal, [seated("large", 5000, 10)], places=[place(2048)]).run()

@@ -42,6 +42,12 @@ def test_more_jobs_that_wait_for_data_than_twice_the_cores_run_at_once() -> None
     assert len(chosen(*(job(f"input-{number}", 0.25, 0.8) for number in range(7)))) == 7
 
 
+@pytest.mark.parametrize("number", range(1, 8))
+def test_first_of_equal_jobs_always_runs(number: int) -> None:
+    assert "compute-0" in chosen(*(job(f"compute-{each}", 1.0) for each in range(number)))
+    assert "mixed-0" in chosen(job("mixed-0", 0.7), *(job(f"mixed-{each}", 0.7) for each in range(1, number)))
+
+
 def test_jobs_that_compute_run_on_a_core_each() -> None:
     assert len(chosen(*(job(f"compute-{number}", 1.0) for number in range(7)))) == 2
     assert len(chosen(*(job(f"compute-{number}", 0.7) for number in range(7)))) == 3

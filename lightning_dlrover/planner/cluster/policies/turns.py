@@ -58,9 +58,29 @@ def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: Pol
     good = [group for group, amount in zip(sets, progress, strict=True) if amount >= (1 - SAME) * progress.max()]
     place_of = {job.name: number for number, job in enumerate(jobs)}
     best = min(good, key=lambda group: min(place_of[job.name] for job in group.waiting)).waiting
-    chosen = _filled(packing, device, best, jobs, settings, most_use)
+    first = _with_first(packing, device, best, jobs[0], settings, most_use)
+    chosen = _filled(packing, device, first, jobs, settings, most_use)
     with_them, without = _progress([(*present, *chosen), present or chosen], device, settings)
     return chosen if with_them >= (1 - SAME) * without else ()
+
+
+def _with_first(
+    packing: Packing, device: Device, chosen: tuple[Job, ...], first: Job, settings: PolicySettings, most_use: float
+) -> tuple[Job, ...]:
+    """Put the job that is first in the order in the place of another that makes no more progress there.
+
+    Of an odd number of equal jobs one is left over. It would be the same one each time.
+    """
+    if first in chosen:
+        return chosen
+    (least,) = (1 - SAME) * _progress([chosen], device, settings)
+    for leaver in reversed(chosen):
+        other = (first, *(job for job in chosen if job is not leaver))
+        room = Room(packing, [Group((each,)) for each in other], device, settings.most_together, True, most_use)
+        is_possible = len(other) == 1 or room.fits(range(len(other)))
+        if is_possible and _progress([other], device, settings)[0] >= least:
+            return other
+    return chosen
 
 
 def _filled(
