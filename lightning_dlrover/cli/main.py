@@ -62,7 +62,6 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-    refusals = _refusals()
     try:
         command = command_function(options.command)
         if options.command != "run":  # its start takes longer, and then it installs handlers of its own
@@ -70,11 +69,13 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
         return command(options)
     except BrokenPipeError:
         return EXIT_OK
-    except refusals as error:
-        complain(str(error))
-        return EXIT_USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception as error:
+        if not isinstance(error, _refusals()):  # only now, as their imports take longer than those of most commands
+            raise
+        complain(str(error))
+        return EXIT_USAGE
 
 
 def command_function(command: str) -> Callable[[argparse.Namespace], int]:
