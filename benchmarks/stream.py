@@ -464,7 +464,8 @@ def auc(space: Workspace, size: Size, seed: int) -> dict[str, float | int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", help=f"parts to run, separated by commas; by default all, with --quick without {SLOW_PARTS}")
+    without = " and ".join(SLOW_PARTS)
+    parser.add_argument("--parts", help=f"parts to run, separated by commas; by default all, with --quick without {without}")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each measurement of speed")
     parser.add_argument("--quick", action="store_true", help="few and small, a minute and a half on two idle cores")
     parser.add_argument("--seed", type=int, default=0)

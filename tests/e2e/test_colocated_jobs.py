@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from colocated_jobs import MIB, dispatcher, place, seated
-from waiting import run_until
+from waiting import eventually, run_until
 
 from lightning_dlrover.colocate.dispatcher import LOOK_S
 from lightning_dlrover.colocate.jobs_file import JobSpec
@@ -51,7 +51,7 @@ def test_elastic_job_that_outgrows_its_part_gives_a_worker_up_and_goes_on(tmp_pa
             room = 0.88 * (ALL_MIB - OTHER_MIB) - before / MIB
             (tmp_path / "ballast").write_text(str(int(room / 2)))
             # A look in between would grant what the job has so far, and a quarter more.
-            run_until(lambda: time.sleep(LOOK_S), lambda: resident(job) > before + 0.9 * room * MIB, "its memory", TIMEOUT_S)
+            eventually(lambda: resident(job) > before + 0.9 * room * MIB, "its memory", TIMEOUT_S, LOOK_S)
             run_until(step, lambda: job.most_processes == 1, "more memory than there is room for", TIMEOUT_S)
             run_until(step, lambda: job.num_processes == 1, "one worker", TIMEOUT_S)
             steps = job.num_steps

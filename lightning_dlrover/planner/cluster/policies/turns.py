@@ -60,7 +60,9 @@ def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: Pol
     best = min(good, key=lambda group: min(place_of[job.name] for job in group.waiting)).waiting
     first = _with_first(packing, device, best, jobs[0], settings, most_use)
     chosen = _filled(packing, device, first, jobs, settings, most_use)
-    with_them, without = _progress([(*present, *chosen), present or chosen], device, settings)
+    if not present:
+        return chosen
+    with_them, without = _progress([(*present, *chosen), present], device, settings)
     return chosen if with_them >= (1 - SAME) * without else ()
 
 
@@ -76,9 +78,7 @@ def _with_first(
     (least,) = (1 - SAME) * _progress([chosen], device, settings)
     for leaver in reversed(chosen):
         other = (first, *(job for job in chosen if job is not leaver))
-        room = Room(packing, [Group((each,)) for each in other], device, settings.most_together, True, most_use)
-        is_possible = len(other) == 1 or room.fits(range(len(other)))
-        if is_possible and _progress([other], device, settings)[0] >= least:
+        if _fit(packing, device, other, settings, most_use) and _progress([other], device, settings)[0] >= least:
             return other
     return chosen
 
@@ -95,10 +95,15 @@ def _filled(
     (least,) = (1 - SAME) * _progress([chosen], device, settings)
     for job in [job for job in jobs if job not in chosen]:
         more = (*chosen, job)
-        room = Room(packing, [Group((each,)) for each in more], device, settings.most_together, True, most_use)
-        if room.fits(range(len(more))) and _progress([more], device, settings)[0] >= least:
+        if _fit(packing, device, more, settings, most_use) and _progress([more], device, settings)[0] >= least:
             chosen = more
     return chosen
+
+
+def _fit(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
+    """Whether jobs that fit one by one also fit together."""
+    room = Room(packing, [Group((job,)) for job in jobs], device, settings.most_together, True, most_use)
+    return len(jobs) == 1 or room.fits(range(len(jobs)))
 
 
 def _progress(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySettings) -> Floats:
