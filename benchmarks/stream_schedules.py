@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import Shard, stream
-from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.loader import ElasticLoader, LoaderState
 
 __all__ = ["Action", "Numbered", "SimulatedJob", "Tally", "follow", "random_schedule", "rows_of"]
 
@@ -95,6 +95,7 @@ class SimulatedJob:
         num_loader_workers: loader workers of each worker.
         hands_over: whether joiners get the position of the others. Without it rows are lost and doubled.
         threads: threads that read ahead in each process.
+        persistent: whether loader workers outlive an epoch.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class SimulatedJob:
         max_workers: int = 4,
         hands_over: bool = True,
         threads: int = 0,
+        persistent: bool = False,
     ) -> None:
         self.source = source
         self.global_batch = global_batch
@@ -114,6 +116,7 @@ class SimulatedJob:
         self._max_workers = max_workers
         self.hands_over = hands_over
         self._threads = threads
+        self._persistent = persistent
         self.loaders = [self.make()]
         self.trained: list[npt.NDArray[np.int64]] = []  # rows of each global batch of this epoch
         self.epoch = 0
@@ -122,7 +125,9 @@ class SimulatedJob:
     def make(self) -> ElasticLoader:
         """Return the loader of one worker."""
         data = stream(self.source, shuffle_rows=self._shuffle_rows, seed=SEED, threads=self._threads)
-        loader = DataLoader(data, batch_size=1, num_workers=self._num_loader_workers)
+        num_workers = self._num_loader_workers
+        persistent = self._persistent and num_workers > 0
+        loader = DataLoader(data, batch_size=1, num_workers=num_workers, persistent_workers=persistent)
         return ElasticLoader(loader, self.global_batch, training=True, max_workers=self._max_workers)
 
     def _begin(self) -> None:
@@ -153,6 +158,17 @@ class SimulatedJob:
         state = self.loaders[0].state()
         while len(self.loaders) > size:
             self.loaders.pop(0).close()
+        self._grow(size, state)
+
+    def restart(self, size: int, num_loader_workers: int = 0) -> None:
+        """End all workers. Others go on from the state that their checkpoint holds, with so many loader workers each."""
+        state = self.loaders[0].state()
+        self._num_loader_workers = num_loader_workers
+        self.close()
+        self.loaders = []
+        self._grow(size, state)
+
+    def _grow(self, size: int, state: LoaderState) -> None:
         while len(self.loaders) < size:
             joiner = self.make()
             iter(joiner)
