@@ -44,7 +44,7 @@ def num_bytes(shapes: Sequence[Shape]) -> int:
 
 def new_matrices(shapes: Sequence[Shape]) -> list[Matrix]:
     matrices = [np.empty((columns, rows), kind) for kind, columns, rows in shapes]
-    return [(matrix, _columns(torch.from_numpy(matrix))) for matrix in matrices]
+    return [(matrix, list(map(torch.from_numpy, matrix))) for matrix in matrices]
 
 
 def new_shared_matrices(shapes: Sequence[Shape]) -> list[Matrix]:

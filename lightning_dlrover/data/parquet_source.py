@@ -92,16 +92,20 @@ class Parquet:
             group = int(np.searchsorted(ends, row, side="right"))
             skip = row - int(ends[group] - sizes[group]) if group < len(sizes) else 0
             # A pass decodes so many rows at once. One that has just been opened may be waited for, and may need but a few.
-            together = min(int(np.searchsorted(ends, row + ROWS_AT_ONCE)) + 1, len(sizes))
+            enough = min(int(np.searchsorted(ends, row + ROWS_AT_ONCE)) + 1, len(sizes))
+            together = next((i for i in range(group, enough) if sizes[i] >= ROWS_AT_ONCE), enough)
             for number in range(group, together):
                 yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
                 skip = 0
             if buffer_size and self._on_error == "raise":
                 # One pass over many row groups takes three quarters of the time of one pass each. From a store it would fetch
                 # them all at once, and where rows are skipped, their number must not depend on where the pass began.
+                done = 0
                 for batch in self._in_one_pass(parquet_file, range(together, len(sizes))):
-                    skip += batch.num_rows
-                    yield batch
+                    done += batch.num_rows
+                    if done > skip:
+                        yield _last(batch, done - skip)
+                skip = max(skip, done)
             for number in range(together, len(sizes)):
                 if skip < sizes[number]:
                     yield from self._row_group(parquet_file, shard, number, skip, sizes[number])

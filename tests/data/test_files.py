@@ -284,17 +284,22 @@ print([name for name in sorted(set(sys.modules) - before) if name.startswith(("p
     assert done.stdout.strip() == "[]"  # else each loader worker of a joiner would do so while a step waits
 
 
-def test_corrupt_row_group_behind_many_others_is_named(tmp_path: Path) -> None:
+# Small row groups are read one by one at first, larger ones in one pass that begins within one of them.
+@pytest.mark.parametrize(("size", "corrupt"), [(1_000, 25), (9_000, 3)])
+def test_corrupt_row_group_behind_others_is_named(tmp_path: Path, size: int, corrupt: int) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"a": list(range(30_000))}), path, row_group_size=1000, compression="zstd", use_dictionary=False)
-    group = pq.ParquetFile(path).metadata.row_group(25).column(0)
+    pq.write_table(pa.table({"a": list(range(36_000))}), path, row_group_size=size, compression="zstd", use_dictionary=False)
+    group = pq.ParquetFile(path).metadata.row_group(corrupt).column(0)
     content = bytearray(path.read_bytes())
     content[group.data_page_offset + 30 : group.data_page_offset + 90] = b"\xff" * 60
     path.write_bytes(content)
     source = parquet(str(path))
     (shard,) = source.shards()
-    for row in (0, 500, 24_999):
+    first = size * corrupt
+    for row in (0, 500, 8_192, 9_001, first - 1, first):
         read: list[int] = []
-        with pytest.raises(DataError, match=r"row group 25 of .*a.parquet \(rows from 0 of its 1000\) cannot be read"):
+        with pytest.raises(
+            DataError, match=rf"row group {corrupt} of .*a.parquet \(rows from 0 of its {size}\) cannot be read"
+        ):
             read.extend(value for batch in source.read(shard, row) for value in batch.column("a").to_pylist())
-        assert read == list(range(row, 25_000))
+        assert read == list(range(row, first))
