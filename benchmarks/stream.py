@@ -124,7 +124,7 @@ def write_files(folder: Path, num_files: int, rows_per_file: int, row_group: int
 def schedules(size: Size, seed: int) -> dict[str, float | int]:
     began = time.perf_counter()
     spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(NUM_PROCESSES, spawning) as pool:
+    with ProcessPoolExecutor(NUM_PROCESSES, spawning, multiprocessing.set_start_method, ("fork", True)) as pool:
         rows = size.rows_per_schedule
         seeds = range(seed, seed + size.num_schedules)
         alone = list(pool.map(partial(run_schedule, rows, 16, (0,), True), seeds, chunksize=10))
