@@ -442,11 +442,13 @@ def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield half-open ranges of consecutive numbers, in their order."""
     if not len(numbers):
         return
-    array = np.fromiter(numbers, np.int64, len(numbers))  # half the time of a comparison with a list
+    if isinstance(numbers, list):  # a loader without a job reads rows in order
+        first, stop = int(numbers[0]), int(numbers[0]) + len(numbers)
+        if numbers[-1] == stop - 1 and numbers == list(range(first, stop)):
+            yield first, stop
+            return
+    array = np.fromiter(numbers, np.int64, len(numbers))
     is_last = array[1:] - array[:-1] != 1
-    if not is_last.any():  # a loader without a job reads rows in order
-        yield int(array[0]), int(array[-1]) + 1
-        return
     ends = [*np.flatnonzero(is_last).tolist(), len(array) - 1]
     first = 0
     for last in ends:

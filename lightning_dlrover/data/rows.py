@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, overload
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ NAMES: Names = {
     **memory.NAMES,
 }
 """Private names of torch that streams use."""
+
+
+T = TypeVar("T")
 
 
 class Row(dict[str, Any]):
@@ -63,6 +67,15 @@ class Block:
 
     def _find_places(self) -> None:
         self._place = {name: (i, j) for i, (_, of_kind) in enumerate(self.groups) for j, name in enumerate(of_kind)}
+        number = {name: i for i, name in enumerate(self._place)}
+        are_all = 1 < len(number) == len(self.names)  # `itemgetter` gives one item without a tuple
+        self._in_order = itemgetter(*(number[name] for name in self.names)) if are_all else None
+
+    def by_name(self, values: Sequence[T]) -> dict[str, T]:
+        """Return values of the columns of `groups`, one after the other, by name: in the order of `names` if these are all."""
+        if self._in_order is not None:
+            return dict(zip(self.names, self._in_order(values), strict=True))
+        return dict(zip(self._place, values, strict=True))
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Append the rows of a batch with the same columns."""
@@ -121,19 +134,21 @@ class Block:
 
     def lists(self, first: int, stop: int) -> dict[str, list[Any]]:
         """Return some of the rows, the values of each column as a list."""
-        assert self._others is not None
-        found: dict[str, list[Any]] = self._others.slice(first, stop - first).to_pydict()
-        for (_, names), array in zip(self.groups, self.arrays, strict=True):
-            found.update(zip(names, array[:, first:stop].tolist(), strict=True))
-        return {name: found[name] for name in self.names}
+        found = self.by_name([values for array in self.arrays for values in array[:, first:stop].tolist()])
+        return self._with_others(found, lambda others: others.slice(first, stop - first).to_pydict())
 
     def row(self, number: int) -> Row:
         """Return one of the rows."""
+        found = self.by_name([value for array in self.arrays for value in array[:, number].tolist()])
+        return Row(self._with_others(found, lambda others: others.slice(number, 1).to_pylist()[0]))
+
+    def _with_others(self, found: dict[str, Any], values_of: Callable[[pa.Table], dict[str, Any]]) -> dict[str, Any]:
+        """Return values of the columns of numbers and of the others, in the order of all columns."""
+        if len(found) == len(self.names):
+            return found
         assert self._others is not None
-        found = self._others.slice(number, 1).to_pylist()[0] if self._others.num_columns else {}
-        for (_, names), array in zip(self.groups, self.arrays, strict=True):
-            found.update(zip(names, array[:, number].tolist(), strict=True))
-        return Row({name: found[name] for name in self.names})
+        found |= values_of(self._others)
+        return {name: found[name] for name in self.names}
 
     def numbers(self, name: str) -> npt.NDArray[Any] | None:
         """Return a column of numbers without nulls as an array, shape ``(num_rows,)``; None for any other column."""
@@ -227,14 +242,14 @@ class Rows(Sequence[Row]):
         shapes = [(kind, len(names), num_rows) for kind, names in groups]
         is_large = get_worker_info() is not None and memory.num_bytes(shapes) > memory.MAX_SENT_BYTES
         make = memory.new_shared_matrices if is_large else memory.new_matrices
-        found: dict[str, torch.Tensor] = {}
+        found: list[torch.Tensor] = []
         for number, (matrix, tensors) in enumerate(make(shapes)):
             done = 0
             for block, first, stop in self._parts:
                 matrix[:, done : done + stop - first] = block.arrays[number][:, first:stop]
                 done += stop - first
-            found.update(zip(groups[number][1], tensors, strict=True))
-        return found
+            found += tensors
+        return self._parts[0][0].by_name(found)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a column of numbers, shape ``(rows,)``, or of lists of one length, shape ``(rows, length)``.
@@ -297,8 +312,9 @@ def collate(rows: Rows) -> dict[str, Any]:
     Raises:
         DataError: the column can be neither.
     """
-    tensors = rows.tensors()
-    batch = {name: tensors[name] if name in tensors else _collated(rows, name) for name in rows.names}
+    batch: dict[str, Any] = rows.tensors()
+    if len(batch) < len(rows.names):
+        batch = {name: batch[name] if name in batch else _collated(rows, name) for name in rows.names}
     return batch if get_worker_info() is None else Columns(batch)
 
 
