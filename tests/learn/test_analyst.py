@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from simulated_jobs import Truth, input_bound, window
+from waiting import eventually
 
 from lightning_dlrover.learn import analyst
 from lightning_dlrover.learn import analyst as analyst_module
@@ -303,6 +304,22 @@ def test_patience_with_a_plan_does_not_follow_its_writers_clock(
     assert job.analyst._is_under_way(profile)
     monkeypatch.setattr(analyst, "PATIENCE_WITH_A_PLAN_S", 0.0)
     assert not job.analyst._is_under_way(profile)
+
+
+def test_own_plan_is_not_judged_before_the_view_shows_it(start: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start()
+    behind = job.membership.view
+    monkeypatch.setattr(Membership, "view", property(lambda _: behind))
+    for number in range(4 * analyst_module.WINDOWS_PER_DECISION):
+        profile = window(TRUTH, START, random.Random(number), 0.03, at=time.time())
+        job.analyst.submit(dataclasses.replace(profile, cores=job.cores), 1e9, tunable=True)
+    eventually(lambda: job.analyst.is_idle, "all windows to be digested", 60.0)
+    job.membership.shared.outbox.write()
+    (decision,) = job.decisions()
+    assert decision.is_change
+    plan = job.membership.shared.journal.get(PlanRecord, job.membership.keys.plan).record
+    assert plan is not None
+    assert plan.decision_id == decision.decision_id
 
 
 def test_other_ranks_only_publish(start: StartJob) -> None:
