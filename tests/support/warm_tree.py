@@ -396,7 +396,8 @@ def _address_of_thread_id(system: ctypes.PyDLL) -> int:
     system.pthread_self.restype = ctypes.c_ulong
     thread = int(system.pthread_self())
     own = os.getpid()  # this process has one thread
-    for address in range(thread, thread + 2048, 4):
+    # The id is at a multiple of 8. Between two of them is the upper half of a pointer, such as 0x55ce, which may equal an id.
+    for address in range(thread, thread + 2048, 8):
         if ctypes.c_int.from_address(address).value == own:
             return address
     raise NotImplementedError("the C library's description of a thread holds no thread id")
