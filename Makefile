@@ -11,13 +11,14 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(VENV)/.ready
 
-# torch first and by number: its CPU wheel is found by itself, while other versions bring gigabytes of CUDA.
+# torch first and by number: its CPU wheel is found by itself, while other versions bring gigabytes of CUDA. It is named once more
+# beside the other packages, or pip may replace it while it looks for versions that fit together.
 # torchrec last and alone: its metadata asks for the CUDA build of fbgemm, which does not load on a CPU build of torch.
 $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0 numpy
-	$(BIN)/python -m pip install --quiet --editable '.[torchrec,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[torchrec,dev]' torch==2.13.0
 	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0
 	touch $@
 
