@@ -317,7 +317,7 @@ def speed(paths: Sequence[str], size: Size, rounds: int) -> dict[str, float | in
         in_turns = statistics.median(ratio_in_turns(paths) for _ in range(rounds))
     print(f"stream over plain, writable, in turns of {TURN_BATCHES} batches: {in_turns:.3f}", flush=True)
     return {
-        "rows_ratio": min(in_turns, per_s["stream", 2] / per_s["plain, writable", 2]),
+        "rows_ratio": min(in_turns, over_plain(per_s, "plain, writable", HELPERS[1:])),
         "others_ratio": over_others(per_s, list(others)),
         "views_ratio": over_plain(per_s, "plain"),
         "rows_cpu_ratio": over_plain(per_cpu_s, "plain, writable"),
@@ -346,8 +346,8 @@ Rates = dict[tuple[str, int], float]
 """Rows per second by reader and number of helpers."""
 
 
-def over_plain(rates: Rates, name: str) -> float:
-    return min(rates["stream", n] / rates[name, n] for n in HELPERS)
+def over_plain(rates: Rates, name: str, helpers: Sequence[int] = HELPERS) -> float:
+    return min(rates["stream", n] / rates[name, n] for n in helpers)
 
 
 def over_others(rates: Rates, others: Sequence[str]) -> float:

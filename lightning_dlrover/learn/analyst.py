@@ -123,7 +123,7 @@ class Analyst:
         self._node_cores = node_cores
         self._memory = JobMemory()
         self._wish_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and when this worker first saw it
-        self._written: PlanRecord | None = None  # newest plan that this worker wrote
+        self._written: PlanRecord | None = None  # plan after this worker's newest write
         self._replaced: PlanRecord | None = None  # plan in this worker's view before that; the view follows etcd a little later
         self._published = PublishedProfile()
         self._windows = WindowLog()
@@ -426,10 +426,7 @@ class Analyst:
         if only_recommends and not self._decisions.may_recommend(stored_bytes(encode(proposed)), time.monotonic()):
             return
 
-        written: list[PlanRecord] = []
-
         def planned(now: PlanRecord | None) -> PlanRecord | None:
-            written.clear()
             if now is not None and now.source == "user":
                 return None
             # Node memory raised after a failure must not be reverted by a plan of settings.
@@ -439,14 +436,10 @@ class Analyst:
                 wanted = _within(proposed, now)
             elif keeps_workers and now is not None:  # more may have been planned meanwhile, because memory ran out
                 wanted = replace(proposed, num_workers=now.num_workers, binding=now.binding)
-            needed_mb = math.ceil(decision.node_memory_bytes / 2**20)
-            written.append(replace(wanted, node_memory_mb=max(found_mb, needed_mb) or None))
-            return written[-1]
+            return replace(wanted, node_memory_mb=max(found_mb, math.ceil(decision.node_memory_bytes / 2**20)) or None)
 
         replaced = membership.view.plan
-        membership.shared.update_plan(planned)
-        if written:
-            self._written, self._replaced = written[-1], replaced
+        self._written, self._replaced = membership.shared.update_plan(planned), replaced
 
     def _abandon(self, failure: _Failure) -> None:
         trial, membership = failure.trial, self._membership

@@ -73,9 +73,9 @@ class SharedRecords:
         """
         return self.outbox.change(name, lambda: self.update_job(change))
 
-    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> None:
-        """Compare-and-swap the plan; `change` returns None to leave it unchanged."""
-        self._swap(PlanRecord, self._keys.plan, change)
+    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> PlanRecord:
+        """Compare-and-swap the plan and return the resulting one; `change` returns None to leave it unchanged."""
+        return self._swap(PlanRecord, self._keys.plan, change)
 
     def newest_checkpoint(self) -> CheckpointRecord | None:
         return self.journal.get(CheckpointRecord, self._keys.checkpoint).record
@@ -176,6 +176,8 @@ class SharedRecords:
         """Publish this worker's newest step profile, bound to its lease."""
         self.journal.client.put(self._keys.profiles + self._worker_id, payload, self._lease())
 
-    def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> None:
-        if self.journal.swap(record_type, key, change).record is None:
+    def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> R:
+        record = self.journal.swap(record_type, key, change).record
+        if record is None:
             raise MembershipError(f"run {self._keys.run_id!r}: {key!r} does not exist")
+        return record
