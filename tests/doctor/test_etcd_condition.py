@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from full_etcd import etcd_with
+from full_etcd import commit, etcd_with
 from secure_etcd import secure_etcd
 from waiting import eventually
 
@@ -41,6 +41,7 @@ def filled_until(verdict: str, client: EtcdClient, name: str) -> Finding:
     for number in range(80):
         with suppress(EtcdFullError):
             client.put(f"/others/{name}/{number}", b"x" * 200_000)
+        commit(client)
         found = finding("etcd size", check_endpoints(client.config, PREFIX)[0])
         if found.verdict == verdict:
             return found

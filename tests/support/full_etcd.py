@@ -17,7 +17,7 @@ from lightning_dlrover.rdzv.etcd.inspection import alarms_of
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, find_binary
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
-__all__ = ["OTHERS", "etcd_with", "fill", "full", "make_room", "small_etcd"]
+__all__ = ["OTHERS", "commit", "etcd_with", "fill", "full", "make_room", "small_etcd"]
 
 OTHERS = "/others/"
 """Folder of keys that fill an etcd."""
@@ -38,6 +38,11 @@ def small_etcd(folder: Path) -> Iterator[tuple[EmbeddedEtcd, EtcdClient]]:
     """Run an etcd with a quota of 4 MiB; yield it with a client of somebody else."""
     with etcd_with(folder, f"--quota-backend-bytes={4 << 20}") as server, EtcdClient(EtcdConfig(server.endpoint)) as client:
         yield server, client
+
+
+def commit(client: EtcdClient) -> None:
+    """Have etcd write to its file, which it does every 100 ms otherwise. Only then its size is up to date."""
+    client.caller.call("commit", "Maintenance", "Hash", etcdrpc.HashRequest())
 
 
 def fill(client: EtcdClient) -> None:
