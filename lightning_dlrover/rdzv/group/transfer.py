@@ -13,6 +13,7 @@ that its own state does not name.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -20,6 +21,7 @@ import enum
 import fractions
 import io
 import pathlib
+import pickle
 import re
 import sys
 import uuid
@@ -264,10 +266,12 @@ def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, l
 def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ()) -> Any:
     try:
         with torch.serialization.safe_globals([*_HARMLESS, *classes]):
+            with contextlib.suppress(pickle.UnpicklingError):
+                return _load(body)  # few messages hold anything else, and a search for names takes as long as the load
             needed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body))
             accepted = [name for name in needed if name in names or _is_plain_class(_loaded(name))]
             with torch.serialization.safe_globals(resolved(accepted)):
-                return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+                return _load(body)
     except Exception as error:  # garbage can lead to any error
         if (refused := re.search(r"GLOBAL (\S+)", str(error))) is not None:
             name = refused[1]
@@ -279,6 +283,10 @@ def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ())
         if name in ("getattr", "builtins.getattr"):
             advice += ", or move its class, which is inside another one, to the top level of its module"
         raise TransferError(f"the state of another worker holds {name}, which is not taken from others; {advice}") from error
+
+
+def _load(body: bytes) -> Any:
+    return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
 
 
 def _loaded(name: str) -> Any:
