@@ -28,6 +28,8 @@ ALONE_LIMIT_S = 10.0
 """A job that has not been measured alone within this time is not measured."""
 QUANTUM_S = 30.0
 """Jobs that run stay together for this long, unless one comes or goes."""
+LAST_QUANTUM_S = 1.0
+"""The same once all jobs have started. They take turns, so that they end together and leave no core idle."""
 MOST_TOGETHER = 6
 PAUSING = ("complementary",)
 """Policies that may pause jobs."""
@@ -79,7 +81,10 @@ class Scheduler:
         self._may_pause = policy in PAUSING
         self._shares = thread_shares if self._may_pause else equal_shares
         settings = PolicySettings(knowledge, wait_s, seed, most_together)
-        self._policy = with_bounded_wait(turns(settings), wait_s) if self._may_pause else make_policy(policy, settings)
+        if self._may_pause:
+            self._policy, self._policy_at_end = (with_bounded_wait(turns(settings, last), wait_s) for last in (False, True))
+        else:
+            self._policy = self._policy_at_end = make_policy(policy, settings)
         self._wait_s = wait_s
         self._chosen: _Chosen | None = None
         self._side_by_side = 1.0  # most cores of a job beside others
@@ -108,7 +113,7 @@ class Scheduler:
         """Return the starts, pauses and resumptions that are due."""
         self._side_by_side = float(max((self.threads(place, 2) for place in places), default=1))
         able = [job for job in waiting if job.not_before_s <= now]
-        wanted = self._wanted(now, places, able, tenants)
+        wanted = self._wanted(now, places, able, tenants, are_last=not waiting)
         actions: list[Action] = []
         for place in places:
             here = [tenant for tenant in tenants if tenant.device == place.name]
@@ -117,19 +122,23 @@ class Scheduler:
                 actions += self._starts(now, place, here, able, [job for job in able if place.name in wanted.get(job.name, ())])
         return _once(actions)
 
-    def _wanted(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> Allocation:
+    def _wanted(
+        self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant], are_last: bool
+    ) -> Allocation:
         """Return the policy's answer. One that may pause jobs is asked only when its choice has changed, or is old."""
         if not self._may_pause:
             return self._policy(self._state(now, places, waiting, tenants))
         able = [tenant for tenant in tenants if tenant.is_admitted and not tenant.paused_for_memory]
         starting = [tenant for tenant in tenants if tenant.phase == "starting"]
         names = (tuple(sorted(tenant.name for tenant in each)) for each in (able, starting))
-        among = (*names, self._knowledge.num_profiles)
-        is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > QUANTUM_S
+        among = (*names, self._knowledge.num_profiles, are_last)
+        quantum_s = LAST_QUANTUM_S if are_last else QUANTUM_S
+        is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > quantum_s
         # A job that has waited too long and now runs is not overdue any more. It keeps its place for the quantum.
         overdue = {t.name for t in able if t.phase == "paused" and now - t.since_s > self._wait_s}
         if self._chosen is None or is_old or not overdue <= self._chosen.jobs.keys():
-            self._chosen = _Chosen(self._policy(self._state_of_able(now, places, able, starting)), among, now)
+            policy = self._policy_at_end if are_last else self._policy
+            self._chosen = _Chosen(policy(self._state_of_able(now, places, able, starting)), among, now)
         return self._chosen.jobs
 
     def _of_tenants(self, now: float, place: Place, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
@@ -227,8 +236,10 @@ class Scheduler:
 
         Those that start run in any case. Each keeps one core busy.
         """
+        # Jobs that run do not wait. The longer one has run, the later is its turn.
         jobs = tuple(
-            self._job(tenant, [tenant.device], 0, tenant.since_s if tenant.phase == "paused" else now) for tenant in able
+            self._job(tenant, [tenant.device], 0, tenant.since_s if tenant.phase == "paused" else 2 * now - tenant.since_s)
+            for tenant in able
         )
         running = tuple(
             Running(Job(tenant.name, {tenant.device: Profile(0, 1.0, GUESS)}), (tenant.device,), tenant.started_s)

@@ -141,6 +141,13 @@ def test_jobs_that_would_leave_cores_idle_at_the_end_start_first() -> None:
     assert "j6" in queue.tenants
 
 
+def test_last_jobs_of_a_queue_end_together() -> None:
+    queue = Pretended("complementary", [("compute", 0, 400, 40.0)] * 4, knows=True)
+    while len(queue.waiting) + len(queue.tenants) == 4:
+        queue.step()
+    assert min(queue.ran_s.values()) >= 32.0  # the first one has run alone for some seconds
+
+
 def test_only_jobs_that_can_use_idle_cores_get_more_threads() -> None:
     queue = Pretended("complementary", [("compute", 0, 400, 20.0)])
     for kind, cores in (("compute", 1.9), ("input", 0.2)):

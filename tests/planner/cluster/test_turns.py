@@ -16,18 +16,21 @@ CPU = Device("cpu", "cpu", "node", 16 * 10**9, {"cores": 2.0}, 8)
 WAIT_S = 100.0
 
 
-def job(name: str, cores: float, wait: float = 0.0, priority: int = 0, since_s: float = 0.0) -> Job:
+def job(
+    name: str, cores: float, wait: float = 0.0, priority: int = 0, since_s: float = 0.0, paused_s: float | None = None
+) -> Job:
     return Job(
         name,
         {"cpu": Profile(0, 10.0, {"cores": cores, "input": wait})},
         submitted_s=since_s,
+        waiting_since_s=paused_s,
         priority=priority,
         family=name.split("-")[0],
     )
 
 
-def chosen(*jobs: Job, now_s: float = 0.0) -> Mapping[str, tuple[str, ...]]:
-    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds(), most_together=8)), WAIT_S)
+def chosen(*jobs: Job, now_s: float = 0.0, are_last: bool = False) -> Mapping[str, tuple[str, ...]]:
+    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds(), most_together=8), are_last), WAIT_S)
     return policy(State(now_s, (CPU,), jobs))
 
 
@@ -62,6 +65,25 @@ def test_jobs_that_start_leave_fewer_cores_to_the_others(num_starting: int, core
     used = sum(each.profiles["cpu"].use["cores"] for each in waiting if each.name in found)
     assert used <= cores + 1e-9
     assert bool(found) == (cores > 0.1)
+
+
+def test_jobs_are_added_until_the_cores_are_busy_beside_one_that_starts() -> None:
+    waiting = (job("mixed-0", 0.75, 0.3), job("compute-0", 1.0), job("compute-1", 1.0))
+    starting = (Running(job("start-0", 1.0), ("cpu",), 0.0),)
+    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds(), most_together=8)), WAIT_S)
+    found = set(policy(State(0.0, (CPU,), waiting, starting)))
+    assert 2.0 <= 1.0 + sum(each.profiles["cpu"].use["cores"] for each in waiting if each.name in found) <= 3.0
+
+
+@pytest.mark.parametrize(("number", "together"), [(1, 1), (2, 2), (3, 3), (4, 2), (7, 2)])
+def test_last_jobs_all_run_where_they_nearly_fit(number: int, together: int) -> None:
+    assert len(chosen(*(job(f"compute-{each}", 1.0) for each in range(number)), are_last=True)) == together
+
+
+def test_last_jobs_take_turns() -> None:
+    jobs = [job(f"compute-{number}", 1.0, paused_s=paused_s) for number, paused_s in enumerate((9.0, 10.0, 8.0, 10.0))]
+    assert set(chosen(*jobs, now_s=10.0, are_last=True)) == {"compute-0", "compute-2"}
+    assert set(chosen(*jobs, now_s=10.0)) == {"compute-0", "compute-1"}
 
 
 def test_job_that_would_take_more_from_the_others_than_it_makes_is_left_out() -> None:

@@ -25,17 +25,30 @@ MOST_USE = 1.25
 """Jobs of a set may want this times a limit. Beyond it each finds less of its data in the caches: four copies of
 `benchmarks/colocation_job.py` on two cores take 10 % more CPU time than two, and six 20 % more.
 """
+FULL_USE = 1.6
+"""Jobs may want this times a limit where cores would be idle otherwise: three that could each use a core, on two cores."""
+BUSY = 0.95
+"""Fraction of a limit from which on no job is added for the rest."""
 SAME = 0.02
 """Fraction by which the progress of two sets may differ before one is better."""
 
 
-def turns(settings: PolicySettings) -> Place:
-    """Return the policy."""
+def turns(settings: PolicySettings, are_last: bool = False) -> Place:
+    """Return the policy.
+
+    Args:
+        are_last: no other jobs will come. All run at once if they nearly fit, and take turns otherwise: a job that is left over
+            would leave cores idle in the end.
+    """
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
-        waiting = list(jobs)
+        waiting = sorted(jobs, key=lambda job: job.waits_since_s) if are_last else list(jobs)
         for device in packing.open_devices():
-            chosen = _chosen(packing, device, [job for job in waiting if packing.fits(job, device)], settings)
+            able = [job for job in waiting if packing.fits(job, device)]
+            if are_last and able and _fit_beside(packing, device, able, settings, FULL_USE):
+                chosen = tuple(able)
+            else:
+                chosen = _chosen(packing, device, able, settings)
             for job in chosen:
                 if packing.fits(job, device):
                     packing.start(job, [device])
@@ -58,46 +71,49 @@ def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: Pol
     good = [group for group, amount in zip(sets, progress, strict=True) if amount >= (1 - SAME) * progress.max()]
     place_of = {job.name: number for number, job in enumerate(jobs)}
     best = min(good, key=lambda group: min(place_of[job.name] for job in group.waiting)).waiting
-    first = _with_first(packing, device, best, jobs[0], settings, most_use)
-    chosen = _filled(packing, device, first, jobs, settings, most_use)
+    first = _with_earlier(packing, device, best, jobs, settings, most_use)
+    chosen = _filled(packing, device, first, jobs, settings)
     if not present:
         return chosen
     with_them, without = _progress([(*present, *chosen), present], device, settings)
     return chosen if with_them >= (1 - SAME) * without else ()
 
 
-def _with_first(
-    packing: Packing, device: Device, chosen: tuple[Job, ...], first: Job, settings: PolicySettings, most_use: float
+def _with_earlier(
+    packing: Packing, device: Device, chosen: tuple[Job, ...], jobs: Sequence[Job], settings: PolicySettings, most_use: float
 ) -> tuple[Job, ...]:
-    """Put the job that is first in the order in the place of another that makes no more progress there.
+    """Put earlier jobs of the order in the place of later ones that make no more progress there.
 
-    Of an odd number of equal jobs one is left over. It would be the same one each time.
+    Of equal jobs, some are left over. They would be the same ones each time.
     """
-    if first in chosen:
-        return chosen
     (least,) = (1 - SAME) * _progress([chosen], device, settings)
-    for leaver in reversed(chosen):
-        other = (first, *(job for job in chosen if job is not leaver))
-        if _fit(packing, device, other, settings, most_use) and _progress([other], device, settings)[0] >= least:
-            return other
+    for number, job in enumerate(jobs):
+        for leaver in [other for other in reversed(jobs[number + 1 :]) if other in chosen and job not in chosen]:
+            others = (job, *(each for each in chosen if each is not leaver))
+            if _fit(packing, device, others, settings, most_use) and _progress([others], device, settings)[0] >= least:
+                chosen = others
+                break
     return chosen
 
 
 def _filled(
-    packing: Packing,
-    device: Device,
-    chosen: tuple[Job, ...],
-    jobs: Sequence[Job],
-    settings: PolicySettings,
-    most_use: float,
+    packing: Packing, device: Device, chosen: tuple[Job, ...], jobs: Sequence[Job], settings: PolicySettings
 ) -> tuple[Job, ...]:
-    """Add jobs in order that fit and take nothing from the progress: they use the cores while others begin and end."""
+    """Add jobs in order that take nothing from the progress, until the device is busy also while others begin and end."""
     (least,) = (1 - SAME) * _progress([chosen], device, settings)
     for job in [job for job in jobs if job not in chosen]:
+        if packing.use_of_limits(chosen, device, with_present=True).max() >= BUSY:
+            break
         more = (*chosen, job)
-        if _fit(packing, device, more, settings, most_use) and _progress([more], device, settings)[0] >= least:
+        if _fit_beside(packing, device, more, settings, FULL_USE) and _progress([more], device, settings)[0] >= least:
             chosen = more
     return chosen
+
+
+def _fit_beside(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
+    """Whether jobs that fit one by one also fit together, beside those present, which leave them less of each limit."""
+    present = float(packing.use_of_limits((), device, with_present=True).max()) if packing.members(device) else 0.0
+    return _fit(packing, device, jobs, settings, most_use - present)
 
 
 def _fit(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
