@@ -204,16 +204,18 @@ def test_the_worker_goes_on_while_a_process_of_low_priority_copies(tmp_path: Pat
 def test_a_persister_is_busy_until_all_parts_are_copied_and_no_longer(tmp_path: Path) -> None:
     store, persister = make_store(tmp_path), Persister()
     assert not Persister().is_busy
-    for batch in (1, 2):
-        persister.persist(*write_part(store, batch, 1.0))
-        assert persister.is_busy
-    eventually(lambda: not persister.is_busy, "the end of the copies")
-    assert len(list((tmp_path / "disk").rglob("*-*-0"))) == 2
+    persister.persist(*write_part(store, 1, 1.0))
+    eventually(lambda: not persister.is_busy, "the end of the first copy")
+    assert persister._process is not None
+    persister._process.send_signal(signal.SIGSTOP)  # a copy may end within a millisecond
+    persister.persist(*write_part(store, 2, 1.0))
+    assert persister.is_busy
     persister.persist(tmp_path / "nothing", tmp_path / "disk" / "no" / "x")
     assert persister.is_busy
-    eventually(lambda: not persister.is_busy, "the end of what could not be copied")
+    persister._process.send_signal(signal.SIGCONT)
+    eventually(lambda: not persister.is_busy, "the end of the copy, and of what could not be copied")
+    assert len(list((tmp_path / "disk").rglob("*-*-0"))) == 2
     persister.persist(*write_part(store, 3, 1.0))
-    assert persister._process is not None
     persister._process.kill()
     eventually(lambda: not persister.is_busy, "the end of the process")
     persister.close()
