@@ -222,7 +222,7 @@ class ToySettings:
     global_batch_size: int | None = None
     slow_start_s: float = 0.0  # seconds before the worker reaches the training loop
     streams: bool = False  # read from Parquet files in the job's folder
-    threads: int = 0  # that read blocks of these ahead
+    threads: int = 0  # threads that read blocks of the stream ahead
     on_error: str = "raise"  # reason of training rows that cannot be read
     iterable: str = ""  # kind of an `IterableDataset`, see `iterables.py`
     row_s: float = 0.0  # seconds that a row of it, or of a stream, takes
