@@ -38,11 +38,12 @@ QUICK := $(addprefix tests/,checks components/control doctor learn perf planner 
 	tables/test_arena.py tables/test_layout.py tables/test_placement.py)
 
 quick: setup
-	DLROVER_SEEDS=200 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS) $(QUICK)
+	DLROVER_SEEDS=200 $(BIN)/python -m pytest -q -n 4 -m "not slow" $(ARGS) $(QUICK)
 
-# Tests of jobs wait for processes half of the time. Three at a time run; four break deadlines. Beside them, the fourth process
-# runs tests that only compute. Long tests start first; those with a costly fixture in common run in one process (tests/conftest.py).
-SIDE_BY_SIDE := -n 4
+# Tests of jobs wait for processes half of the time. Three at a time run; four break deadlines. Beside them, one process runs tests
+# that hardly need a core, and one those that only compute. Long tests start first; those with a costly fixture in common run in
+# one process (tests/conftest.py).
+SIDE_BY_SIDE := -n 5
 
 test: setup
 	$(MAKE) --no-print-directory --jobs=2 lint all-but-on-demand

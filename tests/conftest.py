@@ -42,8 +42,8 @@ mark_descendants()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WAITING = ("distribution", "e2e", "strangers", "examples", "components", "rdzv", "benchmarks")
-"""Test folders whose tests mostly wait for processes."""
+WAITING = ("distribution/", "e2e/", "strangers/", "examples/", "components/", "rdzv/", "benchmarks/")
+"""Beginnings of the paths of tests that mostly wait for processes."""
 
 TOGETHER = {
     "distribution/test_wheel.py",
@@ -59,11 +59,20 @@ TOGETHER = {
 COMPUTING = ("checks/", "learn/", "perf/", "planner/", "report/", "simulate/")
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 
+PATIENT = (
+    *("components/control/", "components/test_controller_faults.py", "e2e/test_full_etcd.py", "e2e/test_namespaces.py"),
+    *("e2e/test_pool_jobs.py", "e2e/test_waiting_nodes.py", "rdzv/etcd/", "rdzv/live/"),
+)
+"""Beginnings of the paths of tests that wait for timeouts for most of their time."""
+
 MIN_FILLED = 4
 """Processes of a test run from which on the last one only computes, and lets the others go first.
 
 While the others wait for the processes of their tests, it has the cores.
 """
+
+MIN_PATIENT = 5
+"""Processes of a test run from which on the last but one only runs tests of `PATIENT`, which hardly need a core."""
 
 if os.environ.get("PYTEST_XDIST_WORKER") == f"gw{max(MIN_FILLED, int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', '0'))) - 1}":
     os.nice(10)
@@ -94,17 +103,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    return 0 if item.get_closest_marker("long") is not None else _turn_of_file(item.path)
+    place, is_long = item.path.relative_to(TESTS).as_posix(), item.get_closest_marker("long") is not None
+    if place.startswith(PATIENT):
+        return 3 if is_long else 4
+    return 0 if is_long else _turn_of_file(place)
 
 
 @cache
-def _turn_of_file(path: Path) -> int:
-    place = path.relative_to(TESTS)
-    if place.as_posix() in TOGETHER:
+def _turn_of_file(place: str) -> int:
+    if place in TOGETHER:
         return 0
-    if _is_computing(place.as_posix()):
-        return 3
-    return 1 if place.parts[0] in WAITING else 2
+    if _is_computing(place):
+        return 5
+    return 1 if place.startswith(WAITING) else 2
 
 
 def _is_computing(file: str) -> bool:
@@ -116,6 +127,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Hand tests out one by one in the order above, and the files of `TOGETHER` as a whole.
 
     With four processes or more, the last one gets tests from the other end, as long as they only compute: see `COMPUTING`.
+    With five or more, the last but one gets only those of `PATIENT`. The others take what those two have left.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -124,20 +136,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             return file if file.removeprefix("tests/") in TOGETHER else nodeid
 
-        def _fills(self, node: Any) -> bool:
-            return self.numnodes >= MIN_FILLED and bool(node.gateway.id == f"gw{self.numnodes - 1}")
+        def _next_for(self, node: Any) -> str | None:
+            """Return the next tests for a process with a role of its own, None if there are none."""
+            if self._is_last(node, 1):
+                newest = next(reversed(self.workqueue), "")
+                return newest if _is_computing(newest.removeprefix("tests/")) else None
+            return next((each for each in self.workqueue if each.removeprefix("tests/").startswith(PATIENT)), None)
 
-        def _last_computes(self) -> bool:
-            return _is_computing(next(reversed(self.workqueue)).removeprefix("tests/"))
+        def _has_role(self, node: Any) -> bool:
+            return self._is_last(node, 1) if self.numnodes < MIN_PATIENT else self._is_last(node, 1) or self._is_last(node, 2)
+
+        def _is_last(self, node: Any, place: int) -> bool:
+            return self.numnodes >= MIN_FILLED and bool(node.gateway.id == f"gw{self.numnodes - place}")
 
         def _assign_work_unit(self, node: Any) -> None:
-            if self._fills(node) and self._last_computes():
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            if self._has_role(node) and (found := self._next_for(node)) is not None:
+                self.workqueue.move_to_end(found, last=False)
             super()._assign_work_unit(node)
 
         def _reschedule(self, node: Any) -> None:
-            if self._fills(node) and not node.shutting_down and self.workqueue and not self._last_computes():
-                node.shutdown()  # as if there were no more tests
+            if self._has_role(node) and not node.shutting_down and self.workqueue and self._next_for(node) is None:
+                node.shutdown()  # xdist then sends it no more tests
             else:
                 super()._reschedule(node)
 

@@ -23,6 +23,8 @@ from lightning_dlrover.doctor.rehearsal import Notes, note_problem
 from lightning_dlrover.doctor.script import check_script
 from lightning_dlrover.finding import Finding
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
     import sys
     import torch
@@ -158,7 +160,6 @@ def named(findings: list[Finding], check: str, text: str) -> Finding:
     return found[0]
 
 
-@pytest.mark.slow
 def test_supported_script_and_machine_have_no_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +176,6 @@ def test_supported_script_and_machine_have_no_errors(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
-@pytest.mark.slow
 def test_unsupported_parts_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "3")
@@ -204,7 +204,6 @@ def test_unsupported_parts_are_all_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
-@pytest.mark.slow
 def test_refusals_of_another_package_s_trainer_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     findings = check_script(script(tmp_path, WITH_AN_ITERATOR), deadline_s=90.0)

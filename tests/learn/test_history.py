@@ -94,6 +94,7 @@ for job in range(200 if name == "endless" else 8):
 """
 
 
+@pytest.mark.slow
 def test_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
     file = tmp_path / "history.sqlite"
     script = tmp_path / "writer.py"

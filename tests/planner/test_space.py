@@ -118,6 +118,7 @@ def known_front(some: Sequence[Settings]) -> tuple[NDArray[np.float64], NDArray[
     return np.array(gain), np.array(cost, float)
 
 
+@pytest.mark.slow
 def test_a_space_too_large_to_enumerate_is_searched_close_to_its_front() -> None:
     pytest.importorskip("pymoo", reason="pymoo is not installed: pip install 'lightning-dlrover[search]'")
     assert LARGE.num_settings > MAX_ENUMERATED

@@ -73,6 +73,7 @@ def test_ended_job_is_not_taken_for_a_fault_of_etcd(tmp_path: Path) -> None:
         connect_to_job(place, tmp_path)
 
 
+@pytest.mark.slow
 def test_job_with_a_controller_or_another_etcd_has_not_ended_because_etcd_is_silent(tmp_path: Path) -> None:
     place = written(tmp_path)
     with pytest.raises(EtcdUnavailableError, match=r"no etcd v3 answered at 127\.0\.0\.1:2"):

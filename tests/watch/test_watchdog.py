@@ -246,6 +246,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_looks", [5000, pytest.param(50_000, marks=pytest.mark.on_demand)])
 def test_busy_worker_survives_thousands_of_dumps(tmp_path: Path, num_looks: int) -> None:
     script = tmp_path / "script.py"

@@ -182,6 +182,7 @@ fork()
 """
 
 
+@pytest.mark.slow
 def test_forked_process_reaches_etcd_or_is_refused(etcd: EmbeddedEtcd, run_id: str) -> None:
     """A fork is refused while its parent is connected, but not after a handler that was merely dropped."""
     command = [sys.executable, "-c", FORKS, etcd.endpoint, run_id]
@@ -192,6 +193,7 @@ def test_forked_process_reaches_etcd_or_is_refused(etcd: EmbeddedEtcd, run_id: s
     assert reached == "CHILD REACHED", ran
 
 
+@pytest.mark.slow
 def test_client_lease_and_mirror_recover_from_a_restart_of_etcd(
     private_etcd: EmbeddedEtcd,
 ) -> None:

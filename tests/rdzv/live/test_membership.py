@@ -406,6 +406,7 @@ def test_worker_continues_after_a_write_without_an_answer(
 # --- etcd's outages -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
     first, second = job_of(start, 2, endpoint=private_etcd.endpoint, lease_ttl_s=10)
     private_etcd.kill()
