@@ -21,7 +21,6 @@ import enum
 import fractions
 import io
 import pathlib
-import pickle
 import re
 import sys
 import uuid
@@ -266,7 +265,7 @@ def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, l
 def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ()) -> Any:
     try:
         with torch.serialization.safe_globals([*_HARMLESS, *classes]):
-            with contextlib.suppress(pickle.UnpicklingError):
+            with contextlib.suppress(Exception):  # it would come again below
                 return _load(body)  # few messages hold anything else, and a search for names takes as long as the load
             needed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body))
             accepted = [name for name in needed if name in names or _is_plain_class(_loaded(name))]
