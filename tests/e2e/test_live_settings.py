@@ -189,7 +189,7 @@ def test_a_plan_made_for_larger_nodes_is_cut_to_the_cores_of_this_one(
 
 
 def test_planner_adds_loader_workers_to_a_stream_that_training_waits_for(make_job: MakeJob) -> None:
-    toy = dataclasses.replace(TOY, num_rows=812, max_epochs=3, step_s=0.0, streams=True, row_s=0.02, is_tuned=True)
+    toy = dataclasses.replace(TOY, num_rows=812, max_epochs=3, step_s=0.0, streams=True, row_s=0.05, is_tuned=True)
     job = make_job(toy)
     toy.write_streams(job.folder)
     job.start(), job.start()
