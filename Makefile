@@ -32,7 +32,7 @@ lint: setup
 	nice $(BIN)/mypy
 	nice $(BIN)/lint-imports
 
-# The inner loop: pure code, the simulation with fewer seeds, a real etcd; no process that trains. A minute and a half on two idle cores.
+# The inner loop: pure code, the simulation with fewer seeds, a real etcd; no process that trains. Not quite two minutes on two idle cores.
 QUICK := $(addprefix tests/,checks components/control doctor learn perf planner report watch \
 	rdzv/etcd rdzv/job rdzv/live rdzv/agents/test_agent_rounds.py rdzv/test_protocol.py \
 	tables/test_arena.py tables/test_layout.py tables/test_placement.py)
