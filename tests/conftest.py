@@ -138,16 +138,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _next_for(self, node: Any) -> str | None:
             """Return the next tests for a process with a role of its own, None if there are none."""
-            if self._is_last(node, 1):
+            if self._place_from_end(node) == 1:
                 newest = next(reversed(self.workqueue), "")
                 return newest if _is_computing(newest.removeprefix("tests/")) else None
             return next((each for each in self.workqueue if each.removeprefix("tests/").startswith(PATIENT)), None)
 
         def _has_role(self, node: Any) -> bool:
-            return self._is_last(node, 1) if self.numnodes < MIN_PATIENT else self._is_last(node, 1) or self._is_last(node, 2)
+            num_roles = (self.numnodes >= MIN_FILLED) + (self.numnodes >= MIN_PATIENT)
+            return self._place_from_end(node) <= num_roles
 
-        def _is_last(self, node: Any, place: int) -> bool:
-            return self.numnodes >= MIN_FILLED and bool(node.gateway.id == f"gw{self.numnodes - place}")
+        def _place_from_end(self, node: Any) -> int:
+            return int(self.numnodes - int(node.gateway.id.removeprefix("gw")))
 
         def _assign_work_unit(self, node: Any) -> None:
             if self._has_role(node) and (found := self._next_for(node)) is not None:

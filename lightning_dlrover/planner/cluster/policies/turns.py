@@ -60,9 +60,8 @@ def turns(settings: PolicySettings, are_last: bool = False) -> Place:
 def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings) -> tuple[Job, ...]:
     """Return the jobs that run on a device, beside those that are there. On an empty one at least one runs."""
     present = packing.members(device)
-    most_use = MOST_USE
+    most_use = MOST_USE - _present_use(packing, device)
     if present:
-        most_use -= float(packing.use_of_limits((), device, with_present=True).max())
         jobs = [job for job in jobs if packing.use_of_limits((job,), device, with_present=False).max() <= most_use]
     if not jobs:
         return ()
@@ -112,8 +111,12 @@ def _filled(
 
 def _fit_beside(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
     """Whether jobs that fit one by one also fit together, beside those present, which leave them less of each limit."""
-    present = float(packing.use_of_limits((), device, with_present=True).max()) if packing.members(device) else 0.0
-    return _fit(packing, device, jobs, settings, most_use - present)
+    return _fit(packing, device, jobs, settings, most_use - _present_use(packing, device))
+
+
+def _present_use(packing: Packing, device: Device) -> float:
+    """Return the largest fraction of a limit that the jobs on a device use."""
+    return float(packing.use_of_limits((), device, with_present=True).max()) if packing.members(device) else 0.0
 
 
 def _fit(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
