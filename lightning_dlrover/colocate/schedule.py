@@ -29,7 +29,7 @@ ALONE_LIMIT_S = 10.0
 QUANTUM_S = 30.0
 """Jobs that run stay together for this long, unless one comes or goes."""
 LAST_QUANTUM_S = 1.0
-"""The same once all jobs have started. They take turns, so that they end together and leave no core idle."""
+"""The same once all jobs have started, if their priorities are equal. They take turns, so that they end together."""
 MOST_TOGETHER = 6
 PAUSING = ("complementary",)
 """Policies that may pause jobs."""
@@ -132,7 +132,9 @@ class Scheduler:
         starting = [tenant for tenant in tenants if tenant.phase == "starting"]
         names = (tuple(sorted(tenant.name for tenant in each)) for each in (able, starting))
         among = (*names, self._knowledge.num_profiles, are_last)
-        quantum_s = LAST_QUANTUM_S if are_last else QUANTUM_S
+        # A job of a low priority that has waited too long keeps its turn for longer: it gets few.
+        are_equal = len({tenant.priority for tenant in able}) <= 1
+        quantum_s = LAST_QUANTUM_S if are_last and are_equal else QUANTUM_S
         is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > quantum_s
         # A job that has waited too long and now runs is not overdue any more. It keeps its place for the quantum.
         overdue = {t.name for t in able if t.phase == "paused" and now - t.since_s > self._wait_s}

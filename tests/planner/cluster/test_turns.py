@@ -86,6 +86,13 @@ def test_last_jobs_take_turns() -> None:
     assert set(chosen(*jobs, now_s=10.0)) == {"compute-0", "compute-1"}
 
 
+def test_last_job_of_a_low_priority_waits_where_others_keep_the_cores_busy() -> None:
+    low = job("compute-9", 1.0)
+    high = [job(f"compute-{number}", 1.0, priority=1) for number in range(3)]
+    assert "compute-9" not in chosen(low, *high, are_last=True)
+    assert "compute-9" in chosen(low, *high[:1], are_last=True)
+
+
 def test_job_that_would_take_more_from_the_others_than_it_makes_is_left_out() -> None:
     jobs = [job("compute-0", 1.0), job("compute-1", 1.0), job("greedy-0", 1.0)]
     seen = [Observation(CPU, (jobs[0], jobs[2]), (0.3, 0.9)), Observation(CPU, (jobs[0], jobs[1]), (1.0, 1.0))] * 20

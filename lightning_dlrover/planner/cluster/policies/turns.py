@@ -120,9 +120,11 @@ def _present_use(packing: Packing, device: Device) -> float:
 
 
 def _fit(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
-    """Whether jobs that fit one by one also fit together."""
+    """Whether jobs that fit one by one also fit together. A single job on an empty device always does."""
+    if len(jobs) == 1 and not packing.members(device):
+        return True
     room = Room(packing, [Group((job,)) for job in jobs], device, settings.most_together, True, most_use)
-    return len(jobs) == 1 or room.fits(range(len(jobs)))
+    return room.fits(range(len(jobs)))
 
 
 def _progress(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySettings) -> Floats:
