@@ -318,11 +318,15 @@ def _serve(requests: socket.socket, owner: int) -> NoReturn:
                 os._exit(0)
             program = json.loads(_receive(requests, *struct.unpack("I", head)))
             program["cores"] = tuple(program["cores"])
+            # As with `subprocess.Popen`, the caller goes on once the process leads its session.
+            reading, writing = os.pipe()
             pid = _clone_sibling()
             if pid == 0:
                 _start(_Program(**program), fds)
-            for each in fds:
+            for each in (*fds, writing):
                 os.close(each)
+            os.read(reading, 1)
+            os.close(reading)
             requests.sendall(struct.pack("i", pid))
     except BaseException:
         traceback.print_exc()
@@ -330,15 +334,16 @@ def _serve(requests: socket.socket, owner: int) -> NoReturn:
 
 
 def _start(program: _Program, streams: Sequence[int]) -> NoReturn:
-    for number, given in enumerate(streams):
-        os.dup2(given, number)
-    _close_all_but(0, 1, 2)
+    """Become this program. The end of the pipe to the nursery tells that the process has its session and its cores."""
     if program.leads_session:
         os.setsid()
     else:
         os.setpgid(0, os.getpgid(os.getppid()))
     _reset_signals()
     os.sched_setaffinity(0, program.cores)
+    for number, given in enumerate(streams):
+        os.dup2(given, number)
+    _close_all_but(0, 1, 2)
     _be(program)
 
 
