@@ -4,10 +4,14 @@ The best set makes the most progress in a second: the sum of its weighted relati
 beside others while there are others, and jobs that keep it busy alone are left for the end. Jobs that run already, such as
 those that start, stay, and leave a set less of each limit. The policy is asked again whenever a job comes or ends, and a job
 that was left out for too long goes before all others (`waiting.py`).
+
+The last jobs end together: those with the longest remaining time run first (McNaughton, Management Science 1959).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,21 +35,25 @@ BUSY = 0.95
 """Fraction of a limit from which on no job is added for the rest."""
 SAME = 0.02
 """Fraction by which the progress of two sets may differ before one is better."""
+SAME_END_S = 0.5
+"""The last jobs run at once where their remaining times differ by less."""
 
 
 def turns(settings: PolicySettings, are_last: bool = False) -> Place:
     """Return the policy.
 
     Args:
-        are_last: no other jobs will come. All run at once if they nearly fit, and take turns otherwise: a job that is left over
-            would leave cores idle in the end.
+        are_last: no other jobs will come. Those with the longest remaining time go first. If all have the same, they run at
+            once where they nearly fit, and take turns otherwise. A job that is left over would leave cores idle in the end.
     """
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
-        waiting = sorted(jobs, key=lambda job: job.waits_since_s) if are_last else list(jobs)
+        waiting = list(jobs)
         for device in packing.open_devices():
             able = [job for job in waiting if packing.fits(job, device)]
-            if are_last and able and _fit_beside(packing, device, able, settings, FULL_USE):
+            if are_last:
+                able.sort(key=functools.partial(_in_turn, device=device))
+            if are_last and able and _end_together(able, device) and _fit_beside(packing, device, able, settings, FULL_USE):
                 chosen = tuple(able)
             else:
                 chosen = _chosen(packing, device, able, settings)
@@ -55,6 +63,22 @@ def turns(settings: PolicySettings, are_last: bool = False) -> Place:
                     waiting.remove(job)
 
     return place
+
+
+def _in_turn(job: Job, device: Device) -> tuple[float, float]:
+    left_s = _left_s(job, device)
+    return -left_s if math.isinf(left_s) else -math.floor(left_s / SAME_END_S), job.waits_since_s
+
+
+def _left_s(job: Job, device: Device) -> float:
+    """Return the time that the rest of a job takes alone; infinite where its end is unknown."""
+    return math.inf if job.steps_left is None else job.steps_left / job.profiles[device.kind].steps_per_s
+
+
+def _end_together(jobs: Sequence[Job], device: Device) -> bool:
+    """Whether jobs have about the same remaining time, as far as it is known."""
+    known = [left_s for job in jobs if (left_s := _left_s(job, device)) < math.inf]
+    return not known or max(known) - min(known) <= SAME_END_S
 
 
 def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings) -> tuple[Job, ...]:
