@@ -1,6 +1,7 @@
 """Jobs that share devices: real ones on this machine; and slowdowns, sets and a simulated cluster on pairs measured elsewhere.
 
     python benchmarks/colocation.py [--mixes NAME...] [--policies NAME...] [--rounds N] [--job-seconds S] [--minutes M]
+    python benchmarks/colocation.py --gpu N [--policies NAME...] [--rounds N] [--job-seconds S]
     python benchmarks/colocation.py --rehearse [--mixes NAME...] [--policies NAME...] [--seeds N]
     python benchmarks/colocation.py --pairs [--data DIR] [--device NAME] [--seeds N] [--quick]
     python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
@@ -10,6 +11,9 @@ rounds (`colocation_mixes.py`), and models train after an estimate of their peak
 job has run alone before, so peaks and profiles are known to all policies. The last line holds the throughput of ours over one
 job at a time in the balanced mix, the smallest over any other policy in any mix, that over random pairs in the balanced mix,
 and the errors of estimates and predictions. --minutes ends the rounds after some time, --without-memory leaves the models out.
+
+--gpu: 24 such jobs share a GPU, the one that `nvidia-smi` shows with this number. The last line holds `gpu=`, the throughput of
+ours over one job at a time.
 
 --rehearse: the same mixes on a simulated machine of two cores, by the scheduler of `dlrover colocate`
 (`colocation_rehearsal.py`): mean makespan, how many times ours that is, and the used part of the cores' time. It takes seconds.
@@ -34,7 +38,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colocation_memory import memory_errors
-from colocation_mixes import MIXES, OURS, POLICIES, Length, figures, measure_mixes, table
+from colocation_mixes import GPU_MIX, MIXES, OURS, POLICIES, Length, figures, measure_mixes, table
 from colocation_pairs import (
     Choice,
     Errors,
@@ -137,6 +141,14 @@ def real_benchmark(arguments: argparse.Namespace) -> None:
     print(result_line({name: found.get(name, float("nan")) for name in names}))
 
 
+def gpu_benchmark(arguments: argparse.Namespace) -> None:
+    length = Length(arguments.rounds, arguments.job_seconds, 60 * arguments.minutes)
+    results = measure_mixes([GPU_MIX], arguments.policies, length, arguments.keep, device=f"gpu:{arguments.gpu}")
+    print("\n".join(table(results)))
+    found = figures(results)
+    print(result_line({name: found.get(name, float("nan")) for name in ("gpu", "worst_vs_others", "ooms")}))
+
+
 def rehearsal(mixes: Sequence[str], policies: Sequence[str], num_seeds: int) -> None:
     for mix in mixes:
         runs = {
@@ -154,9 +166,11 @@ def rehearsal(mixes: Sequence[str], policies: Sequence[str], num_seeds: int) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", action="store_true", help="predict and choose pairs, and time decisions")
+    parser.add_argument("--gpu", type=int, metavar="N", help="jobs share this GPU")
     parser.add_argument("--rehearse", action="store_true", help="run the mixes on a simulated machine of two cores")
     parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
-    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="mixes of real jobs (default: all)")
+    mixes = [mix for mix in MIXES if mix != GPU_MIX]
+    parser.add_argument("--mixes", nargs="+", choices=mixes, default=mixes, help="mixes of real jobs (default: all)")
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -187,7 +201,8 @@ def main() -> int:
             return 0
         if not (arguments.pairs or arguments.simulate):
             print(describe_machine())
-            real_benchmark(arguments)
+            benchmark = real_benchmark if arguments.gpu is None else gpu_benchmark
+            benchmark(arguments)
             return 0
         pairs = read_pairs(arguments.data, arguments.device)
         print(describe_machine())

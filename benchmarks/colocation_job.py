@@ -2,6 +2,8 @@
 
     python colocation_job.py KIND STEPS [SEED]
 
+It trains on the GPU that the dispatcher gave it, if any.
+
 compute   wide MLPs, small tables
 memory    many random rows of tables that no cache holds
 input     each batch waits for a store
@@ -15,11 +17,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from lightning_dlrover.observe.gpu_memory import gpu_bytes
 from lightning_dlrover.observe.seat import Seat, SeatReport
 
 LEARNING_RATE = 0.01
@@ -69,15 +72,17 @@ class Model(nn.Module):
 def main() -> None:
     kind, steps, seed = KINDS[sys.argv[1]], int(sys.argv[2]), int((*sys.argv[3:], "0")[0])
     torch.manual_seed(seed)
-    model = Model(kind)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = Model(kind).to(device)
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(kind.wait_s)
-        return torch.randn(kind.batch, 13), torch.randint(kind.rows, (kind.batch, kind.num_tables, kind.lookups))
+        dense, ids = torch.randn(kind.batch, 13), torch.randint(kind.rows, (kind.batch, kind.num_tables, kind.lookups))
+        return dense.to(device), ids.to(device)
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         dense, ids = batch
-        return nn.functional.binary_cross_entropy_with_logits(model(dense, ids), torch.zeros(len(dense), 1))
+        return nn.functional.binary_cross_entropy_with_logits(model(dense, ids), dense.new_zeros(len(dense), 1))
 
     seat = Seat.from_environment(os.environ, 0)
     if seat is not None:
@@ -86,8 +91,12 @@ def main() -> None:
         else:
             from lightning_dlrover.observe.peak_memory import estimate_peak, report_of
 
-            report = report_of(estimate_peak(model, [torch.optim.SGD(model.parameters(), LEARNING_RATE)], batch(), step))
-        answer = seat.ask(report)
+            optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+            report = report_of(
+                estimate_peak(model, [optimizer], batch(), step, device=device.type), on_gpu=device.type == "cuda"
+            )
+        now_bytes, peak_bytes = gpu_bytes(device)
+        answer = seat.ask(replace(report, gpu_bytes=now_bytes, gpu_peak_bytes=peak_bytes))
         torch.set_num_threads(answer.threads or torch.get_num_threads())
     started = time.monotonic()
     for done in range(1, steps + 1):
@@ -105,9 +114,11 @@ def main() -> None:
         if seat is not None:
             seat.step_ended(waited_s)
             if seat.is_due:
-                seat.report(steps - done, torch.get_num_threads())
+                seat.report(steps - done, torch.get_num_threads(), gpu_bytes=gpu_bytes(device))
                 if (threads := seat.answer().threads) and threads != torch.get_num_threads():
                     torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     print(f"{max(1, steps - WARMUP_STEPS) / (time.monotonic() - started):.3f} steps/s", flush=True)
 
 

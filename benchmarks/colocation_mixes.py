@@ -23,7 +23,7 @@ from lightning_dlrover.colocate.summary import summarize
 from lightning_dlrover.planner.cluster import Device, Job
 from lightning_dlrover.planner.cluster.cores import Shares, equal_shares, thread_shares
 
-__all__ = ["MIXES", "POLICIES", "Length", "MixResult", "figures", "measure_mixes", "table"]
+__all__ = ["GPU_MIX", "MIXES", "POLICIES", "Length", "MixResult", "figures", "measure_mixes", "table"]
 
 JOB = Path(__file__).resolve().with_name("colocation_job.py")
 KINDS = ("compute", "memory", "input", "mixed")
@@ -32,7 +32,10 @@ MIXES: Mapping[str, Mapping[str, int]] = {
     "compute": {"compute": 8, "memory": 2, "input": 2},
     "memory": {"compute": 2, "memory": 8, "input": 2},
     "input": {"compute": 2, "memory": 2, "input": 8},
+    "gpu": {"compute": 6, "memory": 6, "input": 6, "mixed": 6},
 }
+GPU_MIX = "gpu"
+"""The mix for a GPU, which has room for more jobs than two cores."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,12 @@ class MixResult:
 
 
 def measure_mixes(
-    mixes: Sequence[str], policies: Sequence[str], length: Length, keep: Path | None = None, seed: int = 0
+    mixes: Sequence[str],
+    policies: Sequence[str],
+    length: Length,
+    keep: Path | None = None,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> list[MixResult]:
     """Run each mix under each policy, several times, in an order that changes from round to round.
 
@@ -94,6 +102,7 @@ def measure_mixes(
 
     Args:
         keep: folder for the queues' journals; None: they are removed.
+        device: as `dlrover colocate --devices` takes it.
 
     Raises:
         BenchmarkError: a queue did not end, or a job of it failed.
@@ -103,7 +112,7 @@ def measure_mixes(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dlrover-colocation-") as temporary:
         folder = keep or Path(temporary)
-        steps, learned = _calibrate(folder, length.job_s)
+        steps, learned = _calibrate(folder, length.job_s, device)
         for number in range(length.rounds):
             of_round = [policy for policy in policies if number == 0 or policy != SEQUENTIAL]
             for mix in mixes:
@@ -111,7 +120,7 @@ def measure_mixes(
                     print(f"round {number + 1}  {mix:10}is left out: {length.limit_s:.0f} s have passed", flush=True)
                     continue
                 for policy in order.sample(of_round, len(of_round)):
-                    result = _run(folder / f"{mix}-{policy}-{number}", mix, policy, steps, learned, number)
+                    result = _run(folder / f"{mix}-{policy}-{number}", mix, policy, steps, learned, number, device)
                     results.append(result)
                     cpu = f"CPU time: jobs {result.jobs_cpu_s:6.1f} s, dispatcher {result.own_cpu_s:4.1f} s"
                     print(f"round {number + 1}  {mix:10}{policy:15}{result.makespan_s:8.1f} s   {cpu}", flush=True)
@@ -141,9 +150,13 @@ def figures(results: Sequence[MixResult]) -> dict[str, float]:
     found: dict[str, float] = {}
     times = _times(results)
     balanced = times.get("balanced", {})
-    for name, policy in (("balanced", SEQUENTIAL), ("vs_random", "random_pairs")):
-        if policy in balanced and OURS in balanced:
-            found[name] = balanced[policy] / balanced[OURS]
+    for name, of, policy in (
+        ("balanced", balanced, SEQUENTIAL),
+        ("vs_random", balanced, "random_pairs"),
+        ("gpu", times.get(GPU_MIX, {}), SEQUENTIAL),
+    ):
+        if policy in of and OURS in of:
+            found[name] = of[policy] / of[OURS]
     others = [time_s / of[OURS] for of in times.values() if OURS in of for policy, time_s in of.items() if policy != OURS]
     if others:
         found["worst_vs_others"] = min(others)
@@ -154,21 +167,22 @@ def figures(results: Sequence[MixResult]) -> dict[str, float]:
     return found
 
 
-def _calibrate(folder: Path, job_s: float) -> tuple[dict[str, int], Path]:
+def _calibrate(folder: Path, job_s: float, device: str) -> tuple[dict[str, int], Path]:
     """Return the steps that take `job_s` alone, and the folder of a queue that has run each kind so, with its profiles."""
-    steps = {kind: max(20, round(job_s * _steps_per_s(kind))) for kind in KINDS}
+    steps = {kind: max(20, round(job_s * _steps_per_s(kind, device))) for kind in KINDS}
     print("steps of each job:", ", ".join(f"{kind} {count}" for kind, count in steps.items()), flush=True)
     known = folder / "known"
-    _dispatch(known, [(kind, kind, steps[kind]) for kind in KINDS], SEQUENTIAL, None, 0)
+    _dispatch(known, [(kind, kind, steps[kind]) for kind in KINDS], SEQUENTIAL, None, 0, device)
     num_profiled = len({record.job_kind for record in read_records(known) if isinstance(record, Profiled)})
     if num_profiled < len(KINDS):
         raise BenchmarkError(f"{num_profiled} of {len(KINDS)} kinds of jobs were measured alone; give more --job-seconds")
     return steps, known
 
 
-def _steps_per_s(kind: str) -> float:
+def _steps_per_s(kind: str, device: str) -> float:
     """Return the speed of a job that has the machine to itself."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(NUM_CORES), "OMP_WAIT_POLICY": "passive"}
+    environment["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else device.partition(":")[2]
     command = [sys.executable, str(JOB), kind, str(CALIBRATION_STEPS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=QUEUE_TIMEOUT_S)
     if done.returncode:
@@ -176,10 +190,10 @@ def _steps_per_s(kind: str) -> float:
     return float(done.stdout.split()[-2])
 
 
-def _run(queue: Path, mix: str, policy: str, steps: Mapping[str, int], learned: Path, number: int) -> MixResult:
+def _run(queue: Path, mix: str, policy: str, steps: Mapping[str, int], learned: Path, number: int, device: str) -> MixResult:
     jobs = [(f"{kind}-{copy}", kind, steps[kind]) for kind, count in MIXES[mix].items() for copy in range(count)]
     random.Random(f"{mix}-{number}").shuffle(jobs)  # the same order for all policies of a round
-    cpu_s = _dispatch(queue, jobs, policy, learned, number)
+    cpu_s = _dispatch(queue, jobs, policy, learned, number, device)
     records = read_records(queue)
     ended = [record for record in records if isinstance(record, Ended)]
     failed = [record.reason for record in ended if record.result == "failed"]
@@ -187,7 +201,8 @@ def _run(queue: Path, mix: str, policy: str, steps: Mapping[str, int], learned: 
         raise BenchmarkError(f"{len(failed)} jobs of {queue.name} failed: {failed[0]}")
     ooms = sum(record.result == "evicted" or record.code == 137 for record in ended)
     jobs_cpu_s = sum(record.cpu_s for record in ended)
-    errors = tuple(_slowdown_errors(queue, learned, thread_shares if policy == OURS else equal_shares))
+    on_cores = device == "cpu"  # speeds on a GPU are predicted by another model, from the first pairs on
+    errors = tuple(_slowdown_errors(queue, learned, thread_shares if policy == OURS else equal_shares)) if on_cores else ()
     return MixResult(mix, policy, summarize(records).makespan_s, jobs_cpu_s, cpu_s - jobs_cpu_s, errors, ooms)
 
 
@@ -214,7 +229,9 @@ def _slowdown_errors(queue: Path, learned: Path, shares: Shares) -> list[float]:
     return errors
 
 
-def _dispatch(queue: Path, jobs: Sequence[tuple[str, str, int]], policy: str, learned: Path | None, seed: int) -> float:
+def _dispatch(
+    queue: Path, jobs: Sequence[tuple[str, str, int]], policy: str, learned: Path | None, seed: int, device: str
+) -> float:
     """Run a queue to its end; return the CPU time of all its processes."""
     queue.mkdir(parents=True)
     file = queue / "jobs.yaml"
@@ -223,7 +240,7 @@ def _dispatch(queue: Path, jobs: Sequence[tuple[str, str, int]], policy: str, le
         for name, kind, steps in jobs
     ]
     file.write_text(json.dumps({"jobs": commands}))
-    command = [sys.executable, "-m", "lightning_dlrover.cli", "colocate", str(file), "--out", str(queue)]
+    command = [sys.executable, "-m", "lightning_dlrover.cli", "colocate", str(file), "--out", str(queue), "--devices", device]
     variant = POLICIES[policy]
     command += ["--policy", variant.policy, *(["--at-once", str(variant.at_once)] if variant.at_once else [])]
     command += ["--seed", str(seed), *(["--learn-from", str(learned)] if learned is not None else [])]

@@ -7,6 +7,7 @@ measured: the figures show what a policy's choices are worth where jobs behave a
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +18,14 @@ from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import memory_actions
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
-from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Start, Tenant, Waiting
+from lightning_dlrover.colocate.tenants import Action, End, Holding, Memory, Start, Tenant, Waiting, after
 from lightning_dlrover.planner.cluster.cores import CoreUse, expected
 
 __all__ = ["KINDS", "Kind", "Machine", "rehearse"]
 
 LOOK_S = 0.1
 WINDOW_S = 4.0
+STEP_S = 0.01
 END_S = 0.2
 """Seconds after a job's last step until the dispatcher knows of its end."""
 MIB = 1 << 20
@@ -86,14 +88,14 @@ class Machine:
         self.knowledge = Knowledge()
         for name, kind in self.kinds.items():
             spec = JobSpec(name, (name,), "/")
-            self.knowledge.learn(Profiled(spec.kind, "cpu", {"cores": kind.cores, "input": kind.wait}, 1.0))
+            self.knowledge.learn(Profiled(spec.kind, "cpu", {"cores": kind.cores, "input": kind.wait}, 1 / STEP_S))
             spans = (Span("starting", 0.0, kind.start_s),)
             ended = Ended(name, 1, "done", 0, "", 0.0, 0.0, 0.0, 0.0, kind.memory_mib * MIB, num_steps=0, spans=spans)
-            self.knowledge.learn_end(spec, replace(ended, num_steps=round(kind.train_s)))
+            self.knowledge.learn_end(spec, replace(ended, num_steps=round(kind.train_s / STEP_S)))
         self.scheduler = Scheduler(self.policy, self.knowledge, self.seed, most_together=most)
         specs = {name: JobSpec(name, (kind,), "/") for name, kind in self.jobs.items()}
         self.waiting = {
-            name: Waiting(name, specs[name].kind, 0, 0.001 * number, self.knowledge.expected_bytes(specs[name]))
+            name: Waiting(name, specs[name].kind, 0, 0.001 * number, self.knowledge.expected(specs[name]))
             for number, name in enumerate(self.jobs)
         }
         self.work = {name: _Work(kind, self.kinds[kind].start_s, self.kinds[kind].train_s) for name, kind in self.jobs.items()}
@@ -107,7 +109,7 @@ class Machine:
         while self.waiting or self.tenants:
             if self.now > most_s:
                 raise RuntimeError(f"{len(self.waiting)} jobs wait and {len(self.tenants)} run after {most_s:.0f} s")
-            for action in memory_actions(self.place.memory_bytes, [*self.tenants.values()]):
+            for action in memory_actions(self.place.sizes, [*self.tenants.values()]):
                 self._act(action)
             tenants = [*self.tenants.values()]
             for action in self.scheduler.actions(self.now, [self.place], [*self.waiting.values()], tenants):
@@ -159,9 +161,11 @@ class Machine:
             work.start_s -= seconds
             if work.start_s <= 0:
                 need = self.kinds[work.kind].memory_mib * MIB
-                self._put(tenant, "asks", resident_bytes=need, need_bytes=need)
+                holding = replace(tenant.holdings["host"], resident_bytes=need, need_bytes=need)
+                self.tenants[tenant.name] = replace(tenant, phase="asks", since_s=self.now, holdings={"host": holding})
         else:
             work.train_s -= seconds
+            self.tenants[tenant.name] = replace(tenant, steps_left=max(0, math.ceil(work.train_s / STEP_S)))
 
     def _learn(self, active: Sequence[Tenant], real: Mapping[str, float]) -> None:
         names = tuple(sorted(tenant.name for tenant in active))
@@ -182,24 +186,16 @@ class Machine:
     def _act(self, action: Action) -> None:
         if isinstance(action, Start):
             job = self.waiting.pop(action.job)
+            holdings: dict[Memory, Holding] = {memory: Holding(charge) for memory, charge in action.charges.items()}
             self.tenants[job.name] = Tenant(
-                job.name, job.kind, "starting", "cpu", 0, job.submitted_s, self.now, action.charge_bytes, since_s=self.now
+                job.name, job.kind, "starting", "cpu", 0, job.submitted_s, self.now, holdings, since_s=self.now
             )
             return
-        tenant = self.tenants[action.job]
-        if isinstance(action, Admit):
-            self._put(tenant, "running", charge_bytes=action.charge_bytes, is_admitted=True)
-        elif isinstance(action, Charge):
-            self.tenants[tenant.name] = replace(tenant, charge_bytes=action.charge_bytes)
-        elif isinstance(action, Pause):
-            self._put(tenant, "paused", paused_for_memory=action.for_memory)
-        elif isinstance(action, Resume):
-            self._put(tenant, "running" if tenant.is_admitted else "starting", paused_for_memory=False)
-        elif isinstance(action, End):
+        if isinstance(action, End):
             raise RuntimeError(f"jobs of known needs are not ended: {action}")
-
-    def _put(self, tenant: Tenant, phase: str, **fields: object) -> None:
-        self.tenants[tenant.name] = replace(tenant, **{"since_s": self.now, **fields}, phase=phase)  # type: ignore[arg-type]
+        tenant = self.tenants[action.job]
+        changed = after(tenant, action)
+        self.tenants[tenant.name] = changed if changed.phase == tenant.phase else replace(changed, since_s=self.now)
 
 
 def rehearse(

@@ -197,17 +197,17 @@ def _add_colocate(commands: Commands) -> None:
         nargs="+",
         default=["cpu"],
         metavar="DEVICE",
-        help="`cpu`, or sets of cores such as cpu:0-3 cpu:4-7 (default cpu)",
+        help="`cpu`, sets of cores such as cpu:0-3 cpu:4-7, or GPUs such as gpu:0 or, with cores, gpu:0:0-7 (default cpu)",
     )
     command.add_argument(
-        "--memory", type=values.memory, metavar="SIZE", help="memory for all jobs (default: most of what is free)"
+        "--memory", type=values.memory, metavar="SIZE", help="host memory for all jobs (default: most of what is free)"
     )
     command.add_argument(
         "--at-once",
         type=values.setting,
         default=0,
         metavar="N",
-        help="most jobs of a device that run at once (default: twice its cores; complementary: four times)",
+        help="most jobs of a device that run at once (default: twice its cores; complementary: four times; on a GPU 8 or 16)",
     )
     command.add_argument(
         "--out",

@@ -18,6 +18,8 @@ __all__ = ["ALONE_S", "WARMUP_STEPS", "Alone", "Companion", "Company"]
 
 SETTLE_S = 0.3
 """Caches and threads of the former set have gone by then."""
+GPU_SETTLE_S = 1.2
+"""A GPU's busy time is that of up to a second before (NVML, `nvmlDeviceGetUtilizationRates`)."""
 ALONE_S = 1.0
 TOGETHER_S = 4.0
 LEAST_S = 0.8
@@ -57,6 +59,7 @@ class Company:
 
     def __init__(self, device: str, device_kind: str) -> None:
         self._device, self._device_kind = device, device_kind
+        self._settle_s = SETTLE_S if device_kind.startswith("cpu") else GPU_SETTLE_S
         self._members: tuple[str, ...] = ()
         self._since_s = 0.0
         self._first: dict[str, Moment] | None = None
@@ -76,7 +79,7 @@ class Company:
             self._members, self._since_s, self._first = members, now, None
         self._newest = {companion.name: companion for companion in running}
         if self._first is None:
-            if now - self._since_s >= SETTLE_S and running and all(companion.is_warm for companion in running):
+            if now - self._since_s >= self._settle_s and running and all(companion.is_warm for companion in running):
                 self._first = {companion.name: companion.moment for companion in running}
         elif min(self._newest[name].moment.at_s - first.at_s for name, first in self._first.items()) >= (
             ALONE_S if len(members) == 1 else TOGETHER_S
@@ -102,7 +105,8 @@ class Company:
             speeds[now.kind].append(_speed(now, then) / alone[now.kind, now.reports])
         seconds = min(now.moment.at_s - then.at_s for now, then in pairs)
         means = {kind: sum(each) / len(each) for kind, each in speeds.items()}
-        return [Rates(self._device, means, tuple(sorted(now.kind for now, _ in pairs)), seconds)]
+        kinds = tuple(sorted(now.kind for now, _ in pairs))
+        return [Rates(self._device, means, kinds, seconds, self._device_kind)]
 
     def _profile(self, now: Companion, then: Moment) -> Profiled:
         moment = now.moment
@@ -113,6 +117,7 @@ class Company:
             "cores": (moment.cpu_s - then.cpu_s) / seconds,
             "input": (moment.data_wait_s - then.data_wait_s) / step_s if step_s > 0 else 0.0,
             "memory_bandwidth": now.step_bytes * speed if now.reports else 0.0,
+            **moment.gpu.rates_since(then.gpu),
         }
         return Profiled(
             now.kind, self._device_kind, {name: min(max(0.0, amount), MOST) for name, amount in use.items()}, speed, now.reports

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from pathlib import Path
 from lightning_dlrover import variables
 from lightning_dlrover.colocate import keeper
 from lightning_dlrover.colocate.company import Companion, Company
+from lightning_dlrover.colocate.gpus import GpuWatch, JobOnGpu, bytes_of_jobs
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Journal, Opened, Record, Span, Started
 from lightning_dlrover.colocate.kept_job import KeptJob, Outcome, read_outcome
@@ -77,6 +78,7 @@ class Dispatcher:
         places: devices, of different names.
         shown: called after each look.
         hurry: when set, jobs that end get no more grace period.
+        gpu_watch: measures the GPUs of `places`; None: they have none.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Dispatcher:
         shown: Callable[[Dispatcher], None] = lambda _: None,
         hurry: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
+        gpu_watch: GpuWatch | None = None,
     ) -> None:
         self.folder = folder
         self.journal = journal
@@ -111,6 +114,8 @@ class Dispatcher:
         self._evictions: dict[str, int] = defaultdict(int)
         self._not_before_s: dict[str, float] = {}
         self._families = Families()
+        self._gpu_watch = gpu_watch
+        self._settled_s = 0.0  # of the last end of a job
         self._companies = {place.name: Company(place.name, place.kind) for place in places}
         for record in journal.records:
             self._recall(record)
@@ -121,8 +126,13 @@ class Dispatcher:
         """Add jobs to the queue. Those that are in it already stay as they are.
 
         Raises:
-            ValueError: a job of the same name is in the queue, and differs.
+            ValueError: a job of the same name is in the queue, and differs; or no device is of the kind that a job asks for.
         """
+        kinds = {"cpu" if place.gpu is None else "gpu" for place in self.places.values()}
+        for spec in (*specs, *self._specs.values()):
+            if spec.name not in self.ended and spec.device not in ("any", *kinds):
+                have = ", ".join(self.places)
+                raise ValueError(f"job {spec.name!r} asks for device {spec.device!r}; --devices has only {have}")
         for spec in specs:
             known = self._specs.get(spec.name)
             if known is not None and known != spec:
@@ -137,15 +147,17 @@ class Dispatcher:
 
     def waiting(self) -> list[Waiting]:
         """Return the jobs that have no processes, in the order of their arrival."""
+        has_gpus = any(place.gpu is not None for place in self.places.values())
         return [
             Waiting(
                 name=name,
                 kind=spec.kind,
                 priority=spec.priority,
                 submitted_s=self._added_s[name],
-                expected_bytes=self.knowledge.expected_bytes(spec),
+                expected=self.knowledge.expected(spec),
                 owner=spec.owner,
                 not_before_s=self._not_before_s.get(name, 0.0),
+                on_gpu=spec.device == "gpu" or (spec.device == "any" and has_gpus),
             )
             for name, spec in self._specs.items()
             if name not in self.running and name not in self.ended
@@ -238,12 +250,15 @@ class Dispatcher:
                 self._settle(job, outcome, now)
                 continue
             job.look(now, below[job.kept.keeper_pid])
+        if self._gpu_watch is not None:
+            _look_at_gpus(self._gpu_watch, self._settled_s, self.places, self.running.values(), below)
+        for job in self.running.values():
             self._follow(job, now)
         self._learn(now)
         for place in self.places.values():
-            for action in memory_actions(place.memory_bytes, self._tenants(place.name)):
+            for action in memory_actions(place.sizes, self._tenants(place)):
                 self._act(action, now)
-        tenants = [tenant for name in self.places for tenant in self._tenants(name)]
+        tenants = [tenant for place in self.places.values() for tenant in self._tenants(place)]
         for action in self._scheduler.actions(now, list(self.places.values()), self.waiting(), tenants):
             self._act(action, now)
         self._share_threads()
@@ -251,12 +266,12 @@ class Dispatcher:
     def _follow(self, job: WatchedJob, now: float) -> None:
         """Move a job to the phase that its own processes have reached, or end it if it hangs."""
         if job.phase in ("starting", "running") and job.asks:
-            job.probed_bytes = 0
-            job.charge_bytes = min(job.charge_bytes, int(GROWTH * job.use.resident_bytes))
+            job.probed = {}
+            job.charges = {m: min(charge, int(GROWTH * job.resident_bytes(m))) for m, charge in job.charges.items()}
             job.enter("asks", now)
         elif job.phase == "starting" and self._is_probed(job, now):
-            job.probed_bytes = self.knowledge.probed_bytes(job.spec, job.peak_bytes)
-            job.charge_bytes = max(job.charge_bytes, job.probed_bytes)
+            job.probed = {m: self.knowledge.probed_bytes(job.spec, m, job.peaks.get(m, 0)) for m in job.charges}
+            job.charges = {m: max(charge, job.probed[m]) for m, charge in job.charges.items()}
             job.enter("running", now)
         if job.phase == "ending" and now > job.grace_over_s + END_S:
             log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
@@ -287,13 +302,16 @@ class Dispatcher:
                 if self.knowledge.learn(record):
                     self.journal.add(record)
 
-    def _tenants(self, device: str) -> list[Tenant]:
+    def _tenants(self, place: Place) -> list[Tenant]:
         return [
             job.tenant(
-                self.knowledge.need_bytes(job.spec, *job.estimate, job.use.resident_bytes, self.places[device].memory_bytes)
+                {
+                    memory: self.knowledge.need_bytes(job.spec, memory, job.estimate(memory), job.resident_bytes(memory), size)
+                    for memory, size in place.sizes.items()
+                }
             )
             for job in self.running.values()
-            if job.device == device
+            if job.device == place.name
         ]
 
     # --- actions -------------------------------------------------------------------------------------------------------------
@@ -304,26 +322,27 @@ class Dispatcher:
             return
         job = self.running[action.job]
         if isinstance(action, Admit):
-            job.charge_bytes = action.charge_bytes
+            job.charges.update(action.charges)
+            job.answered = job.request
             self._answer(job)
             job.enter("running", now)
         elif isinstance(action, Charge):
-            job.charge_bytes = action.charge_bytes
+            job.charges[action.memory] = action.charge_bytes
         elif isinstance(action, Shrink):
             log.warning("job %s goes on with %d processes: %s", action.job, action.num_processes, action.reason)
             job.most_processes, job.asked_to_shrink_s = action.num_processes, now
             self._answer(job)
         elif isinstance(action, Pause):
-            job.paused_for_memory = job.paused_for_memory or action.for_memory
-            if action.for_memory:
+            if (memory := action.memory) is not None:
                 log.warning("job %s is paused: %s", action.job, action.reason)
-                job.charge_bytes = min(job.charge_bytes, job.use.resident_bytes)
+                job.short_of.add(memory)
+                job.charges[memory] = job.resident_bytes(memory)
             if job.phase != "paused":
                 job.kept.pause()
                 job.paused_from = job.phase
                 job.enter("paused", now)
         elif isinstance(action, Resume):
-            job.paused_for_memory = False
+            job.short_of.clear()
             job.kept.resume()
             job.enter(job.paused_from, now)
         elif isinstance(action, End) and job.phase != "ending":
@@ -344,11 +363,11 @@ class Dispatcher:
             attempt += 1  # the journal was edited or removed
         seat = folder / "seat"
         seat.mkdir(parents=True)
-        if self.knowledge.is_familiar(spec.kind):
+        place = self.places[start.device]
+        if self.knowledge.is_familiar(spec.kind, place.kind):
             write_answer(seat, Answer(memory_known=True))
         self.journal.add(Started(start.job, attempt, start.device, self.now_epoch()))
         self._attempts[start.job] = attempt
-        place = self.places[start.device]
         threads = self._scheduler.threads(place, 2)
         environment = {
             **os.environ,
@@ -364,7 +383,7 @@ class Dispatcher:
             self._record(Ended(start.job, attempt, "failed", 127, reason, self.now_epoch(), 0.0, 0.0, 0.0, 0))
             return
         self.running[start.job] = WatchedJob(
-            spec, attempt, start.device, kept, seat, self._added_s[start.job], now, start.charge_bytes, threads=threads
+            spec, attempt, start.device, kept, seat, self._added_s[start.job], now, {**start.charges}, threads=threads
         )
 
     def _share_threads(self) -> None:
@@ -388,13 +407,15 @@ class Dispatcher:
     def _settle(self, job: WatchedJob, outcome: Outcome, now: float) -> None:
         """Record how a job has ended. An evicted one waits again."""
         job.enter("ending", now)
+        self._settled_s = now
         job.kept.close()
         del self.running[job.spec.name]
         self.past.append(job)
         if outcome.code is None:
             self._end_leftovers(job)
         result, reason = self._result(job, outcome)
-        estimate, margin = job.estimate
+        estimate, margin = job.estimate("host")
+        gpu_estimate, gpu_margin = job.estimate("gpu") if "gpu" in job.charges else (0, 0)
         spans = [Span(span.phase, span.began + self._epoch_s, span.ended + self._epoch_s) for span in job.spans]
         paused_s = job.paused_s(now)
         ended = Ended(
@@ -407,11 +428,14 @@ class Dispatcher:
             run_s=max(0.0, now - job.at_s - paused_s),
             paused_s=paused_s,
             cpu_s=max(outcome.cpu_s, job.use.cpu_s),
-            peak_bytes=max(job.peak_bytes, outcome.largest_process_bytes),
+            peak_bytes=max(job.peaks.get("host", 0), outcome.largest_process_bytes),
             estimate_bytes=estimate,
             margin_bytes=margin,
             num_steps=job.num_steps,
             spans=tuple(spans),
+            gpu_peak_bytes=job.peaks.get("gpu", 0),
+            gpu_estimate_bytes=gpu_estimate,
+            gpu_margin_bytes=gpu_margin,
         )
         self._record(ended)
         if result == "evicted":
@@ -484,6 +508,38 @@ class Dispatcher:
                 log.warning("processes %s of this queue do not end", left)
                 return
             time.sleep(0.02)
+
+
+def _look_at_gpus(
+    watch: GpuWatch,
+    settled_s: float,
+    places: Mapping[str, Place],
+    jobs: Iterable[WatchedJob],
+    below: Mapping[int, Sequence[int]],
+) -> None:
+    """Tell each job on a GPU its part of that GPU's memory.
+
+    Args:
+        settled_s: moment of the last end of a job, whose memory must not be counted any more.
+        below: ids of the processes of each keeper.
+    """
+    by_device: dict[str, list[WatchedJob]] = defaultdict(list)
+    for job in jobs:
+        by_device[job.device].append(job)
+    for name, here in by_device.items():
+        gpu = places[name].gpu
+        if gpu is not None:
+            use = watch.use(gpu.index, settled_s)
+            known = [
+                JobOnGpu(
+                    below[job.kept.keeper_pid],
+                    sum(each.gpu_bytes for each in job.reports) if job.reports else None,
+                    job.charges["gpu"],
+                )
+                for job in here
+            ]
+            for job, size in zip(here, bytes_of_jobs(use, watch.used_before[gpu.index], known), strict=True):
+                job.look_at_gpu(use.sums, size)
 
 
 def _kill(job: WatchedJob) -> None:

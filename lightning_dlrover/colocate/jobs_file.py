@@ -14,10 +14,10 @@ from typing import Any
 
 __all__ = ["JobSpec", "JobsFileError", "read_jobs"]
 
-DEVICES = ("any", "cpu")
+DEVICES = ("any", "cpu", "gpu")
 MAX_JOBS = 10_000
 MAX_PRIORITY = 1_000
-FIELDS = ("name", "command", "folder", "env", "priority", "device", "memory", "copies", "owner")
+FIELDS = ("name", "command", "folder", "env", "priority", "device", "memory", "gpu_memory", "copies", "owner")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -34,8 +34,9 @@ class JobSpec:
         folder: the working folder.
         env: variables that the job has beside those of the dispatcher.
         priority: jobs with a higher one go first.
-        device: `cpu`, or `any`, which today is the same.
+        device: `cpu`, `gpu`, or `any`: a GPU where the queue has one.
         memory_bytes: peak of all its processes together, as its owner states it; 0: unknown.
+        gpu_memory_bytes: the same of its GPU's memory.
     """
 
     name: str
@@ -46,6 +47,7 @@ class JobSpec:
     device: str = "any"
     memory_bytes: int = 0
     owner: str = ""
+    gpu_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -53,7 +55,7 @@ class JobSpec:
         if not self.command or not all(self.command[:1]):
             raise ValueError("command is empty; give the program and its arguments")
         if self.device not in DEVICES:
-            raise ValueError(f"device {self.device!r} is none of {', '.join(DEVICES)}; GPUs cannot be shared yet")
+            raise ValueError(f"device {self.device!r} is none of {', '.join(DEVICES)}")
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env has the name {name!r}, or a value with a zero byte, which no variable can have")
@@ -131,8 +133,9 @@ def _specs(job: Any, where: str, base: Path, number: int) -> list[JobSpec]:
                 _variables(job.get("env", {}), where),
                 _number(job, "priority", 0, where),
                 str(job.get("device", "any")),
-                _memory(job.get("memory"), where),
+                _memory(job, "memory", where),
                 str(job.get("owner", "")),
+                _memory(job, "gpu_memory", where),
             )
             for each in names
         ]
@@ -168,10 +171,11 @@ def _variables(env: Any, where: str) -> dict[str, str]:
     return {str(name): str(value) for name, value in env.items()}
 
 
-def _memory(size: Any, where: str) -> int:
+def _memory(job: Mapping[str, Any], name: str, where: str) -> int:
+    size = job.get(name)
     if size is None:
         return 0
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B?)", str(size), re.I)
     if match is None or not float(match[1]):
-        raise JobsFileError(f"{where}: memory {size!r} is no size such as 512M or 16G")
+        raise JobsFileError(f"{where}: {name} {size!r} is no size such as 512M or 16G")
     return int(float(match[1]) * {"M": 2**20, "G": 2**30, "T": 2**40}[match[2].upper()])

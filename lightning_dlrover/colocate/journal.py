@@ -101,6 +101,7 @@ class Rates:
     speeds: dict[str, float]  # key: kind of job; a kind that occurs twice has its mean
     kinds: tuple[str, ...]  # one for each job that ran
     seconds: float
+    device_kind: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,10 @@ class Ended:
 
     Args:
         result: `done`, `failed`, `evicted` (it goes back to the queue), or `stopped` with the dispatcher.
+        peak_bytes: of the host's memory.
         estimate_bytes: the peak that was expected; 0: none was.
         margin_bytes: by how much the peak might have been higher.
+        gpu_peak_bytes: the same three of a GPU's memory.
     """
 
     job: str
@@ -127,6 +130,9 @@ class Ended:
     margin_bytes: int = 0
     num_steps: int = 0
     spans: tuple[Span, ...] = ()
+    gpu_peak_bytes: int = 0
+    gpu_estimate_bytes: int = 0
+    gpu_margin_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.result not in ("done", "failed", "evicted", "stopped"):

@@ -1,13 +1,13 @@
 """Measurements of kinds of jobs: their use and speed alone, their speeds side by side, their peak memory.
 
 It comes from the queue's own journal and from those of earlier queues. Jobs with the same command, folder and variables are of
-one kind.
+one kind. Side by side, jobs on cores are predicted by `CoreSpeeds`, and those on a GPU by `SlowdownModel`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -17,13 +17,14 @@ import numpy as np
 from lightning_dlrover.colocate.company import Alone
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Profiled, Rates, Record, read_records
-from lightning_dlrover.colocate.memory import GROWTH
+from lightning_dlrover.colocate.memory import GROWTH, MEMORIES
+from lightning_dlrover.colocate.tenants import Memory, Sizes
 from lightning_dlrover.perf.memory_margin import MemoryMargin
 from lightning_dlrover.planner.cluster import Device, Job, Profile
 from lightning_dlrover.planner.cluster.core_speeds import CoreSpeeds
 from lightning_dlrover.planner.cluster.cores import Shares, thread_shares
-from lightning_dlrover.planner.cluster.policy import Floats
-from lightning_dlrover.planner.cluster.slowdown import Observation
+from lightning_dlrover.planner.cluster.policy import Floats, SpeedPredictor
+from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
 
 __all__ = ["CPU", "Knowledge"]
 
@@ -33,7 +34,7 @@ MAX_OBSERVATIONS = 400
 MAX_ALONE = 8
 """Windows alone of which a profile is the mean."""
 CPU = "cpu"
-"""Kind of device of all profiles. To a policy, each set of cores is a kind of its own, as jobs stay where they are."""
+"""Kind of all devices without a GPU. To a policy, each device is a kind of its own, as jobs stay where they are."""
 
 
 class Knowledge:
@@ -41,21 +42,24 @@ class Knowledge:
 
     Args:
         shares: threads of jobs side by side.
+        device_kinds: kind of each device by its name; one that is absent has no GPU.
     """
 
-    def __init__(self, shares: Shares = thread_shares) -> None:
+    def __init__(self, shares: Shares = thread_shares, device_kinds: Mapping[str, str] | None = None) -> None:
         self._shares = shares
+        self._device_kinds = dict(device_kinds or {})
         self._specs: dict[str, JobSpec] = {}
         self._alone: dict[tuple[str, str], list[Profiled]] = {}  # key: kind and kind of device
         self._profiles: dict[tuple[str, str], Profiled] = {}  # the means of those
         self._steps: dict[str, int] = {}  # key: kind; of the newest job that is done
         self._starts_s: dict[str, float] = {}  # key: kind; the shortest time from a start to its request for memory
-        self._peaks: dict[str, int] = {}  # key: kind; jobs that are done
-        self._wanted: dict[str, int] = {}  # key: kind; jobs that were evicted
-        self._estimates: list[tuple[int, int]] = []  # each with the measured peak, oldest first
+        self._peaks: dict[tuple[str, Memory], int] = {}  # key: kind; jobs that are done
+        self._wanted: dict[tuple[str, Memory], int] = {}  # key: kind; jobs that were evicted
+        # Each with the measured peak, oldest first.
+        self._estimates: dict[Memory, list[tuple[int, int]]] = {memory: [] for memory in MEMORIES}
         self._rates: list[Rates] = []
         self._num_rates = 0
-        self._models: dict[str, tuple[int, CoreSpeeds]] = {}  # key: device; with the number of rates that it has learned
+        self._models: dict[str, tuple[int, SpeedPredictor]] = {}  # key: device; with the number of rates that it has learned
 
     def read(self, folder: Path) -> None:
         """Learn from another queue's folder.
@@ -114,39 +118,47 @@ class Knowledge:
         """Whether jobs of this kind are known to report their steps."""
         return any(known.reports for (of, _), known in self._profiles.items() if of == kind)
 
-    def idle_core_s(self, kind: str, num_cores: float) -> float:
-        """Return the core-seconds that a job of a kind would leave idle if it ran alone, its start included.
+    def idle_s(self, kind: str, device_kind: str, limits: Mapping[str, float]) -> float:
+        """Return the time for which a job of a kind would leave its device idle if it ran alone, its start included.
 
-        It is infinite where unknown, so that unknown kinds become known early.
+        The resource that the job uses most counts. It is infinite where unknown, so that unknown kinds become known early.
+
+        Args:
+            limits: largest use of each resource of the device.
         """
-        known, steps = self._profiles.get((kind, CPU)), self._steps.get(kind, 0)
+        known, steps = self._profiles.get((kind, device_kind)), self._steps.get(kind, 0)
         if known is None or not known.reports or not steps:
             return math.inf
-        idle = max(0.0, num_cores - known.use.get("cores", 1.0)) * steps / known.steps_per_s
-        return idle + max(0.0, num_cores - 1.0) * self._starts_s.get(kind, 0.0)
+        used = max(known.use.get(resource, 0.0) / limit for resource, limit in limits.items())
+        starting = max(0.0, 1.0 - 1.0 / limits["cores"]) * self._starts_s.get(kind, 0.0)
+        return max(0.0, 1.0 - used) * steps / known.steps_per_s + starting
 
-    def is_familiar(self, kind: str) -> bool:
-        """Whether both the peak of a kind of job and its needs alone were measured."""
-        return self._peaks.get(kind, 0) > 0 and (kind, CPU) in self._profiles
+    def is_familiar(self, kind: str, device_kind: str) -> bool:
+        """Whether both the peak of a kind of job and its needs alone were measured on a kind of device."""
+        memory: Memory = "host" if device_kind == CPU else "gpu"
+        return self._peaks.get((kind, memory), 0) > 0 and (kind, device_kind) in self._profiles
 
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return predicted speeds over those alone; see `SpeedPredictor`."""
         known = self._models.get(device.name)
+        device_kind = self._device_kinds.get(device.name, CPU)
         if known is None or known[0] != self._num_rates:
-            known = self._models[device.name] = self._num_rates, CoreSpeeds.fit(self._observations(device), self._shares)
+            seen = self._observations(device, device_kind)
+            model: SpeedPredictor = CoreSpeeds.fit(seen, self._shares) if device_kind == CPU else SlowdownModel.fit(seen)
+            known = self._models[device.name] = self._num_rates, model
         # A policy may have been given less: what a job wants beside others.
-        measured = {job.name: self._as_measured(job, device) for group in groups for job in group}
+        measured = {job.name: self._as_measured(job, device, device_kind) for group in groups for job in group}
         return known[1].relative_speeds([[measured[job.name] for job in group] for group in groups], device)
 
-    def _as_measured(self, job: Job, device: Device) -> Job:
-        profile = self.profile(job.family, CPU)
+    def _as_measured(self, job: Job, device: Device, device_kind: str) -> Job:
+        profile = self.profile(job.family, device_kind)
         return job if profile is None else replace(job, profiles={device.kind: profile})
 
-    def _observations(self, device: Device) -> list[Observation]:
+    def _observations(self, device: Device, device_kind: str) -> list[Observation]:
         found = []
         for rates in self._rates:
-            profiles = [self.profile(kind, CPU) for kind in rates.kinds]
-            if all(profile is not None for profile in profiles):
+            profiles = [self.profile(kind, device_kind) for kind in rates.kinds]
+            if rates.device_kind == device_kind and all(profile is not None for profile in profiles):
                 jobs = [
                     Job(f"{kind}-{number}", {device.kind: profile}, family=kind)
                     for number, (kind, profile) in enumerate(zip(rates.kinds, profiles, strict=True))
@@ -159,45 +171,56 @@ class Knowledge:
     # --- memory --------------------------------------------------------------------------------------------------------------
 
     def learn_end(self, spec: JobSpec, ended: Ended) -> None:
-        """Take the peak of a job that has ended."""
+        """Take the peaks of a job that has ended."""
+        peaks: Sizes = {"host": ended.peak_bytes, "gpu": ended.gpu_peak_bytes}
         if ended.result == "done":
-            self._peaks[spec.kind] = max(self._peaks.get(spec.kind, 0), ended.peak_bytes)
+            estimates: Sizes = {"host": ended.estimate_bytes, "gpu": ended.gpu_estimate_bytes}
+            for memory, peak in peaks.items():
+                self._peaks[spec.kind, memory] = max(self._peaks.get((spec.kind, memory), 0), peak)
+                if estimates[memory]:
+                    self._estimates[memory].append((estimates[memory], max(1, peak)))
             self._steps[spec.kind] = ended.num_steps
             for start_s in [span.ended - span.began for span in ended.spans if span.phase == "starting"][:1]:
                 self._starts_s[spec.kind] = min(start_s, self._starts_s.get(spec.kind, start_s))
-            if ended.estimate_bytes:
-                self._estimates.append((ended.estimate_bytes, max(1, ended.peak_bytes)))
         elif ended.result == "evicted":
-            self._wanted[spec.kind] = max(self._wanted.get(spec.kind, 0), int(GROWTH * ended.peak_bytes))
+            for memory, peak in peaks.items():
+                self._wanted[spec.kind, memory] = max(self._wanted.get((spec.kind, memory), 0), int(GROWTH * peak))
 
-    def expected_bytes(self, spec: JobSpec) -> int:
-        """Return the peak of a job that has not started, with a margin; 0: unknown."""
-        wanted = self._wanted.get(spec.kind, 0)
-        if (peak := self._peaks.get(spec.kind, 0)) > 0:
+    def expected(self, spec: JobSpec) -> Sizes:
+        """Return the peaks of a job that has not started, with margins; 0: unknown."""
+        return {memory: self._expected_bytes(spec, memory) for memory in MEMORIES}
+
+    def _expected_bytes(self, spec: JobSpec, memory: Memory) -> int:
+        wanted = self._wanted.get((spec.kind, memory), 0)
+        if (peak := self._peaks.get((spec.kind, memory), 0)) > 0:
             return max(int(SPREAD * peak), wanted)
-        return max(spec.memory_bytes, wanted)
+        return max(spec.gpu_memory_bytes if memory == "gpu" else spec.memory_bytes, wanted)
 
-    def need_bytes(self, spec: JobSpec, estimate_bytes: int, margin_bytes: int, resident_bytes: int, device_bytes: int) -> int:
+    def need_bytes(
+        self, spec: JobSpec, memory: Memory, estimate: tuple[int, int], resident_bytes: int, device_bytes: int
+    ) -> int:
         """Return the charge of a job that asks: its own estimate with a margin, or the peak of earlier jobs of its kind.
 
         Args:
-            margin_bytes: the estimate's own.
+            estimate: the job's own, and its margin; zeros: it has none.
             device_bytes: memory of the device that the job is on.
         """
-        if (peak := self._peaks.get(spec.kind, 0)) > 0:
+        wanted = self._wanted.get((spec.kind, memory), 0)
+        if (peak := self._peaks.get((spec.kind, memory), 0)) > 0:
             # A job that has run on this device fits, whatever the margin.
-            needed = max(int(SPREAD * peak), self._wanted.get(spec.kind, 0))
+            needed = max(int(SPREAD * peak), wanted)
             return min(needed, device_bytes) if peak <= device_bytes else needed
+        estimate_bytes, margin_bytes = estimate
         if not estimate_bytes:
-            return max(self.expected_bytes(spec), int(GROWTH * resident_bytes))
-        learned = MemoryMargin.of(self._estimates)
+            return max(self._expected_bytes(spec, memory), int(GROWTH * resident_bytes))
+        learned = MemoryMargin.of(self._estimates[memory])
         # The job knows only the default margin; this process knows the errors of earlier estimates.
         margin_bytes = learned.bytes_for(estimate_bytes) if learned.num_records else margin_bytes
-        return max(self._wanted.get(spec.kind, 0), estimate_bytes + margin_bytes)
+        return max(wanted, estimate_bytes + margin_bytes)
 
-    def probed_bytes(self, spec: JobSpec, peak_bytes: int) -> int:
+    def probed_bytes(self, spec: JobSpec, memory: Memory, peak_bytes: int) -> int:
         """Return the expected peak of a command after its probe."""
-        return max(self.expected_bytes(spec), int(GROWTH * peak_bytes))
+        return max(self._expected_bytes(spec, memory), int(GROWTH * peak_bytes))
 
 
 def _mean(alone: Sequence[Profiled]) -> Profiled:

@@ -74,6 +74,7 @@ def _kinds(records: Sequence[Record]) -> list[tuple[str, ...]]:
             f"{record.use.get('cores', 0.0):.2f}",
             f"{100 * record.use.get('input', 0.0):.0f} %",
             f"{record.use.get('memory_bandwidth', 0.0) / 1e9:.2f}" if record.use.get("memory_bandwidth") else "-",
+            f"{100 * record.use['gpu']:.0f} %" if "gpu" in record.use else "-",
         )
         for record in records
         if isinstance(record, Profiled)

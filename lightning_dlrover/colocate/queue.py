@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
+from lightning_dlrover.colocate.gpus import GpuWatch, find_gpus, load_nvml
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.page import write_report
-from lightning_dlrover.colocate.places import places_of
+from lightning_dlrover.colocate.places import names_gpu, places_of
 from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.summary import Summary, summarize
 
@@ -43,9 +45,10 @@ def run_queue(
         jobs: commands with their working folders and variables.
         folder: for the journal, the jobs' output and the report.
         policy: a name in `planner/cluster/policies`.
-        devices: `cpu`, or sets of cores such as `cpu:0-3`.
-        memory_bytes: memory for all jobs; 0: most of the free memory.
-        at_once: most jobs of a device that run at once; 0: twice its cores, or four times with `complementary`.
+        devices: `cpu`, sets of cores such as `cpu:0-3`, or GPUs such as `gpu:0` or, with its cores, `gpu:0:0-7`.
+        memory_bytes: host memory for all jobs; 0: most of the free memory.
+        at_once: most jobs of a device that run at once; 0: twice its cores, or four times with `complementary`; on a GPU no
+            more than 8, or 16.
         learn_from: folders of earlier queues; their measurements count, too.
         longest_wait_s: a job that waits longer goes first.
         seed: for the policy `random_sets`.
@@ -56,14 +59,19 @@ def run_queue(
         ValueError: a device, the policy, a folder of an earlier queue or a changed job cannot be used.
         OSError: the folder cannot be written.
     """
-    places = places_of(devices, memory_bytes, at_once, jobs_per_core(policy))
-    knowledge = Knowledge()
+    nvml = load_nvml() if any(map(names_gpu, devices)) else None
+    gpus = find_gpus(nvml) if nvml is not None else {}
+    places = places_of(devices, memory_bytes, at_once, jobs_per_core(policy), gpus=gpus)
+    knowledge = Knowledge(device_kinds={place.name: place.kind for place in places})
     for earlier in learn_from:
         knowledge.read(earlier)
-    with Journal(folder) as journal:
+    with ExitStack() as stack:
+        journal = stack.enter_context(Journal(folder))
+        shared = [place.gpu for place in places if place.gpu is not None]
+        watch = stack.enter_context(GpuWatch(nvml, shared)) if shared else None
         knowledge.recall(journal.records)
         scheduler = Scheduler(policy, knowledge, seed, longest_wait_s, max(place.most_jobs for place in places))
-        dispatcher = Dispatcher(folder, journal, places, scheduler, knowledge, rules, shown, hurry)
+        dispatcher = Dispatcher(folder, journal, places, scheduler, knowledge, rules, shown, hurry, gpu_watch=watch)
         dispatcher.add(jobs)
         try:
             dispatcher.run()

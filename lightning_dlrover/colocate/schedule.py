@@ -7,13 +7,13 @@ machine idle at the end of the queue start first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_dlrover.colocate.knowledge import CPU, Knowledge
 from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
 from lightning_dlrover.colocate.places import Place
-from lightning_dlrover.colocate.tenants import Action, Pause, Resume, Start, Tenant, Waiting
+from lightning_dlrover.colocate.tenants import Action, Memory, Pause, Resume, Sizes, Start, Tenant, Waiting
 from lightning_dlrover.planner.cluster import Allocation, Device, Job, PolicySettings, Profile, Running, State
 from lightning_dlrover.planner.cluster.cores import LEAST_IDLE, CoreUse, equal_shares, expected, thread_shares
 from lightning_dlrover.planner.cluster.policies import make_policy
@@ -34,7 +34,7 @@ MOST_TOGETHER = 6
 PAUSING = ("complementary",)
 """Policies that may pause jobs."""
 GUESS = {"cores": 1.0}
-"""Use of a job that was never measured."""
+"""Use of a job that was never measured, or still starts. One that was not measured on a GPU may keep that busy, too."""
 
 
 def jobs_per_core(policy: str) -> int:
@@ -103,7 +103,7 @@ class Scheduler:
         Args:
             kinds: of the jobs; an unknown one, such as that of a job that still starts, keeps one core busy.
         """
-        known = [self._knowledge.profile(kind, CPU) for kind in kinds]
+        known = [self._knowledge.profile(kind, place.kind) for kind in kinds]
         cores = [GUESS["cores"] if profile is None else profile.use.get("cores", 1.0) for profile in known]
         return self._shares(cores, place.num_cores)
 
@@ -119,7 +119,9 @@ class Scheduler:
             here = [tenant for tenant in tenants if tenant.device == place.name]
             actions += self._of_tenants(now, place, here, {name for name, where in wanted.items() if place.name in where})
             if place.name not in self._alone:
-                actions += self._starts(now, place, here, able, [job for job in able if place.name in wanted.get(job.name, ())])
+                for_here = [job for job in able if place.name in _suitable(job, places)]
+                chosen = [job for job in for_here if place.name in wanted.get(job.name, ())]
+                actions += self._starts(now, place, here, for_here, chosen)
         return _once(actions)
 
     def _wanted(
@@ -188,15 +190,15 @@ class Scheduler:
         else:
             num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in tenants)
             chosen = sorted(wanted, key=_in_order)[: max(0, place.most_jobs - num_running)]
-        free = free_bytes(place.memory_bytes, tenants)
+        free = {memory: free_bytes(memory, size, tenants) for memory, size in place.sizes.items()}
         actions: list[Action] = []
         for job in chosen:
-            charge = min(job.expected_bytes or START_BYTES, place.memory_bytes)
-            if charge > free:
+            charges = _charges(job, place.sizes)
+            if any(charge > free[memory] for memory, charge in charges.items()):
                 # Nothing overtakes a job that waits for memory, else it might wait forever.
                 break
-            free -= charge
-            actions.append(Start(job.name, place.name, charge))
+            free = {memory: free[memory] - charge for memory, charge in charges.items()}
+            actions.append(Start(job.name, place.name, charges))
         return actions
 
     def _ahead(self, now: float, place: Place, tenants: Sequence[Tenant], waiting: Sequence[Waiting]) -> list[Waiting]:
@@ -204,7 +206,7 @@ class Scheduler:
         num_paused = sum(tenant.phase == "paused" and not tenant.paused_for_memory for tenant in tenants)
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
         # A start keeps one core busy. One is always under way.
-        busy = num_starting + sum(self._cores_beside_others(t.kind) for t in tenants if t.phase == "running")
+        busy = num_starting + sum(self._cores_beside_others(t.kind, place.kind) for t in tenants if t.phase == "running")
         overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
         if num_starting and busy + LEAST_IDLE > place.num_cores:
             return []
@@ -212,12 +214,12 @@ class Scheduler:
             return []
         if overdue:
             return sorted(overdue, key=_in_order)[:1]
-        idle_s = {job.kind: self._knowledge.idle_core_s(job.kind, place.num_cores) for job in waiting}
+        idle_s = {job.kind: self._knowledge.idle_s(job.kind, place.kind, place.limits) for job in waiting}
         return sorted(waiting, key=lambda job: (-job.priority, -idle_s[job.kind], job.submitted_s, job.name))[:1]
 
-    def _cores_beside_others(self, kind: str) -> float:
+    def _cores_beside_others(self, kind: str, device_kind: str) -> float:
         """Return the cores that a job of a kind keeps busy if no other takes them. Alone it may have had more threads."""
-        known = self._knowledge.profile(kind, CPU)
+        known = self._knowledge.profile(kind, device_kind)
         if known is None:
             return GUESS["cores"]
         alone = CoreUse(kind, known.use.get("cores", 1.0), known.use.get("input", 0.0))
@@ -227,11 +229,18 @@ class Scheduler:
 
     def _state(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
         """Return the state for a policy that starts jobs and lets them run to their ends."""
-        kinds = sorted({place.kind for place in places})
-        most = max(place.memory_bytes for place in places)
-        jobs = [self._job(job, kinds, min(job.expected_bytes or START_BYTES, most), None) for job in waiting]
-        running = tuple(Running(self._job(t, kinds, t.held_bytes, None), (t.device,), t.started_s) for t in tenants)
-        return State(now, tuple(_device(place) for place in places), tuple(jobs), running)
+        by_name = {place.name: place for place in places}
+        jobs = []
+        for job in waiting:
+            suitable = [by_name[name] for name in _suitable(job, places)]
+            charges = {place.kind: _charges(job, place.sizes) for place in suitable}
+            jobs.append(self._job(job, {kind: kind for kind in charges}, charges, None))
+        running = []
+        for tenant in tenants:
+            kind = by_name[tenant.device].kind
+            held = {memory: holding.held_bytes for memory, holding in tenant.holdings.items()}
+            running.append(Running(self._job(tenant, {kind: kind}, {kind: held}, None), (tenant.device,), tenant.started_s))
+        return State(now, tuple(_device(place) for place in places), tuple(jobs), tuple(running))
 
     def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant], starting: Sequence[Tenant]) -> State:
         """Return the state for a policy that chooses among jobs that could all run at once: each has its memory.
@@ -239,8 +248,14 @@ class Scheduler:
         Those that start run in any case. Each keeps one core busy.
         """
         # Jobs that run do not wait. The longer one has run, the later is its turn.
+        kind_of = {place.name: place.kind for place in places}
         jobs = tuple(
-            self._job(tenant, [tenant.device], 0, tenant.since_s if tenant.phase == "paused" else 2 * now - tenant.since_s)
+            self._job(
+                tenant,
+                {tenant.device: kind_of[tenant.device]},
+                {},
+                tenant.since_s if tenant.phase == "paused" else 2 * now - tenant.since_s,
+            )
             for tenant in able
         )
         running = tuple(
@@ -249,18 +264,30 @@ class Scheduler:
         )
         return State(now, tuple(replace(_device(place), kind=place.name) for place in places), jobs, running)
 
-    def _job(self, of: Waiting | Tenant, kinds: Sequence[str], size: int, waiting_since_s: float | None) -> Job:
+    def _job(
+        self, of: Waiting | Tenant, kinds: Mapping[str, str], charges: Mapping[str, Sizes], waiting_since_s: float | None
+    ) -> Job:
+        """Return a job as policies see it.
+
+        Args:
+            kinds: the kind of device that was measured, for each kind that the policy knows.
+            charges: its memory on each of those; absent: it has it already.
+        """
         profiles = {}
-        for kind in kinds:
-            known = self._knowledge.profile(of.kind, CPU)
-            if known is None:
-                profiles[kind] = Profile(size, 1.0, GUESS)
-                continue
-            use = {**known.use, "cores": self._cores_beside_others(of.kind)}
-            profiles[kind] = replace(known, memory_bytes=size, use=use)
+        for kind, measured in kinds.items():
+            on_gpu = measured != CPU
+            charge = charges.get(kind, {})
+            size = charge.get("gpu" if on_gpu else "host", 0)
+            known = self._knowledge.profile(of.kind, measured)
+            use = {**GUESS, "gpu": 1.0} if on_gpu else GUESS
+            if known is not None:
+                use = {**known.use, "cores": self._cores_beside_others(of.kind, measured)}
+            speed = known.steps_per_s if known is not None else 1.0
+            profiles[kind] = Profile(size, speed, use, charge.get("host", 0) if on_gpu else 0)
         return Job(
             of.name,
             profiles,
+            steps_left=of.steps_left if isinstance(of, Tenant) else None,
             submitted_s=of.submitted_s,
             waiting_since_s=waiting_since_s,
             priority=of.priority,
@@ -270,7 +297,20 @@ class Scheduler:
 
 
 def _device(place: Place) -> Device:
-    return Device(place.name, place.kind, place.name, place.memory_bytes, {"cores": place.num_cores}, place.most_jobs)
+    memory_bytes = place.memory_bytes if place.gpu is None else place.gpu_bytes
+    return Device(place.name, place.kind, place.name, memory_bytes, place.limits, place.most_jobs)
+
+
+def _suitable(job: Waiting, places: Sequence[Place]) -> list[str]:
+    """Return the devices that a job may start on: those large enough, or all if none is. It then fails with the reason."""
+    able = [place for place in places if job.on_gpu == (place.gpu is not None)]
+    large = [place for place in able if all(job.expected.get(memory, 0) <= size for memory, size in place.sizes.items())]
+    return [place.name for place in large or able]
+
+
+def _charges(job: Waiting, sizes: Sizes) -> dict[Memory, int]:
+    """Return what is set aside for a job that starts."""
+    return {memory: min(job.expected.get(memory, 0) or START_BYTES[memory], size) for memory, size in sizes.items()}
 
 
 def _in_order(job: Waiting) -> tuple[int, float, str]:

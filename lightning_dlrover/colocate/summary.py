@@ -31,6 +31,8 @@ class JobRow:
     slowdown: float | None
     peak_bytes: int
     estimate_bytes: int
+    gpu_peak_bytes: int
+    gpu_estimate_bytes: int
     reason: str
 
 
@@ -84,6 +86,8 @@ def summarize(records: Sequence[Record]) -> Summary:
                 slowdown=_slowdown(last, alone.get(job.spec.kind)),
                 peak_bytes=max((ended.peak_bytes for ended in ends[name]), default=0),
                 estimate_bytes=last.estimate_bytes + last.margin_bytes if last is not None else 0,
+                gpu_peak_bytes=max((ended.gpu_peak_bytes for ended in ends[name]), default=0),
+                gpu_estimate_bytes=last.gpu_estimate_bytes + last.gpu_margin_bytes if last is not None else 0,
                 reason=last.reason if last is not None else "",
             )
         )
@@ -121,7 +125,7 @@ def _busy_s(opened: Sequence[Opened], records: Sequence[Record]) -> float:
 
 
 def cells(job: JobRow, unit: str = "") -> tuple[str, ...]:
-    """Return a job's times, slowdown and memory as text.
+    """Return a job's times, slowdown and memory as text; with a GPU's memory behind that of the host.
 
     Args:
         unit: stands behind each time, in seconds.
@@ -131,9 +135,14 @@ def cells(job: JobRow, unit: str = "") -> tuple[str, ...]:
         f"{job.run_s:.1f}{unit}",
         f"{job.paused_s:.1f}{unit}",
         "-" if job.slowdown is None else f"{job.slowdown:.2f}",
-        f"{job.peak_bytes >> 20}",
-        f"{job.estimate_bytes >> 20}" if job.estimate_bytes else "-",
+        _sizes(job.peak_bytes, job.gpu_peak_bytes),
+        _sizes(job.estimate_bytes, job.gpu_estimate_bytes),
     )
+
+
+def _sizes(host_bytes: int, gpu_bytes: int) -> str:
+    host = f"{host_bytes >> 20}" if host_bytes else "-"
+    return f"{host}, GPU {gpu_bytes >> 20}" if gpu_bytes else host
 
 
 def summary_text(summary: Summary) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.colocate.dispatcher import Dispatcher
 from lightning_dlrover.colocate.journal import Ended
+from lightning_dlrover.colocate.tenants import Memory
 from lightning_dlrover.colocate.watched import WatchedJob
 from lightning_dlrover.output import printable, say
 
@@ -76,6 +77,8 @@ class LiveTable:
 def _end_line(ended: Ended) -> str:
     paused = f", paused {ended.paused_s:.1f} s" if ended.paused_s >= 0.05 else ""
     line = f"{ended.job}: {ended.result} after {ended.run_s:.1f} s{paused}, peak {ended.peak_bytes >> 20} MiB"
+    if ended.gpu_peak_bytes:
+        line += f", {ended.gpu_peak_bytes >> 20} MiB of the GPU"
     return f"{line}: {ended.reason}" if ended.reason else line
 
 
@@ -92,15 +95,20 @@ def _table(dispatcher: Dispatcher, now: float) -> Table:
     for job in sorted(dispatcher.running.values(), key=lambda job: job.at_s)[:MAX_ROWS]:
         table.add_row(*_cells(job, now))
     for each in waiting[: max(0, MAX_ROWS - len(dispatcher.running))]:
-        expected = f"{each.expected_bytes >> 20}" if each.expected_bytes else "unknown"
+        expected = ", ".join(_size(memory, f"{size >> 20}") for memory, size in each.expected.items() if size) or "unknown"
         table.add_row(each.name, "waiting", "", f"{max(0.0, now - each.submitted_s):.0f} s", "", expected, "")
     return table
 
 
 def _cells(job: WatchedJob, now: float) -> tuple[str, ...]:
-    state = "paused for memory" if job.paused_for_memory else job.phase
+    state = "paused for memory" if job.short_of else job.phase
     left = f" of {job.num_steps + job.steps_left:,}" if job.steps_left is not None else ""
     steps = f"{job.num_steps:,}{left}" if job.reports else ""
     cores = f"{job.cores:.1f}" if job.phase in ("starting", "running") else ""
-    memory = f"{job.use.resident_bytes >> 20} / {job.charge_bytes >> 20}"
+    sizes = [(memory, f"{job.resident_bytes(memory) >> 20} / {charge >> 20}") for memory, charge in job.charges.items()]
+    memory = ", ".join(_size(memory, text) for memory, text in sizes)
     return job.spec.name, state, job.device, f"{now - job.at_s:.0f} s", steps, memory, cores
+
+
+def _size(memory: Memory, text: str) -> str:
+    return f"GPU {text}" if memory == "gpu" else text

@@ -14,12 +14,33 @@ Only `dispatcher.py` changes a phase, each by one action below. The job itself c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-__all__ = ["Action", "Admit", "Charge", "End", "Pause", "Phase", "Resume", "Shrink", "Start", "Tenant", "Waiting"]
+__all__ = [
+    "Action",
+    "Admit",
+    "Charge",
+    "End",
+    "Holding",
+    "Memory",
+    "Pause",
+    "Phase",
+    "Resume",
+    "Shrink",
+    "Sizes",
+    "Start",
+    "Tenant",
+    "Waiting",
+    "after",
+]
 
 Phase: TypeAlias = Literal["starting", "asks", "running", "paused", "ending"]
+Memory: TypeAlias = Literal["host", "gpu"]
+"""A job on cores has host memory; one on a GPU has both."""
+Sizes: TypeAlias = Mapping[Memory, int]
+"""Bytes of each memory of a device."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +48,41 @@ class Waiting:
     """A job that has no processes.
 
     Args:
-        expected_bytes: peak with its margin, from earlier runs of its kind or from its owner; 0: unknown.
+        expected: peaks with their margins, from earlier runs of its kind or from its owner; absent or 0: unknown.
         not_before_s: moment before which it is not started again, on the dispatcher's clock.
+        on_gpu: it runs on GPUs only; otherwise on cores only.
     """
 
     name: str
     kind: str
     priority: int
     submitted_s: float
-    expected_bytes: int = 0
+    expected: Sizes = field(default_factory=dict)
     owner: str = ""
     not_before_s: float = 0.0
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A job's part of one memory.
+
+    Args:
+        charge_bytes: set aside for it.
+        resident_bytes: what it has now.
+        need_bytes: estimated peak with its margin; 0: unknown.
+        is_short: it outgrew its charge, and is paused until there is room.
+    """
+
+    charge_bytes: int = 0
+    resident_bytes: int = 0
+    need_bytes: int = 0
+    is_short: bool = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that no other job can have."""
+        return max(self.charge_bytes, self.resident_bytes)
 
 
 @dataclass(frozen=True)
@@ -45,14 +90,12 @@ class Tenant:
     """A job with processes.
 
     Args:
-        charge_bytes: memory that is set aside for it.
-        resident_bytes: memory that it has now.
-        need_bytes: estimated peak with its margin; 0: unknown.
-        paused_for_memory: it outgrew its charge, and waits for room.
+        holdings: its part of each memory of its device.
         is_admitted: it may train, though it may be paused.
         num_processes: processes that train, for each of which it has memory.
         min_processes: fewest with which it can go on; 0: as many as it has.
         is_shrinking: it was asked to go on with fewer a moment ago, and has not done so yet.
+        steps_left: None where its end is unknown.
         since_s: moment since which it has been in its phase.
         started_s: moment of its start on the dispatcher's clock.
     """
@@ -64,16 +107,14 @@ class Tenant:
     priority: int
     submitted_s: float
     started_s: float
-    charge_bytes: int
-    resident_bytes: int = 0
-    need_bytes: int = 0
-    paused_for_memory: bool = False
+    holdings: Mapping[Memory, Holding]
     is_admitted: bool = False
     since_s: float = 0.0
     owner: str = ""
     num_processes: int = 1
     min_processes: int = 0
     is_shrinking: bool = False
+    steps_left: int | None = None
 
     @property
     def can_shrink(self) -> bool:
@@ -81,9 +122,9 @@ class Tenant:
         return self.phase == "running" and 0 < self.min_processes < self.num_processes
 
     @property
-    def held_bytes(self) -> int:
-        """Memory of the device that no other job can have."""
-        return max(self.charge_bytes, self.resident_bytes)
+    def paused_for_memory(self) -> bool:
+        """Whether it outgrew a charge, and waits for room."""
+        return any(holding.is_short for holding in self.holdings.values())
 
 
 @dataclass(frozen=True)
@@ -92,7 +133,7 @@ class Start:
 
     job: str
     device: str
-    charge_bytes: int
+    charges: Sizes
 
 
 @dataclass(frozen=True)
@@ -100,7 +141,7 @@ class Admit:
     """Let a job that asks make its first step."""
 
     job: str
-    charge_bytes: int
+    charges: Sizes
 
 
 @dataclass(frozen=True)
@@ -108,21 +149,26 @@ class Charge:
     """Set aside another amount of memory for a job."""
 
     job: str
+    memory: Memory
     charge_bytes: int
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Stop a job's processes for a while."""
+    """Stop a job's processes for a while.
+
+    Args:
+        memory: that of which it has outgrown its charge; None: others run.
+    """
 
     job: str
     reason: str
-    for_memory: bool = False
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Continue a job's processes."""
+    """Continue a job's processes. It is short of no memory any more."""
 
     job: str
 
@@ -146,3 +192,28 @@ class End:
 
 
 Action: TypeAlias = Start | Admit | Charge | Pause | Resume | Shrink | End
+
+
+def after(tenant: Tenant, action: Admit | Charge | Pause | Resume | Shrink | End) -> Tenant:
+    """Return a job as it is after an action on it, but for the time."""
+    if isinstance(action, Admit):
+        return replace(_charged(tenant, action.charges), phase="running", is_admitted=True)
+    if isinstance(action, Charge):
+        return _charged(tenant, {action.memory: action.charge_bytes})
+    if isinstance(action, Pause):
+        if action.memory is None:
+            return replace(tenant, phase="paused")
+        holding = tenant.holdings[action.memory]
+        short = replace(holding, charge_bytes=holding.resident_bytes, is_short=True)
+        return replace(tenant, phase="paused", holdings={**tenant.holdings, action.memory: short})
+    if isinstance(action, Resume):
+        enough = {memory: replace(holding, is_short=False) for memory, holding in tenant.holdings.items()}
+        return replace(tenant, phase="running" if tenant.is_admitted else "starting", holdings=enough)
+    if isinstance(action, Shrink):
+        return replace(tenant, is_shrinking=True)
+    return replace(tenant, phase="ending")
+
+
+def _charged(tenant: Tenant, charges: Sizes) -> Tenant:
+    changed = {memory: replace(tenant.holdings[memory], charge_bytes=charge) for memory, charge in charges.items()}
+    return replace(tenant, holdings={**tenant.holdings, **changed})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_dlrover.colocate.gpus import GpuSums
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Span
 from lightning_dlrover.colocate.kept_job import KeptJob
-from lightning_dlrover.colocate.tenants import Phase, Tenant
+from lightning_dlrover.colocate.tenants import Holding, Memory, Phase, Tenant
 from lightning_dlrover.colocate.usage import TreeUse, tree_use
 from lightning_dlrover.observe.seat import SeatReport, has_reported, read_reports
 
@@ -32,6 +34,7 @@ class Moment:
     num_steps: int
     step_s: float
     data_wait_s: float
+    gpu: GpuSums = field(default_factory=GpuSums)  # of its device, so they are the job's own only while it runs alone
 
 
 @dataclass
@@ -40,6 +43,7 @@ class WatchedJob:
 
     Args:
         at_s: moment of its start on the dispatcher's clock.
+        charges: bytes set aside for it, of each memory of its device.
     """
 
     spec: JobSpec
@@ -49,19 +53,22 @@ class WatchedJob:
     seat: Path
     submitted_s: float
     at_s: float
-    charge_bytes: int
+    charges: dict[Memory, int]
     phase: Phase = "starting"
     paused_from: Phase = "running"
-    paused_for_memory: bool = False
+    short_of: set[Memory] = field(default_factory=set)  # memories of which it has outgrown its charge
     most_processes: int = 0  # limit of an elastic job that was asked to shrink
     asked_to_shrink_s: float = 0.0
-    peak_bytes: int = 0
+    peaks: dict[Memory, int] = field(default_factory=dict)
+    gpu_bytes: int = 0
+    gpu_sums: GpuSums = field(default_factory=GpuSums)
     use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0))
     reports: list[SeatReport] = field(default_factory=list)
+    answered: int = 0  # number of the request for memory that was granted
     has_reported: bool = False  # whether there was a report of its first process, readable or not
     threads: int = 0
     cores: float = 0.0  # cores that it kept busy between the last two measurements
-    probed_bytes: int = 0  # peak of a command that reports nothing, once its probe is over
+    probed: dict[Memory, int] = field(default_factory=dict)  # peaks of a command that reports nothing, after its probe
     end_reason: str = ""
     end_result: str = ""
     grace_over_s: float = 0.0
@@ -88,13 +95,25 @@ class WatchedJob:
             self._measured_s = now
             self.use = tree_use(pids)
             self.cores = max(0.0, self.use.cpu_s - former.cpu_s) / (now - former_s) if former_s >= 0 else 0.0
-            self.peak_bytes = max(self.peak_bytes, self.use.peak_bytes)
+            self._see("host", self.use.peak_bytes)
         steps, cpu_s = self._moved
         used_s = self.use.cpu_s - cpu_s
         # Threads that look for something a few times a second use less.
         is_busy = used_s >= LEAST_CPU_S and used_s >= BUSY_CORES * (now - self.moved_s)
         if self.num_steps > steps or is_busy or self.phase in ("paused", "asks"):
             self._moved, self.moved_s = (self.num_steps, self.use.cpu_s), now
+
+    def look_at_gpu(self, sums: GpuSums, gpu_bytes: int) -> None:
+        """Take the newest measurement of its GPU, and its own memory there."""
+        self.gpu_sums, self.gpu_bytes = sums, gpu_bytes
+        self._see("gpu", max(gpu_bytes, sum(report.gpu_peak_bytes for report in self.reports)))
+
+    def _see(self, memory: Memory, peak_bytes: int) -> None:
+        self.peaks[memory] = max(self.peaks.get(memory, 0), peak_bytes)
+
+    def resident_bytes(self, memory: Memory) -> int:
+        """Return the bytes that it has now."""
+        return self.gpu_bytes if memory == "gpu" else self.use.resident_bytes
 
     def enter(self, phase: Phase, now: float) -> None:
         """Begin another phase."""
@@ -103,22 +122,27 @@ class WatchedJob:
 
     @property
     def asks(self) -> bool:
-        """Whether all of its processes that report wait for the answer."""
-        return len(self.reports) >= self.num_processes and all(report.waits for report in self.reports)
+        """Whether all of its processes that report wait for an answer that was not given."""
+        # A report says that it waits until its process has seen the answer.
+        is_new = self.request > self.answered
+        return is_new and len(self.reports) >= self.num_processes and all(report.waits for report in self.reports)
 
     @property
     def request(self) -> int:
         """Number of the newest request for memory."""
         return max((report.request for report in self.reports), default=0)
 
-    @property
-    def estimate(self) -> tuple[int, int]:
-        """Estimated peak of all its processes, and its margin; zeros if one of them does not know its own."""
-        if self.probed_bytes:
-            return self.probed_bytes, 0
-        if not self.reports or not all(report.estimate_bytes for report in self.reports):
+    def estimate(self, memory: Memory) -> tuple[int, int]:
+        """Return the estimated peak of all its processes, and its margin; zeros if one of them does not know its own."""
+        if self.probed.get(memory):
+            return self.probed[memory], 0
+        if memory == "gpu":
+            found = [(report.gpu_estimate_bytes, report.gpu_estimate_margin_bytes) for report in self.reports]
+        else:
+            found = [(report.estimate_bytes, report.estimate_margin_bytes) for report in self.reports]
+        if not all(estimate for estimate, _ in found):
             return 0, 0
-        return sum(r.estimate_bytes for r in self.reports), sum(r.estimate_margin_bytes for r in self.reports)
+        return sum(estimate for estimate, _ in found), sum(margin for _, margin in found)
 
     @property
     def num_steps(self) -> int:
@@ -133,10 +157,10 @@ class WatchedJob:
         if self.reports:
             first = self.reports[0]
             steps = first.num_steps, first.step_s, first.data_wait_s
-            return Moment(first.at_s, self._measured_s, self.use.cpu_s, *steps)
-        return Moment(self._measured_s, self._measured_s, self.use.cpu_s, 0, 0.0, 0.0)
+            return Moment(first.at_s, self._measured_s, self.use.cpu_s, *steps, self.gpu_sums)
+        return Moment(self._measured_s, self._measured_s, self.use.cpu_s, 0, 0.0, 0.0, self.gpu_sums)
 
-    def tenant(self, need_bytes: int) -> Tenant:
+    def tenant(self, needs: Mapping[Memory, int]) -> Tenant:
         """Return the job as decisions see it."""
         return Tenant(
             name=self.spec.name,
@@ -146,10 +170,10 @@ class WatchedJob:
             priority=self.spec.priority,
             submitted_s=self.submitted_s,
             started_s=self.at_s,
-            charge_bytes=self.charge_bytes,
-            resident_bytes=self.use.resident_bytes,
-            need_bytes=need_bytes,
-            paused_for_memory=self.paused_for_memory,
+            holdings={
+                memory: Holding(charge, self.resident_bytes(memory), needs[memory], memory in self.short_of)
+                for memory, charge in self.charges.items()
+            },
             is_admitted="running" in (self.phase, self.paused_from if self.phase == "paused" else ""),
             since_s=self.phase_since_s,
             owner=self.spec.owner,
@@ -157,6 +181,7 @@ class WatchedJob:
             # One that has not shrunk in time cannot.
             min_processes=0 if self._has_failed_to_shrink else min((r.min_processes for r in self.reports), default=0),
             is_shrinking=0 < self.most_processes < self.num_processes,
+            steps_left=self.steps_left,
         )
 
     @property

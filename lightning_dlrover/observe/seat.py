@@ -59,6 +59,10 @@ class SeatReport:
     estimate_bytes: int = 0  # peak of this process; 0: not estimated
     estimate_margin_bytes: int = 0
     estimate_note: str = ""
+    gpu_estimate_bytes: int = 0  # peak of this process on its GPU; 0: not estimated
+    gpu_estimate_margin_bytes: int = 0
+    gpu_bytes: int = 0  # of its GPU's memory, now and at the most
+    gpu_peak_bytes: int = 0
     step_bytes: int = 0  # memory that a step reads and writes, by arithmetic; 0: unknown
     num_steps: int = 0
     steps_left: int | None = None  # None: unknown
@@ -108,7 +112,7 @@ class Seat:
         """Report the estimated peak of this process, and wait until the dispatcher admits the job.
 
         Args:
-            estimate: its fields `estimate_...` and `step_bytes` count.
+            estimate: its fields `estimate_...`, `gpu_...` and `step_bytes` count.
 
         Raises:
             NotAdmittedError: no answer within `timeout_s`.
@@ -151,7 +155,14 @@ class Seat:
         """Whether the newest report is old enough for another one."""
         return self._last_s - self._reported_s >= REPORT_S
 
-    def report(self, steps_left: int | None, threads: int, num_processes: int = 0, min_processes: int = 0) -> None:
+    def report(
+        self,
+        steps_left: int | None,
+        threads: int,
+        num_processes: int = 0,
+        min_processes: int = 0,
+        gpu_bytes: tuple[int, int] = (0, 0),
+    ) -> None:
         """Report the steps so far.
 
         Args:
@@ -159,8 +170,11 @@ class Seat:
             threads: intra-op threads of this process.
             num_processes: processes of the job that report; 0: as many as before.
             min_processes: see `SeatReport`.
+            gpu_bytes: of its GPU's memory, now and at the most.
         """
         self._steps_left, self._threads = steps_left, threads
+        now_bytes, peak_bytes = gpu_bytes
+        self._estimate = replace(self._estimate, gpu_bytes=now_bytes, gpu_peak_bytes=peak_bytes)
         if num_processes:
             self._estimate = replace(self._estimate, num_processes=num_processes, min_processes=min_processes)
         self._report()

@@ -11,6 +11,7 @@ import torch
 
 from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.progress import remaining_batches
+from lightning_dlrover.observe.gpu_memory import gpu_bytes
 from lightning_dlrover.observe.seat import Seat, SeatReport
 from lightning_dlrover.rdzv.job.records import PlanRecord
 
@@ -36,7 +37,8 @@ def take_seat(seat: Seat, trainer: L.Trainer, module: L.LightningModule, batch: 
         report = SeatReport(os.getpid(), time.monotonic(), trainer.world_size, estimate_note="measured before")
     else:
         report = _estimate(trainer, module, batch)
-    answer = seat.ask(report)
+    now_bytes, peak_bytes = gpu_bytes(module.device)
+    answer = seat.ask(replace(report, gpu_bytes=now_bytes, gpu_peak_bytes=peak_bytes))
     if answer.threads:
         torch.set_num_threads(answer.threads)
 
@@ -49,14 +51,15 @@ def keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, membership: Me
     batches = remaining_batches(trainer)
     left = None if batches is None else max(0, round(batches))
     answer = seat.answer()
+    on_gpu = gpu_bytes(trainer.strategy.root_device)
     if membership is None:
-        seat.report(left, torch.get_num_threads())
+        seat.report(left, torch.get_num_threads(), gpu_bytes=on_gpu)
         if answer.threads and answer.threads != torch.get_num_threads():
             torch.set_num_threads(answer.threads)
         return
     job = membership.view.job
     fewest = job.min_workers if job is not None and membership.shared.has_controller() else 0
-    seat.report(left, torch.get_num_threads(), trainer.world_size, fewest)
+    seat.report(left, torch.get_num_threads(), trainer.world_size, fewest, on_gpu)
     if trainer.global_rank == 0 and 0 < answer.most_processes < trainer.world_size:
         _shrink(membership, answer.most_processes)
 
@@ -88,11 +91,13 @@ def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Seat
     # Imported here: jobs that run by themselves start faster without.
     from lightning_dlrover.observe.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of
 
-    if module.device.type != "cpu":
-        return report_of(Unknown(f"the peak of a model on {module.device.type} is not estimated"), trainer.world_size)
+    device = module.device.type
+    if device not in ("cpu", "cuda"):
+        return report_of(Unknown(f"the peak of a model on {device} is not estimated"), trainer.world_size)
     combined = combined_loader(trainer.fit_loop)
     workers = [getattr(loader, "num_workers", 0) for loader in combined.flattened] if combined is not None else []
     ahead = [getattr(loader, "prefetch_factor", None) or 2 for loader in combined.flattened] if combined is not None else []
     loader = LoaderShape(sum(workers), max(ahead, default=2))
     step = step_of(module, trainer.optimizers)
-    return report_of(estimate_peak(module, trainer.optimizers, batch, step, loader=loader), trainer.world_size)
+    found = estimate_peak(module, trainer.optimizers, batch, step, device=device, loader=loader)
+    return report_of(found, trainer.world_size, on_gpu=device == "cuda")

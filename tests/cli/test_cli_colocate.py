@@ -81,7 +81,7 @@ def test_parser_offers_every_policy() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--devices", "gpu"], "GPUs cannot be shared yet"),
+        (["--devices", "gpu:0"], "NVML finds no GPU"),
         (["--memory", "9T"], "are available; give less"),
         (["--learn-from", "nowhere"], "nowhere holds no queue"),
     ],

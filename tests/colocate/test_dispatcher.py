@@ -66,7 +66,7 @@ def test_job_waits_at_its_first_step_until_its_memory_is_free(tmp_path: Path) ->
         made = dispatcher(tmp_path, journal, jobs, places=[place(3200)])
 
         def charges() -> int:
-            return sum(job.charge_bytes for job in made.running.values())
+            return sum(job.charges["host"] for job in made.running.values())
 
         made.look()
         run_until(made.look, lambda: any(job.phase == "asks" for job in made.running.values()), "a job that asks", TIMEOUT_S)
@@ -78,6 +78,34 @@ def test_job_waits_at_its_first_step_until_its_memory_is_free(tmp_path: Path) ->
     trained = {job: [span for span in of_job if span.phase == "running"][-1] for job, of_job in spans.items()}
     early, late = sorted(trained.values(), key=lambda span: span.began)
     assert late.began >= early.ended
+
+
+def test_job_that_has_not_seen_its_grant_yet_keeps_it(tmp_path: Path) -> None:
+    until = tmp_path / "until"
+    with Journal(tmp_path) as journal:
+        jobs = [seated(name, mib, 20, steps=100_000, until=until) for name, mib in (("one", 2000), ("other", 1500))]
+        made = dispatcher(tmp_path, journal, jobs, places=[place(3200)])
+
+        def phases() -> list[str]:
+            return sorted(job.phase for job in made.running.values())
+
+        try:
+            run_until(made.look, lambda: phases() == ["asks", "running"], "a job that waits", TIMEOUT_S)
+            waits = next(job for job in made.running.values() if job.phase == "asks")
+            (report,) = waits.reports
+            os.kill(report.process_id, signal.SIGSTOP)
+            until.touch()
+            run_until(made.look, lambda: phases() == ["running"], "the grant", TIMEOUT_S)
+            granted = dict(waits.charges)
+            for _ in range(3):
+                made.look()
+                assert waits.reports[0].waits
+                assert (waits.phase, waits.charges) == ("running", granted)
+                assert [span.phase for span in waits.spans] == ["starting", "asks"]
+            os.kill(report.process_id, signal.SIGCONT)
+        finally:
+            made.run()
+    assert results(tmp_path) == {"one": ["done"], "other": ["done"]}
 
 
 def test_ends_and_requests_for_memory_are_noticed_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +157,9 @@ def test_command_that_reports_nothing_is_charged_with_what_its_probe_found(tmp_p
         run_until(made.look, lambda: "hoarder" in made.running, "a start", TIMEOUT_S)
         job = made.running["hoarder"]
         run_until(
-            made.look, lambda: job.phase == "running" and job.charge_bytes > 1500 << 20, "the end of the probe", TIMEOUT_S
+            made.look, lambda: job.phase == "running" and job.charges["host"] > 1500 << 20, "the end of the probe", TIMEOUT_S
         )
-        assert job.charge_bytes < 2500 << 20
+        assert job.charges["host"] < 2500 << 20
         job.kept.end(0.0)
         run_until(made.look, lambda: not made.running, "the job's end", TIMEOUT_S)
 
@@ -141,7 +169,7 @@ def test_second_run_of_a_kind_is_expected_to_need_what_the_first_has_needed(tmp_
         dispatcher(tmp_path, journal, [python("first", HOARDER.format(mib=300, seconds=0.6))]).run()
         again = dispatcher(tmp_path, journal, [python("second", HOARDER.format(mib=300, seconds=0.6))])
         (waiting,) = again.waiting()
-    assert 300 << 20 < waiting.expected_bytes < 400 << 20
+    assert 300 << 20 < waiting.expected["host"] < 400 << 20
 
 
 def test_job_of_a_measured_kind_needs_no_estimate(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_copies_have_names_of_their_own_and_one_kind(tmp_path: Path) -> None:
         ("jobs:\n- {command: x, device: tpu}", "device 'tpu' is none of"),
         ("jobs:\n- {command: x, name: ../up}", "name '../up'"),
         ("jobs:\n- {command: x, name: 7}", "name 7 is not a text"),
-        ("jobs:\n- {command: x, device: gpu}", "GPUs cannot be shared yet"),
+        ("jobs:\n- {command: x, gpu_memory: 3}", "gpu_memory 3 is no size"),
         ("jobs:\n- {command: x, env: {A=B: 1}}", "env has the name 'A=B'"),
         ("jobs:\n- {command: x, env: [a]}", "env ['a'] is not"),
         ("jobs:\n- {command: x, name: a}\n- {command: y, name: a}", "two jobs have the name 'a'"),

@@ -12,9 +12,13 @@ from lightning_dlrover.colocate.journal import Ended, Profiled
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import memory_actions
 from lightning_dlrover.colocate.schedule import AHEAD, Scheduler
-from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Start, Tenant, Waiting
+from lightning_dlrover.colocate.tenants import Action, End, Holding, Memory, Pause, Resume, Start, Tenant, Waiting, after
 
 PLACE = place(memory_mib=8000, most_jobs=4)
+
+
+def host(tenant: Tenant, resident_bytes: int, need_bytes: int) -> dict[Memory, Holding]:
+    return {"host": replace(tenant.holdings["host"], resident_bytes=resident_bytes, need_bytes=need_bytes)}
 
 
 class Pretended:
@@ -46,10 +50,10 @@ class Pretended:
         for tenant in list(self.tenants.values()):
             need, run_s = self.needs[tenant.name]
             if tenant.phase == "starting" and self.now - tenant.since_s >= 3:
-                self.put(tenant, "asks", resident_bytes=300 * MIB, need_bytes=need)
+                self.put(tenant, "asks", holdings=host(tenant, 300 * MIB, need))
             elif tenant.phase == "running":
                 self.ran_s[tenant.name] += 1.0
-                self.put(tenant, "running", since_s=tenant.since_s, resident_bytes=need)
+                self.put(tenant, "running", since_s=tenant.since_s, holdings=host(tenant, need, need))
                 if self.ran_s[tenant.name] >= run_s:
                     del self.tenants[tenant.name]
         running = [tenant for tenant in self.tenants.values() if tenant.phase == "running"]
@@ -59,7 +63,7 @@ class Pretended:
             and self.ran_s[running[0].name] >= 2
         ):
             self.learn(running[0].kind)
-        for action in memory_actions(PLACE.memory_bytes, list(self.tenants.values())):
+        for action in memory_actions(PLACE.sizes, list(self.tenants.values())):
             self.act(action)
         for action in self.scheduler.actions(self.now, [PLACE], list(self.waiting.values()), list(self.tenants.values())):
             self.act(action)
@@ -67,6 +71,7 @@ class Pretended:
     def act(self, action: Action) -> None:
         if isinstance(action, Start):
             job = self.waiting.pop(action.job)
+            holdings: dict[Memory, Holding] = {memory: Holding(charge) for memory, charge in action.charges.items()}
             self.tenants[job.name] = Tenant(
                 job.name,
                 job.kind,
@@ -75,23 +80,16 @@ class Pretended:
                 job.priority,
                 job.submitted_s,
                 self.now,
-                action.charge_bytes,
+                holdings,
                 since_s=self.now,
             )
             return
+        assert not isinstance(action, End), f"no job of these lies or is too large: {action}"
         tenant = self.tenants[action.job]
-        if isinstance(action, Admit):
-            self.put(tenant, "running", charge_bytes=action.charge_bytes, is_admitted=True)
-        elif isinstance(action, Charge):
-            self.tenants[tenant.name] = replace(tenant, charge_bytes=action.charge_bytes)
-        elif isinstance(action, Pause):
-            assert tenant.phase in ("running", "starting")
-            self.put(tenant, "paused", paused_for_memory=action.for_memory)
-        elif isinstance(action, Resume):
-            assert tenant.phase == "paused"
-            self.put(tenant, "running" if tenant.is_admitted else "starting", paused_for_memory=False)
-        elif isinstance(action, End):
-            raise AssertionError(f"no job of these lies or is too large: {action}")
+        assert not isinstance(action, Pause) or tenant.phase in ("running", "starting")
+        assert not isinstance(action, Resume) or tenant.phase == "paused"
+        changed = after(tenant, action)
+        self.tenants[tenant.name] = changed if changed.phase == tenant.phase else replace(changed, since_s=self.now)
 
     def put(self, tenant: Tenant, phase: str, **fields: object) -> None:
         self.tenants[tenant.name] = replace(tenant, **{"since_s": self.now, **fields}, phase=phase)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
@@ -22,7 +23,11 @@ SEATED = textwrap.dedent(
     from lightning_dlrover.observe.seat import Seat, SeatReport
     estimate_mib, used_mib, steps, step_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     seat = Seat.from_environment(os.environ, 0)
-    seat.ask(SeatReport(os.getpid(), time.monotonic(), estimate_bytes=estimate_mib << 20))
+    gpu = int(os.environ.get("GPU_ESTIMATE_MIB", 0)) << 20, int(os.environ.get("GPU_MIB", 0)) << 20
+    seat.ask(SeatReport(os.getpid(), time.monotonic(), estimate_bytes=estimate_mib << 20, gpu_estimate_bytes=gpu[0]))
+    if "FAKE_GPU" in os.environ:
+        with open(os.path.join(os.environ["FAKE_GPU"], str(os.getpid())), "w") as stream:
+            stream.write(str(gpu[1]))
     used = bytearray(used_mib << 20)
     used[::4096] = b"x" * len(used[::4096])
     for step in range(steps):
@@ -31,10 +36,10 @@ SEATED = textwrap.dedent(
         time.sleep(step_s)
         seat.step_ended(0.0)
         if seat.is_due:
-            seat.report(steps - step - 1, 1)
+            seat.report(steps - step - 1, 1, gpu_bytes=(gpu[1], gpu[1]))
     """
 )
-"""A job that asks for some memory, takes some, and makes steps, or fewer once a file exists."""
+"""A job that asks for some memory, takes some, and makes steps, or fewer once a file exists. Variables name its GPU memory."""
 
 
 def seated(
@@ -49,6 +54,13 @@ def seated(
     """Return a job that asks for some memory and uses as much or more."""
     arguments = [*map(str, (estimate_mib, used_mib, steps, step_s)), *([str(until)] if until is not None else [])]
     return JobSpec(name, (sys.executable, "-c", SEATED, *arguments), "/", priority=priority)
+
+
+def on_gpu(spec: JobSpec, folder: Path, estimate_mib: int, used_mib: int) -> JobSpec:
+    """Return a seated job that also asks for memory of a GPU, and takes it from the first one of a `FakeNvml`."""
+    (folder / "0").mkdir(parents=True, exist_ok=True)
+    variables = {"GPU_ESTIMATE_MIB": str(estimate_mib), "GPU_MIB": str(used_mib), "FAKE_GPU": str(folder / "0")}
+    return replace(spec, env=variables, device="gpu")
 
 
 def python(name: str, program: str, priority: int = 0, memory_bytes: int = 0) -> JobSpec:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_dlrover.observe.gpu_memory import CUDA_CONTEXT_BYTES
 from lightning_dlrover.observe.peak_memory.child import ChildError, run_in_child
 from lightning_dlrover.observe.peak_memory.heap import own_heap
 from lightning_dlrover.observe.peak_memory.measured import measure_steps
@@ -35,7 +36,6 @@ Source = Literal["shapes", "measured"]
 
 DEADLINE_S = 20.0
 CPU_FIRST_STEP_BYTES = 16 * MIB  # code of libraries that the first step reads from disk, stacks of OpenMP's threads
-CUDA_CONTEXT_BYTES = 500 * MIB  # context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)
 CUBLAS_WORKSPACE_BYTES = 32 * MIB  # cublasGetSmWorkspaceSize on Hopper; 4 to 8 MiB before it (ATen/cuda/CublasHandlePool.cpp)
 LOADER_WORKER_BYTES = 30 * MIB  # pages that a forked loader worker writes: reference counts, its own heap
 PINNED_SHARE = 0.15  # share of a step's live bytes: holes that small objects keep open; chosen on six models

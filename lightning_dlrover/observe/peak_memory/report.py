@@ -11,10 +11,23 @@ from lightning_dlrover.observe.seat import SeatReport
 __all__ = ["report_of"]
 
 
-def report_of(estimate: MemoryEstimate | Unknown, num_processes: int = 1) -> SeatReport:
-    """Return the report; one without an estimate has zero bytes and the reason."""
+def report_of(estimate: MemoryEstimate | Unknown, num_processes: int = 1, on_gpu: bool = False) -> SeatReport:
+    """Return the report; one without an estimate has zero bytes and the reason.
+
+    Args:
+        on_gpu: the estimate is that of the GPU's memory.
+    """
     if isinstance(estimate, Unknown):
         return SeatReport(os.getpid(), time.monotonic(), num_processes, estimate_note=estimate.reason[:400])
+    if on_gpu:
+        return SeatReport(
+            os.getpid(),
+            time.monotonic(),
+            num_processes,
+            estimate_note=estimate.source,
+            gpu_estimate_bytes=estimate.total_bytes,
+            gpu_estimate_margin_bytes=estimate.margin_bytes,
+        )
     parts = estimate.parts
     # Forward and backward read each parameter and activation twice or write it, and the optimizer reads and writes its part.
     step_bytes = 3 * parts.parameters + 2 * (parts.activations + parts.optimizer_state + parts.gradients)

@@ -1,0 +1,254 @@
+"""The GPUs of this machine: their memory, who has it, and how busy they are. NVML reports them.
+
+NVML knows how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone. In a
+container, NVML may know processes by other ids than the container does. A job's memory is then what the job itself reports, or
+what no other job accounts for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Gpu", "GpuSums", "GpuUse", "GpuWatch", "JobOnGpu", "bytes_of_jobs", "find_gpus", "load_nvml"]
+
+log = logging.getLogger(__name__)
+
+SAMPLE_S = 0.2
+END_S = 5.0
+"""Seconds within which NVML must return from a call."""
+PCIE_BYTES_PER_LANE_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""One direction of a lane, by generation of the link (PCI-SIG)."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that jobs may share.
+
+    Args:
+        index: as `nvidia-smi` counts.
+        uuid: names it in `CUDA_VISIBLE_DEVICES`, whose own numbers are in another order.
+        free_bytes: memory that no process has now.
+        limits: largest use of each resource that NVML knows, by names in `planner/cluster/jobs.py`.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GpuSums:
+    """Use of a GPU up to a moment. Two of them give the rates between them."""
+
+    at_s: float = 0.0
+    busy_s: float = 0.0  # time in which a kernel ran
+    traffic_bytes: float = 0.0  # read from and written to the GPU's memory
+    pcie_bytes: float = 0.0  # in both directions
+
+    def rates_since(self, then: GpuSums) -> dict[str, float]:
+        """Return the mean use of each resource since then; nothing where no time has passed."""
+        seconds = self.at_s - then.at_s
+        if seconds <= 0:
+            return {}
+        return {
+            "gpu": (self.busy_s - then.busy_s) / seconds,
+            "gpu_memory_bandwidth": (self.traffic_bytes - then.traffic_bytes) / seconds,
+            "pcie": (self.pcie_bytes - then.pcie_bytes) / seconds,
+        }
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """The newest measurement of a GPU.
+
+    Args:
+        used_bytes: memory of all processes.
+        of_processes: memory by process id, as far as NVML knows it.
+    """
+
+    sums: GpuSums = field(default_factory=GpuSums)
+    used_bytes: int = 0
+    of_processes: Mapping[int, int] = field(default_factory=dict)
+
+
+def load_nvml() -> Any:
+    """Return NVML's module, ready for use.
+
+    Raises:
+        ValueError: the module or the driver is missing.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError as error:
+        raise ValueError("GPUs are measured with NVML: pip install 'lightning-dlrover[gpu]'") from error
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise ValueError(f"NVML finds no GPU: {error}; install NVIDIA's driver, or use --devices cpu") from error
+    return nvml
+
+
+def find_gpus(nvml: Any, visible: str | None = None) -> dict[int, Gpu]:
+    """Return the GPUs that this process may use, by index.
+
+    Args:
+        visible: numbers or UUIDs that `CUDA_VISIBLE_DEVICES` allows. None: this process's own variable, or all.
+
+    Raises:
+        ValueError: a GPU cannot be read, or is divided by MIG.
+    """
+    visible = os.environ.get(VISIBLE) if visible is None else visible
+    allowed = None if visible is None else [part.strip() for part in visible.split(",")]
+    found: dict[int, Gpu] = {}
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            if allowed is not None and not any(part == str(index) or (part and uuid.startswith(part)) for part in allowed):
+                continue
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            limits = {"gpu": 1.0, **_bandwidths(nvml, handle)}
+            name = _text(nvml.nvmlDeviceGetName(handle))
+            found[index] = Gpu(index, uuid, name, int(memory.total), int(memory.free), limits)
+            if _known(nvml, lambda handle=handle: nvml.nvmlDeviceGetMigMode(handle)[0]):
+                raise ValueError(f"gpu:{index} ({name}) is divided by MIG, which is not supported; turn MIG off, or use others")
+    except nvml.NVMLError as error:
+        raise ValueError(f"GPUs cannot be read: {error}; see whether `nvidia-smi` shows them") from error
+    return found
+
+
+@dataclass(frozen=True)
+class JobOnGpu:
+    """What is known of a job's memory on a GPU.
+
+    Args:
+        pids: its processes.
+        reported_bytes: None: it reports nothing.
+        charge_bytes: memory that is set aside for it.
+    """
+
+    pids: Collection[int]
+    reported_bytes: int | None
+    charge_bytes: int = 0
+
+
+def bytes_of_jobs(use: GpuUse, used_before: int, jobs: Sequence[JobOnGpu]) -> list[int]:
+    """Return the memory of each job on one GPU: as NVML has it, else as the job reports it.
+
+    Jobs of which neither is known share equally what exceeds the charges of the others. Those may not have reported yet what
+    they have, so this is too little rather than too much; the sum is right.
+
+    Args:
+        used_before: bytes that other programs had before the first job.
+    """
+    known = [sum(use.of_processes.get(pid, 0) for pid in job.pids) or job.reported_bytes for job in jobs]
+    held = sum(max(size, job.charge_bytes) for size, job in zip(known, jobs, strict=True) if size is not None)
+    rest = max(0, use.used_bytes - used_before - held) // max(1, known.count(None))
+    return [rest if size is None else size for size in known]
+
+
+class GpuWatch:
+    """Measures GPUs a few times a second, in a thread. Use as a context manager."""
+
+    def __init__(self, nvml: Any, gpus: Collection[Gpu]) -> None:
+        self._nvml = nvml
+        self._handles = {gpu.index: nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus}
+        self._bandwidth = {gpu.index: gpu.limits.get("gpu_memory_bandwidth", 0.0) for gpu in gpus}
+        self._has_pcie = {gpu.index: "pcie" in gpu.limits for gpu in gpus}
+        self.used_before = {gpu.index: gpu.total_bytes - gpu.free_bytes for gpu in gpus}
+        self._uses = {gpu.index: GpuUse(GpuSums(time.monotonic())) for gpu in gpus}
+        self._has_failed: set[int] = set()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpus", daemon=True)
+
+    def __enter__(self) -> GpuWatch:
+        self.sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join(END_S)
+
+    def use(self, index: int, since_s: float = 0.0) -> GpuUse:
+        """Return the newest measurement of a GPU, and measure it if there is none since a moment (`time.monotonic`)."""
+        if self._uses[index].sums.at_s < since_s:
+            self.sample()
+        return self._uses[index]
+
+    def sample(self) -> None:
+        """Measure all GPUs. One that cannot be read keeps its last measurement."""
+        with self._lock:
+            for index, handle in self._handles.items():
+                try:
+                    self._uses[index] = self._measured(index, handle)
+                except self._nvml.NVMLError as error:
+                    if index not in self._has_failed:
+                        log.warning("gpu:%d is not measured any more: %s", index, error)
+                    self._has_failed.add(index)
+
+    def _run(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            self.sample()
+
+    def _measured(self, index: int, handle: Any) -> GpuUse:
+        nvml, then = self._nvml, self._uses[index].sums
+        rates = _known(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        busy, memory_busy = (rates.gpu / 100, rates.memory / 100) if rates is not None else (0.0, 0.0)
+        pcie = _known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) if self._has_pcie[index] else None
+        used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        processes = _known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+        now = time.monotonic()
+        passed = now - then.at_s
+        sums = GpuSums(
+            now,
+            then.busy_s + passed * busy,
+            then.traffic_bytes + passed * memory_busy * self._bandwidth[index],
+            then.pcie_bytes + passed * (pcie or 0.0),
+        )
+        return GpuUse(sums, used, {process.pid: int(process.usedGpuMemory or 0) for process in processes})
+
+
+def _bandwidths(nvml: Any, handle: Any) -> dict[str, float]:
+    """Return the peak bandwidths of a GPU's memory and of its link in bytes/s, as far as NVML knows them."""
+    found: dict[str, float] = {}
+    # Two transfers for each cycle: nvidia-smi's clock of the memory is that of its bus.
+    clock_mhz = _known(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM))
+    width_bits = _known(nvml, lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle))
+    if clock_mhz and width_bits:
+        found["gpu_memory_bandwidth"] = 2e6 * clock_mhz * width_bits / 8
+    generation = _known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+    lanes = _known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+    if lanes and generation in PCIE_BYTES_PER_LANE_S and _known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) is not None:
+        found["pcie"] = 2 * lanes * PCIE_BYTES_PER_LANE_S[generation]
+    return found
+
+
+def _pcie_bytes_per_s(nvml: Any, handle: Any) -> float:
+    counters = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
+    return 1e3 * sum(int(nvml.nvmlDeviceGetPcieThroughput(handle, counter)) for counter in counters)
+
+
+def _known(nvml: Any, ask: Any) -> Any:
+    """Return an answer; None where this GPU or this driver has none."""
+    try:
+        return ask()
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound):
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

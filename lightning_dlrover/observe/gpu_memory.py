@@ -1,0 +1,18 @@
+"""Memory that this process has on its GPU."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["CUDA_CONTEXT_BYTES", "gpu_bytes"]
+
+CUDA_CONTEXT_BYTES = 500 << 20
+"""Context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)."""
+
+
+def gpu_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a GPU that this process has now, and those that it had at the most; zeros for a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+    return CUDA_CONTEXT_BYTES + reserved, CUDA_CONTEXT_BYTES + most

@@ -1,0 +1,98 @@
+"""Jobs that share a GPU, with real processes and a driver that is played (`fake_nvml.py`)."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+from colocated_jobs import on_gpu, python, seated
+from fake_nvml import FakeNvml
+
+from lightning_dlrover.colocate import gpus, run_queue
+from lightning_dlrover.colocate import queue as queue_module
+from lightning_dlrover.colocate.dispatcher import Rules
+from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.colocate.journal import Ended, Profiled, read_records
+from lightning_dlrover.colocate.summary import summary_text
+
+MIB = 1 << 20
+RULES = Rules(probe_s=0.2, grace_s=1.0)
+
+
+@pytest.fixture
+def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    made = FakeNvml(tmp_path / "gpu", (4096 * MIB,))
+    (tmp_path / "gpu" / "0").mkdir(parents=True)
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    monkeypatch.setattr(queue_module, "load_nvml", lambda: made)
+    return made
+
+
+def ends(folder: Path) -> dict[str, list[Ended]]:
+    found: dict[str, list[Ended]] = {}
+    for record in read_records(folder):
+        if isinstance(record, Ended):
+            found.setdefault(record.job, []).append(record)
+    return found
+
+
+@pytest.mark.parametrize("knows_processes", [True, False])
+def test_jobs_that_do_not_fit_on_the_gpu_together_train_one_after_the_other(
+    knows_processes: bool, nvml: FakeNvml, tmp_path: Path
+) -> None:
+    nvml.knows_processes = knows_processes
+    jobs = [on_gpu(seated(f"job-{number}", 50, 20, steps=60), nvml.folder, 2000, 1900) for number in range(3)]
+    summary = run_queue(jobs, tmp_path / "out", policy="fifo", devices=["gpu:0"], rules=RULES)
+    found = ends(tmp_path / "out")
+    assert {name: [end.result for end in each] for name, each in found.items()} == {job.name: ["done"] for job in jobs}
+    trained = sorted(
+        (span for each in found.values() for span in each[-1].spans if span.phase == "running"), key=lambda span: span.began
+    )
+    # 90 % of 4 GiB are for jobs, and a job of a known peak is charged with 5 % more.
+    assert all(late.began >= early.ended for early, late in itertools.pairwise(trained))
+    assert [each[-1].gpu_peak_bytes for each in found.values()] == [1900 * MIB] * 3
+    assert "GPU 1900" in summary_text(summary)
+
+
+def test_job_that_lies_about_its_gpu_memory_harms_no_other(nvml: FakeNvml, tmp_path: Path) -> None:
+    honest = on_gpu(seated("honest", 50, 20, steps=150), nvml.folder, 1400, 1400)
+    liar = on_gpu(seated("liar", 50, 20, steps=100), nvml.folder, 300, 2000)
+    run_queue([honest, liar], tmp_path / "out", policy="fifo", devices=["gpu:0"], rules=RULES)
+    found = ends(tmp_path / "out")
+    assert [end.result for end in found["honest"]] == ["done"]
+    assert found["liar"][-1].result == "done"
+    was_paused = any(span.phase == "paused" for end in found["liar"] for span in end.spans)
+    assert was_paused or found["liar"][0].result == "evicted"
+
+
+def test_jobs_on_a_gpu_and_on_cores_share_a_queue_and_see_their_own_devices(nvml: FakeNvml, tmp_path: Path) -> None:
+    shown = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], sorted(os.sched_getaffinity(0)))"
+    jobs = [
+        python("any", shown),
+        JobSpec("cores", (sys.executable, "-c", shown), "/", device="cpu"),
+        JobSpec("gpu", (sys.executable, "-c", shown), "/", device="gpu"),
+    ]
+    run_queue(jobs, tmp_path / "out", devices=["cpu", "gpu:0"], rules=RULES)
+    output = {job.name: (tmp_path / "out/jobs" / job.name / "1/output.log").read_text().strip() for job in jobs}
+    assert output["gpu"] == output["any"]
+    assert output["gpu"].startswith("GPU-0abc [")
+    assert output["cores"].startswith("[")
+    assert not {*output["cores"].strip("[]").split(", ")} & {*output["gpu"].partition("[")[2].strip("]").split(", ")}
+
+
+def test_profile_of_a_kind_holds_the_time_in_which_the_gpu_was_busy(nvml: FakeNvml, tmp_path: Path) -> None:
+    jobs = [on_gpu(seated("long", 50, 20, steps=500), nvml.folder, 500, 400)]
+    run_queue(jobs, tmp_path / "out", devices=["gpu:0"], rules=RULES)
+    profiles = [record for record in read_records(tmp_path / "out") if isinstance(record, Profiled)]
+    assert profiles
+    assert {record.device_kind for record in profiles} == {"Fake 4G"}
+    assert profiles[-1].use["gpu"] == pytest.approx(0.4, abs=0.02)
+    assert profiles[-1].use["cores"] < 0.5
+
+
+def test_job_for_a_device_that_the_queue_lacks_is_refused(nvml: FakeNvml, tmp_path: Path) -> None:
+    job = JobSpec("on-cores", ("true",), "/", device="cpu")
+    with pytest.raises(ValueError, match="job 'on-cores' asks for device 'cpu'; --devices has only gpu:0"):
+        run_queue([job], tmp_path / "out", devices=["gpu:0"])

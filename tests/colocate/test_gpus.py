@@ -1,0 +1,105 @@
+"""What NVML says of GPUs, and whose memory it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from fake_nvml import FakeNvml
+from waiting import eventually
+
+from lightning_dlrover.colocate.gpus import GpuSums, GpuUse, GpuWatch, JobOnGpu, bytes_of_jobs, find_gpus, load_nvml
+from lightning_dlrover.planner.cluster.jobs import RESOURCES
+
+GIB = 1 << 30
+
+
+def occupy(folder: Path, gib: float, gpu: int = 0) -> None:
+    """Give this process memory on a GPU."""
+    (folder / str(gpu)).mkdir(exist_ok=True)
+    (folder / str(gpu) / str(os.getpid())).write_text(str(int(gib * GIB)))
+
+
+def test_gpus_have_their_free_memory_and_the_limits_that_policies_know(tmp_path: Path) -> None:
+    occupy(tmp_path, 1.0)
+    found = find_gpus(FakeNvml(tmp_path, (4 * GIB, 8 * GIB)))
+    assert {index: gpu.free_bytes for index, gpu in found.items()} == {0: 3 * GIB, 1: 8 * GIB}
+    assert found[1].limits == {"gpu": 1.0, "gpu_memory_bandwidth": 1.024e12, "pcie": pytest.approx(63e9, rel=0.01)}
+    assert found[0].limits.keys() <= {*RESOURCES}
+
+
+def test_gpu_without_counters_is_limited_by_its_busy_time_alone(tmp_path: Path) -> None:
+    assert find_gpus(FakeNvml(tmp_path, has_counters=False))[0].limits == {"gpu": 1.0}
+
+
+@pytest.mark.parametrize(("visible", "indices"), [("1", [1]), ("GPU-0a", [0]), ("0, 1", [0, 1]), ("", []), ("-1", [])])
+def test_only_visible_gpus_are_found(visible: str, indices: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [*find_gpus(FakeNvml(tmp_path, (GIB, GIB)))] == indices
+
+
+def test_gpu_that_is_divided_is_refused(tmp_path: Path) -> None:
+    assert [*find_gpus(FakeNvml(tmp_path, (GIB, GIB), mig=(0, 0)))] == [0, 1]
+    with pytest.raises(ValueError, match=r"gpu:1 \(Fake 4G\) is divided by MIG"):
+        find_gpus(FakeNvml(tmp_path, (GIB, GIB), mig=(0, 1)))
+
+
+def test_machine_without_a_driver_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
+
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    with pytest.raises(ValueError, match=r"NVML finds no GPU: .*use --devices cpu"):
+        load_nvml()
+
+
+def test_busy_time_and_traffic_of_a_window_are_those_of_the_window(tmp_path: Path) -> None:
+    nvml = FakeNvml(tmp_path, busy=40)
+    gpus = find_gpus(nvml)
+    with GpuWatch(nvml, gpus.values()) as watch:
+        eventually(lambda: watch.use(0).sums.at_s > time.monotonic() - 10, "a measurement")
+        assert watch.use(0).sums.busy_s == 0
+        occupy(tmp_path, 1.0)
+        watch.sample()
+        first = watch.use(0).sums
+        eventually(lambda: watch.use(0).sums.at_s > first.at_s + 0.5, "half a second of measurements")
+        rates = watch.use(0).sums.rates_since(first)
+        assert watch.use(0).of_processes == {os.getpid(): GIB}
+    assert rates == {"gpu": pytest.approx(0.4), "gpu_memory_bandwidth": pytest.approx(0.2048e12), "pcie": pytest.approx(80e6)}
+    assert first.rates_since(first) == {}
+
+
+def test_gpu_that_is_lost_keeps_its_last_measurement(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nvml = FakeNvml(tmp_path)
+    occupy(tmp_path, 1.0)
+    watch = GpuWatch(nvml, find_gpus(nvml).values())
+    watch.sample()
+    nvml.is_lost = True
+    watch.sample()
+    watch.sample()
+    assert watch.use(0).used_bytes == GIB
+    assert [record.getMessage() for record in caplog.records] == ["gpu:0 is not measured any more: GPU is lost"]
+
+
+def test_measurement_after_a_moment_is_made_where_there_is_none(tmp_path: Path) -> None:
+    nvml = FakeNvml(tmp_path)
+    watch = GpuWatch(nvml, find_gpus(nvml).values())
+    occupy(tmp_path, 1.0)
+    assert watch.use(0).used_bytes == 0
+    assert watch.use(0, time.monotonic()).used_bytes == GIB
+
+
+def test_memory_of_a_job_is_that_of_its_processes_or_what_it_reports() -> None:
+    use = GpuUse(GpuSums(), 10, {1: 2, 2: 3, 7: 4})
+    assert bytes_of_jobs(use, 0, [JobOnGpu((1, 2, 5), 99), JobOnGpu((7,), None), JobOnGpu((8,), 6)]) == [5, 4, 6]
+
+
+def test_jobs_that_report_nothing_share_what_exceeds_the_charges_of_the_others() -> None:
+    in_container = GpuUse(GpuSums(), 20, {4000: 2, 4001: 3, 4002: 4})
+    jobs = [JobOnGpu((1,), 3, charge_bytes=5), JobOnGpu((2,), None), JobOnGpu((3,), None)]
+    assert bytes_of_jobs(in_container, 1, jobs) == [3, 7, 7]
+    assert bytes_of_jobs(in_container, 1, [JobOnGpu((1,), 3, charge_bytes=30), JobOnGpu((2,), None)]) == [3, 0]

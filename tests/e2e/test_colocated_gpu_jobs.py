@@ -1,0 +1,57 @@
+"""Lightning jobs that share one GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_dlrover.colocate import run_queue
+from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.colocate.journal import Ended, Profiled, read_records
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = """
+import sys, torch, lightning as L
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(512, 8192), nn.ReLU(), nn.Linear(8192, 8192), nn.ReLU(), nn.Linear(8192, 1))
+
+    def training_step(self, batch, _):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-4)
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = L.Trainer(
+    strategy=DLRoverStrategy(), callbacks=[DLRoverCallback(plan_every_s=0)], accelerator="gpu", devices=1,
+    max_steps=int(sys.argv[1]), max_epochs=-1, **quiet
+)
+trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(65536, 512)), batch_size=1024))
+"""
+
+
+def test_jobs_estimate_their_peak_on_the_gpu_and_keep_to_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    jobs = [JobSpec(f"job-{number}", (sys.executable, "train.py", "1500"), str(tmp_path), device="gpu") for number in range(3)]
+    run_queue(jobs, tmp_path / "out", devices=["gpu:0"])
+    records = read_records(tmp_path / "out")
+    ends = [record for record in records if isinstance(record, Ended)]
+    assert [end.result for end in ends] == ["done"] * 3, [end.reason for end in ends]
+    assert all(end.gpu_peak_bytes > 1 << 30 for end in ends)
+    estimated = [end for end in ends if end.gpu_estimate_bytes]
+    assert estimated
+    for end in estimated:
+        assert end.gpu_peak_bytes <= end.gpu_estimate_bytes + end.gpu_margin_bytes
+        assert end.gpu_estimate_bytes == pytest.approx(end.gpu_peak_bytes, rel=0.3)
+    profiles = [record for record in records if isinstance(record, Profiled)]
+    assert profiles
+    assert 0.05 < profiles[0].use["gpu"] <= 1.0

@@ -1,0 +1,120 @@
+"""NVML without a GPU: what a driver would report of GPUs whose processes write their memory to files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+
+class NVMLError(Exception):
+    """Base of NVML's errors."""
+
+
+class NVMLError_NotSupported(NVMLError):
+    pass
+
+
+class NVMLError_NoPermission(NVMLError):
+    pass
+
+
+class NVMLError_FunctionNotFound(NVMLError):
+    pass
+
+
+class FakeNvml:
+    """GPUs of one machine. Handles are indices.
+
+    Args:
+        folder: holds a file of each process, ``GPU/PID``, with its bytes on that GPU.
+        total_bytes: memory of each GPU.
+        busy: percent of the time in which kernels run, while any process has memory there.
+        knows_processes: False as in a container with process ids of its own.
+        has_counters: False for a GPU that reports neither its clocks nor its link.
+    """
+
+    NVMLError = NVMLError
+    NVMLError_NotSupported = NVMLError_NotSupported
+    NVMLError_NoPermission = NVMLError_NoPermission
+    NVMLError_FunctionNotFound = NVMLError_FunctionNotFound
+    NVML_CLOCK_MEM, NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 2, 0, 1
+
+    def __init__(
+        self,
+        folder: Path,
+        total_bytes: Sequence[int] = (4 << 30,),
+        busy: int = 40,
+        knows_processes: bool = True,
+        has_counters: bool = True,
+        mig: Sequence[int] = (),
+    ) -> None:
+        self.folder, self.total_bytes, self.busy = folder, total_bytes, busy
+        self.knows_processes, self.has_counters, self.mig = knows_processes, has_counters, mig
+        self.used_by_others = 0
+        self.is_lost = False
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.total_bytes)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}abc"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "Fake 4G"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        self._check()
+        used = self.used_by_others + sum(self._processes(handle).values())
+        return SimpleNamespace(total=self.total_bytes[handle], used=used, free=self.total_bytes[handle] - used)
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:
+        if not self.mig:
+            raise NVMLError_NotSupported
+        return self.mig[handle], self.mig[handle]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        busy = self.busy if self._processes(handle) else 0
+        return SimpleNamespace(gpu=busy, memory=busy // 2)
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
+        return self._counter(1000)
+
+    def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
+        return self._counter(4096)
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
+        return self._counter(4)
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
+        return self._counter(16)
+
+    def nvmlDeviceGetPcieThroughput(self, handle: int, counter: int) -> int:
+        return self._counter(1000 * self.busy if self._processes(handle) else 0)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        known = self._processes(handle).items() if self.knows_processes else ()
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in known]
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise NVMLError("GPU is lost")
+
+    def _counter(self, value: int) -> int:
+        if not self.has_counters:
+            raise NVMLError_NotSupported
+        return value
+
+    def _processes(self, handle: int) -> dict[int, int]:
+        found = {}
+        for path in (self.folder / str(handle)).glob("*"):
+            if os.path.exists(f"/proc/{path.name}") and (text := path.read_text()):
+                found[int(path.name)] = int(text)
+        return found
