@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -72,13 +72,13 @@ class Model(nn.Module):
 def main() -> None:
     kind, steps, seed = KINDS[sys.argv[1]], int(sys.argv[2]), int((*sys.argv[3:], "0")[0])
     torch.manual_seed(seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = Model(kind).to(device)
+    # CUDA must not be used before the estimate, which needs copies of this process.
+    device = torch.device("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
+    model = Model(kind)
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(kind.wait_s)
-        dense, ids = torch.randn(kind.batch, 13), torch.randint(kind.rows, (kind.batch, kind.num_tables, kind.lookups))
-        return dense.to(device), ids.to(device)
+        return torch.randn(kind.batch, 13), torch.randint(kind.rows, (kind.batch, kind.num_tables, kind.lookups))
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         dense, ids = batch
@@ -95,9 +95,9 @@ def main() -> None:
             report = report_of(
                 estimate_peak(model, [optimizer], batch(), step, device=device.type), on_gpu=device.type == "cuda"
             )
-        now_bytes, peak_bytes = gpu_bytes(device)
-        answer = seat.ask(replace(report, gpu_bytes=now_bytes, gpu_peak_bytes=peak_bytes))
+        answer = seat.ask(report)
         torch.set_num_threads(answer.threads or torch.get_num_threads())
+    model.to(device)
     started = time.monotonic()
     for done in range(1, steps + 1):
         if done == WARMUP_STEPS + 1:
@@ -105,7 +105,7 @@ def main() -> None:
         began = time.monotonic()
         next_batch = batch()
         waited_s = time.monotonic() - began
-        torch.autograd.backward(step(next_batch))
+        torch.autograd.backward(step((next_batch[0].to(device), next_batch[1].to(device))))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:

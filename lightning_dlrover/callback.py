@@ -23,6 +23,7 @@ from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.progress import batches_done, remaining_batches
 from lightning_dlrover.observe.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
+from lightning_dlrover.observe.gpu_memory import gpu_bytes
 from lightning_dlrover.observe.profiler import Model, Place, StepProfiler
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.observe.seat import Seat
@@ -129,7 +130,8 @@ class DLRoverCallback(Callback):
         if self._seat is None:
             self._seat = Seat.from_environment(os.environ, trainer.global_rank)
             if self._seat is not None:
-                self._seat.report(steps_left=None, threads=torch.get_num_threads())
+                on_gpu = gpu_bytes(strategy.root_device)
+                self._seat.report(steps_left=None, threads=torch.get_num_threads(), gpu_bytes=on_gpu)
         self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

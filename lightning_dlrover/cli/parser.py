@@ -207,7 +207,8 @@ def _add_colocate(commands: Commands) -> None:
         type=values.setting,
         default=0,
         metavar="N",
-        help="most jobs of a device that run at once (default: twice its cores; complementary: four times; on a GPU 8 or 16)",
+        help="most jobs of a device that run at once (default: twice its cores, on a GPU no more than 8; complementary: twice "
+        "as many)",
     )
     command.add_argument(
         "--out",

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 from lightning_dlrover import variables
 from lightning_dlrover.colocate import keeper
 from lightning_dlrover.colocate.company import Companion, Company
-from lightning_dlrover.colocate.gpus import GpuWatch, JobOnGpu, bytes_of_jobs
+from lightning_dlrover.colocate.gpus import VISIBLE, GpuWatch, JobOnGpu, bytes_of_jobs
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Journal, Opened, Record, Span, Started
 from lightning_dlrover.colocate.kept_job import KeptJob, Outcome, read_outcome
@@ -36,7 +36,7 @@ from lightning_dlrover.colocate.usage import Families, families, is_program, mar
 from lightning_dlrover.colocate.watched import WatchedJob
 from lightning_dlrover.observe.seat import Answer, has_reported, write_answer
 
-__all__ = ["Dispatcher", "Rules"]
+__all__ = ["Dispatcher", "Rules", "end_former"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ NEWS_S = 0.01
 END_S = 10.0
 """Seconds that processes may take to vanish after SIGKILL."""
 GRACE_WITHOUT_STEPS_S = 1.0
+PROBE_STEPS = 3
+"""Steps after which the peak of a job shows its need: the second one has the optimizer's state beside it."""
 PATIENCE = 3.0
 """A command that keeps no core busy is probed for this times as long."""
 AGAIN_S = 5.0
@@ -189,9 +191,8 @@ class Dispatcher:
             OSError: the journal cannot be written.
         """
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._await_former_keepers()
+        end_former(self.journal.queue, self._keepers())
         self._settle_former()
-        self._end_leftovers()
         cores = sum(place.num_cores for place in self.places.values())
         memory_bytes = sum(place.memory_bytes for place in self.places.values())
         self.journal.add(Opened(self._scheduler.policy_name, cores, memory_bytes, self.now_epoch()))
@@ -216,15 +217,6 @@ class Dispatcher:
         while (left_s := deadline - time.monotonic()) > 0:
             if ends.poll(1000 * (min(NEWS_S, left_s) if starting else left_s)) or any(map(has_reported, starting)):
                 return
-
-    def _await_former_keepers(self) -> None:
-        """Wait for the keepers of a dispatcher that was killed. They give their jobs a grace period, to save their state."""
-        deadline = self._clock() + keeper.GRACE_WITHOUT_DISPATCHER_S + 1.0
-        while any(is_program(pid, keeper.__file__) for pid in marked(variables.QUEUE, self.journal.queue)):
-            if self._clock() > deadline:
-                log.warning("jobs of the former dispatcher do not end, and are killed")
-                return
-            time.sleep(LOOK_S)
 
     def _settle_former(self) -> None:
         """Record the ends of jobs that ended by themselves after their dispatcher was killed."""
@@ -268,11 +260,18 @@ class Dispatcher:
         if job.phase in ("starting", "running") and job.asks:
             job.probed = {}
             job.charges = {m: min(charge, int(GROWTH * job.resident_bytes(m))) for m, charge in job.charges.items()}
+            # On the host, a process that stands before its first step has most of what it will have.
+            knows_gpu = "gpu" not in job.charges or self.knowledge.knows(job.spec, "gpu") or job.estimate("gpu")[0] > 0
+            job.guessed = set() if knows_gpu else {"gpu"}
             job.enter("asks", now)
         elif job.phase == "starting" and self._is_probed(job, now):
             job.probed = {m: self.knowledge.probed_bytes(job.spec, m, job.peaks.get(m, 0)) for m in job.charges}
             job.charges = {m: max(charge, job.probed[m]) for m, charge in job.charges.items()}
             job.enter("running", now)
+        elif job.phase == "running" and job.guessed and job.num_steps >= PROBE_STEPS:
+            for memory in job.guessed:
+                job.charges[memory] = job.probed[memory] = self.knowledge.probed_bytes(job.spec, memory, job.peaks[memory])
+            job.guessed = set()
         if job.phase == "ending" and now > job.grace_over_s + END_S:
             log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
             job.grace_over_s = now
@@ -323,15 +322,14 @@ class Dispatcher:
         job = self.running[action.job]
         if isinstance(action, Admit):
             job.charges.update(action.charges)
-            job.answered = job.request
-            self._answer(job)
+            self._answer(job, job.request)  # if that fails, the job asks again at the next look
             job.enter("running", now)
         elif isinstance(action, Charge):
             job.charges[action.memory] = action.charge_bytes
         elif isinstance(action, Shrink):
             log.warning("job %s goes on with %d processes: %s", action.job, action.num_processes, action.reason)
             job.most_processes, job.asked_to_shrink_s = action.num_processes, now
-            self._answer(job)
+            self._answer(job, job.answered)
         elif isinstance(action, Pause):
             if (memory := action.memory) is not None:
                 log.warning("job %s is paused: %s", action.job, action.reason)
@@ -373,6 +371,7 @@ class Dispatcher:
             **os.environ,
             **place.environment(threads),
             **spec.env,
+            VISIBLE: place.environment(threads)[VISIBLE],
             variables.SEAT: str(seat.resolve()),
             variables.QUEUE: self.journal.queue,
         }
@@ -394,11 +393,13 @@ class Dispatcher:
             for job, threads in zip(active, shares, strict=True):
                 if job.phase == "running" and job.reports and job.threads != threads:
                     job.threads = threads
-                    self._answer(job)
+                    self._answer(job, job.answered)
 
-    def _answer(self, job: WatchedJob) -> None:
+    def _answer(self, job: WatchedJob, request: int) -> None:
+        """Tell a job what it may have, with all requests up to this one granted."""
         try:
-            write_answer(job.seat, Answer(True, job.request, job.threads, most_processes=job.most_processes))
+            write_answer(job.seat, Answer(request > 0, request, job.threads, most_processes=job.most_processes))
+            job.answered = request
         except OSError as error:
             log.warning("job %s gets no answer: %s", job.spec.name, error)
 
@@ -493,21 +494,46 @@ class Dispatcher:
             raise failed
 
     def _end_leftovers(self, of: WatchedJob | None = None) -> None:
-        """Kill processes of this queue that have no keeper: their keeper, or a former dispatcher, was killed."""
+        """Kill processes of this queue, or of a job, that have no keeper: it was killed, or a former dispatcher was."""
         variable, value = (variables.SEAT, str(of.seat.resolve())) if of is not None else (variables.QUEUE, self.journal.queue)
-        kept = {job.kept.keeper_pid for job in self.running.values()}
-        spared = kept | {pid for below in families(kept).values() for pid in below}
-        deadline = self._clock() + END_S
-        while left := [pid for pid in marked(variable, value) if pid not in spared]:
-            for pid in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-            if self._clock() > deadline:
-                log.warning("processes %s of this queue do not end", left)
-                return
-            time.sleep(0.02)
+        _end_marked(variable, value, self._keepers())
+
+    def _keepers(self) -> set[int]:
+        return {job.kept.keeper_pid for job in self.running.values()}
+
+
+def end_former(queue: str, keepers: Collection[int] = ()) -> None:
+    """End the processes of a queue's former dispatcher, if it was killed.
+
+    Its keepers give their jobs a grace period, to save their state, and are waited for.
+
+    Args:
+        queue: the mark in the environment of its processes.
+        keepers: those of the present dispatcher.
+    """
+    deadline = time.monotonic() + keeper.GRACE_WITHOUT_DISPATCHER_S + 1.0
+    while any(is_program(pid, keeper.__file__) for pid in marked(variables.QUEUE, queue) if pid not in keepers):
+        if time.monotonic() > deadline:
+            log.warning("jobs of the former dispatcher do not end, and are killed")
+            break
+        time.sleep(LOOK_S)
+    _end_marked(variables.QUEUE, queue, keepers)
+
+
+def _end_marked(variable: str, value: str, keepers: Collection[int] = ()) -> None:
+    """Kill the processes with a variable of this value that are not below one of these keepers."""
+    spared = {*keepers} | {pid for below in families(keepers).values() for pid in below}
+    deadline = time.monotonic() + END_S
+    while left := [pid for pid in marked(variable, value) if pid not in spared]:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            log.warning("processes %s of this queue do not end", left)
+            return
+        time.sleep(0.02)
 
 
 def _look_at_gpus(

@@ -12,8 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -23,10 +23,12 @@ log = logging.getLogger(__name__)
 
 SAMPLE_S = 0.2
 END_S = 5.0
-"""Seconds within which NVML must return from a call."""
+"""Seconds within which the thread must end."""
+WAIT_S = 1.0
+"""Seconds that a look waits for a call of NVML in the other thread."""
 PCIE_BYTES_PER_LANE_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """One direction of a lane, by generation of the link (PCI-SIG)."""
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE, ORDER, BY_BUS = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,13 @@ class GpuUse:
     Args:
         used_bytes: memory of all processes.
         of_processes: memory by process id, as far as NVML knows it.
+        read_s: moment before the memory was read (`time.monotonic`).
     """
 
     sums: GpuSums = field(default_factory=GpuSums)
     used_bytes: int = 0
     of_processes: Mapping[int, int] = field(default_factory=dict)
+    read_s: float = 0.0
 
 
 def load_nvml() -> Any:
@@ -100,32 +104,53 @@ def load_nvml() -> Any:
     return nvml
 
 
-def find_gpus(nvml: Any, visible: str | None = None) -> dict[int, Gpu]:
+def find_gpus(nvml: Any, wanted: Collection[int], visible: str | None = None) -> dict[int, Gpu]:
     """Return the GPUs that this process may use, by index.
 
     Args:
+        wanted: indices of those that must be usable. Others that are not are left out.
         visible: numbers or UUIDs that `CUDA_VISIBLE_DEVICES` allows. None: this process's own variable, or all.
 
     Raises:
-        ValueError: a GPU cannot be read, or is divided by MIG.
+        ValueError: a wanted GPU cannot be read, or is divided by MIG; or which GPUs are visible cannot be told.
     """
     visible = os.environ.get(VISIBLE) if visible is None else visible
-    allowed = None if visible is None else [part.strip() for part in visible.split(",")]
     found: dict[int, Gpu] = {}
     try:
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-            if allowed is not None and not any(part == str(index) or (part and uuid.startswith(part)) for part in allowed):
-                continue
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            limits = {"gpu": 1.0, **_bandwidths(nvml, handle)}
-            name = _text(nvml.nvmlDeviceGetName(handle))
-            found[index] = Gpu(index, uuid, name, int(memory.total), int(memory.free), limits)
-            if _known(nvml, lambda handle=handle: nvml.nvmlDeviceGetMigMode(handle)[0]):
-                raise ValueError(f"gpu:{index} ({name}) is divided by MIG, which is not supported; turn MIG off, or use others")
+        number = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
-        raise ValueError(f"GPUs cannot be read: {error}; see whether `nvidia-smi` shows them") from error
+        raise ValueError(f"GPUs cannot be counted: {error}; see whether `nvidia-smi` shows them") from error
+    for index in range(number):
+        try:
+            found[index] = _read(nvml, index)
+        except (nvml.NVMLError, ValueError) as error:
+            if index in wanted:
+                raise ValueError(f"gpu:{index} cannot be shared: {error}; leave it out of --devices") from error
+    return found if visible is None else {index: found[index] for index in _visible(found, visible)}
+
+
+def _read(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    if _known(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):
+        raise ValueError("it is divided by MIG")
+    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
+    return Gpu(index, uuid, name, int(memory.total), int(memory.free), {"gpu": 1.0, **_bandwidths(nvml, handle)})
+
+
+def _visible(gpus: Mapping[int, Gpu], entries: str) -> list[int]:
+    """Return the indices that `CUDA_VISIBLE_DEVICES` allows. As CUDA does, it stops at the first entry that names no GPU."""
+    found = []
+    for entry in (part.strip() for part in entries.split(",")):
+        named = [index for index, gpu in gpus.items() if entry and (entry == str(index) or gpu.uuid.startswith(entry))]
+        if not named:
+            break
+        if entry.isdigit() and len({gpu.name for gpu in gpus.values()}) > 1 and os.environ.get(ORDER) != BY_BUS:
+            raise ValueError(
+                f"{VISIBLE} is {entries!r}, and CUDA counts GPUs of different models in another order than NVML; "
+                f"set {ORDER}={BY_BUS}, or name GPUs by their UUIDs"
+            )
+        found.append(named[0])
     return found
 
 
@@ -145,15 +170,20 @@ class JobOnGpu:
 
 
 def bytes_of_jobs(use: GpuUse, used_before: int, jobs: Sequence[JobOnGpu]) -> list[int]:
-    """Return the memory of each job on one GPU: as NVML has it, else as the job reports it.
+    """Return the memory of each job on one GPU: as NVML has it or as the job reports it, whichever is more.
 
     Jobs of which neither is known share equally what exceeds the charges of the others. Those may not have reported yet what
-    they have, so this is too little rather than too much; the sum is right.
+    they have, so this is too little rather than too much. All that is held still covers all that is used.
 
     Args:
         used_before: bytes that other programs had before the first job.
     """
-    known = [sum(use.of_processes.get(pid, 0) for pid in job.pids) or job.reported_bytes for job in jobs]
+    found = [sum(use.of_processes.get(pid, 0) for pid in job.pids) for job in jobs]
+    # A measurement may be older than a report, and a report older than a measurement.
+    known = [
+        None if not size and job.reported_bytes is None else max(size, job.reported_bytes or 0)
+        for size, job in zip(found, jobs, strict=True)
+    ]
     held = sum(max(size, job.charge_bytes) for size, job in zip(known, jobs, strict=True) if size is not None)
     rest = max(0, use.used_bytes - used_before - held) // max(1, known.count(None))
     return [rest if size is None else size for size in known]
@@ -184,33 +214,47 @@ class GpuWatch:
         self._thread.join(END_S)
 
     def use(self, index: int, since_s: float = 0.0) -> GpuUse:
-        """Return the newest measurement of a GPU, and measure it if there is none since a moment (`time.monotonic`)."""
-        if self._uses[index].sums.at_s < since_s:
-            self.sample()
+        """Return the newest measurement of a GPU, if possible with its memory read after a moment (`time.monotonic`)."""
+        if self._uses[index].read_s < since_s and index not in self._has_failed:
+            self._try(index, self._memory)
         return self._uses[index]
 
     def sample(self) -> None:
         """Measure all GPUs. One that cannot be read keeps its last measurement."""
-        with self._lock:
-            for index, handle in self._handles.items():
-                try:
-                    self._uses[index] = self._measured(index, handle)
-                except self._nvml.NVMLError as error:
-                    if index not in self._has_failed:
-                        log.warning("gpu:%d is not measured any more: %s", index, error)
-                    self._has_failed.add(index)
+        for index in self._handles:
+            self._try(index, self._measured)
 
     def _run(self) -> None:
         while not self._ended.wait(SAMPLE_S):
             self.sample()
 
-    def _measured(self, index: int, handle: Any) -> GpuUse:
-        nvml, then = self._nvml, self._uses[index].sums
+    def _try(self, index: int, measured: Callable[[int], GpuUse]) -> None:
+        if not self._lock.acquire(timeout=WAIT_S):
+            return  # NVML hangs; the thread that called it waits
+        try:
+            self._uses[index] = measured(index)
+            self._has_failed.discard(index)
+        except self._nvml.NVMLError as error:
+            if index not in self._has_failed:
+                log.warning("gpu:%d is not measured: %s", index, error)
+            self._has_failed.add(index)
+        finally:
+            self._lock.release()
+
+    def _memory(self, index: int) -> GpuUse:
+        """Read a GPU's memory, in less than a millisecond."""
+        nvml, handle, now = self._nvml, self._handles[index], time.monotonic()
+        used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        processes = _known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+        sizes = {process.pid: int(process.usedGpuMemory or 0) for process in processes}
+        return GpuUse(self._uses[index].sums, used, sizes, now)
+
+    def _measured(self, index: int) -> GpuUse:
+        """Read a GPU's memory and how busy it is. The counters of its link take 40 ms."""
+        nvml, handle, then = self._nvml, self._handles[index], self._uses[index].sums
         rates = _known(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         busy, memory_busy = (rates.gpu / 100, rates.memory / 100) if rates is not None else (0.0, 0.0)
         pcie = _known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) if self._has_pcie[index] else None
-        used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-        processes = _known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
         now = time.monotonic()
         passed = now - then.at_s
         sums = GpuSums(
@@ -219,7 +263,7 @@ class GpuWatch:
             then.traffic_bytes + passed * memory_busy * self._bandwidth[index],
             then.pcie_bytes + passed * (pcie or 0.0),
         )
-        return GpuUse(sums, used, {process.pid: int(process.usedGpuMemory or 0) for process in processes})
+        return replace(self._memory(index), sums=sums)
 
 
 def _bandwidths(nvml: Any, handle: Any) -> dict[str, float]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_dlrover.colocate.gpus import VISIBLE
+
 __all__ = ["JobSpec", "JobsFileError", "read_jobs"]
 
 DEVICES = ("any", "cpu", "gpu")
@@ -56,6 +58,8 @@ class JobSpec:
             raise ValueError("command is empty; give the program and its arguments")
         if self.device not in DEVICES:
             raise ValueError(f"device {self.device!r} is none of {', '.join(DEVICES)}")
+        if self.device == "cpu" and self.gpu_memory_bytes:
+            raise ValueError("it has gpu_memory, and device cpu; leave one of them out")
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env has the name {name!r}, or a value with a zero byte, which no variable can have")
@@ -168,6 +172,8 @@ def _number(job: Mapping[str, Any], name: str, default: int, where: str) -> int:
 def _variables(env: Any, where: str) -> dict[str, str]:
     if not isinstance(env, dict) or not all(isinstance(value, str | int | float) for value in env.values()):
         raise JobsFileError(f"{where}: env {env!r:.80} is not a list of NAME: VALUE")
+    if VISIBLE in env:
+        raise JobsFileError(f"{where}: env has {VISIBLE}, which the queue sets; use `device`, and the queue's --devices")
     return {str(name): str(value) for name, value in env.items()}
 
 

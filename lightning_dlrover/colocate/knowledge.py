@@ -196,6 +196,10 @@ class Knowledge:
             return max(int(SPREAD * peak), wanted)
         return max(spec.gpu_memory_bytes if memory == "gpu" else spec.memory_bytes, wanted)
 
+    def knows(self, spec: JobSpec, memory: Memory) -> bool:
+        """Whether the peak of a job that has not started is known, from earlier ones or its owner."""
+        return self._expected_bytes(spec, memory) > 0
+
     def need_bytes(
         self, spec: JobSpec, memory: Memory, estimate: tuple[int, int], resident_bytes: int, device_bytes: int
     ) -> int:
@@ -205,18 +209,19 @@ class Knowledge:
             estimate: the job's own, and its margin; zeros: it has none.
             device_bytes: memory of the device that the job is on.
         """
-        wanted = self._wanted.get((spec.kind, memory), 0)
+        # What a job had on this device when it was evicted has fitted, and so does what a margin alone takes beyond the device.
+        wanted = min(self._wanted.get((spec.kind, memory), 0), device_bytes)
         if (peak := self._peaks.get((spec.kind, memory), 0)) > 0:
-            # A job that has run on this device fits, whatever the margin.
             needed = max(int(SPREAD * peak), wanted)
             return min(needed, device_bytes) if peak <= device_bytes else needed
         estimate_bytes, margin_bytes = estimate
         if not estimate_bytes:
-            return max(self._expected_bytes(spec, memory), int(GROWTH * resident_bytes))
+            return max(min(self._expected_bytes(spec, memory), device_bytes), int(GROWTH * resident_bytes))
         learned = MemoryMargin.of(self._estimates[memory])
         # The job knows only the default margin; this process knows the errors of earlier estimates.
         margin_bytes = learned.bytes_for(estimate_bytes) if learned.num_records else margin_bytes
-        return max(wanted, estimate_bytes + margin_bytes)
+        needed = max(wanted, estimate_bytes + margin_bytes)
+        return min(needed, device_bytes) if estimate_bytes <= device_bytes else needed
 
     def probed_bytes(self, spec: JobSpec, memory: Memory, peak_bytes: int) -> int:
         """Return the expected peak of a command after its probe."""

@@ -71,7 +71,11 @@ def _waiting(sizes: Sizes, tenant: Tenant, tenants: Sequence[Tenant]) -> list[Ad
         for memory, size in sizes.items():
             if needs[memory] > size:
                 return [End(tenant.name, "failed", _too_large(memory, needs[memory], size))]
-        return [Admit(tenant.name, needs)] if _fits(needs, sizes, tenant, tenants) else []
+        if not _fits(needs, sizes, tenant, tenants):
+            return []
+        for memory in [memory for memory, holding in tenant.holdings.items() if holding.is_guess]:
+            needs[memory] = tenant.holdings[memory].held_bytes + free_bytes(memory, sizes[memory], tenants)
+        return [Admit(tenant.name, needs)]
     if tenant.phase == "paused" and tenant.paused_for_memory:
         short = {memory: holding for memory, holding in tenant.holdings.items() if holding.is_short}
         needs = {memory: min(int(GROWTH * holding.resident_bytes), sizes[memory]) for memory, holding in short.items()}

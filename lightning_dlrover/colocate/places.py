@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from lightning_dlrover.colocate.gpus import VISIBLE, Gpu
+from lightning_dlrover.colocate.memory import START_BYTES
 from lightning_dlrover.colocate.tenants import Sizes
 from lightning_dlrover.observe.resources import available_bytes, available_cores
 
-__all__ = ["Place", "names_gpu", "places_of"]
+__all__ = ["Place", "gpus_of", "places_of"]
 
 RESERVE = 0.1
 """Part of the available memory that no job gets: room for the page cache, and for growth between two looks."""
@@ -65,9 +66,13 @@ class Place:
         }
 
 
-def names_gpu(device: str) -> bool:
-    """Whether a device of a command line is a GPU."""
-    return device.partition(":")[0] == "gpu"
+def gpus_of(devices: Sequence[str]) -> list[int]:
+    """Return the numbers of the GPUs that a command line names.
+
+    Raises:
+        ValueError: a device is unknown.
+    """
+    return [asked.gpu for asked in map(_Asked.of, devices) if asked.gpu is not None]
 
 
 def places_of(
@@ -106,6 +111,11 @@ def places_of(
     places: list[Place] = []
     for asked, cores in cores_of.items():
         gpu = _gpu(asked, gpus or {})
+        gpu_bytes = 0 if gpu is None else int((1 - RESERVE) * gpu.free_bytes)
+        if gpu is not None and gpu_bytes < START_BYTES["gpu"]:
+            raise ValueError(
+                f"--devices: gpu:{gpu.index} has only {gpu.free_bytes >> 20} MiB free; end what uses it, or leave it out"
+            )
         most = jobs_per_core * math.ceil(share * len(cores))
         places.append(
             Place(
@@ -116,7 +126,7 @@ def places_of(
                 memory_bytes=memory_bytes * len(cores) // total,
                 most_jobs=most_jobs or (most if gpu is None else min(most, MOST_ON_GPU * jobs_per_core)),
                 gpu=gpu,
-                gpu_bytes=0 if gpu is None else int((1 - RESERVE) * gpu.free_bytes),
+                gpu_bytes=gpu_bytes,
             )
         )
     return places

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
+from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules, end_former
 from lightning_dlrover.colocate.gpus import GpuWatch, find_gpus, load_nvml
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.page import write_report
-from lightning_dlrover.colocate.places import names_gpu, places_of
+from lightning_dlrover.colocate.places import gpus_of, places_of
 from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.summary import Summary, summarize
 
@@ -59,14 +59,16 @@ def run_queue(
         ValueError: a device, the policy, a folder of an earlier queue or a changed job cannot be used.
         OSError: the folder cannot be written.
     """
-    nvml = load_nvml() if any(map(names_gpu, devices)) else None
-    gpus = find_gpus(nvml) if nvml is not None else {}
-    places = places_of(devices, memory_bytes, at_once, jobs_per_core(policy), gpus=gpus)
-    knowledge = Knowledge(device_kinds={place.name: place.kind for place in places})
-    for earlier in learn_from:
-        knowledge.read(earlier)
+    wanted = gpus_of(devices)
+    nvml = load_nvml() if wanted else None
     with ExitStack() as stack:
         journal = stack.enter_context(Journal(folder))
+        end_former(journal.queue)  # their memory is free for this queue
+        gpus = find_gpus(nvml, wanted) if nvml is not None else {}
+        places = places_of(devices, memory_bytes, at_once, jobs_per_core(policy), gpus=gpus)
+        knowledge = Knowledge(device_kinds={place.name: place.kind for place in places})
+        for earlier in learn_from:
+            knowledge.read(earlier)
         shared = [place.gpu for place in places if place.gpu is not None]
         watch = stack.enter_context(GpuWatch(nvml, shared)) if shared else None
         knowledge.recall(journal.records)

@@ -274,6 +274,7 @@ class Scheduler:
             charges: its memory on each of those; absent: it has it already.
         """
         profiles = {}
+        are_known = all(self._knowledge.profile(of.kind, measured) is not None for measured in kinds.values())
         for kind, measured in kinds.items():
             on_gpu = measured != CPU
             charge = charges.get(kind, {})
@@ -287,7 +288,7 @@ class Scheduler:
         return Job(
             of.name,
             profiles,
-            steps_left=of.steps_left if isinstance(of, Tenant) else None,
+            steps_left=of.steps_left if isinstance(of, Tenant) and are_known else None,
             submitted_s=of.submitted_s,
             waiting_since_s=waiting_since_s,
             priority=of.priority,

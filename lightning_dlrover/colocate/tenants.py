@@ -71,6 +71,7 @@ class Holding:
         charge_bytes: set aside for it.
         resident_bytes: what it has now.
         need_bytes: estimated peak with its margin; 0: unknown.
+        is_guess: the need is a guess. The job gets all that is free for its first steps, and its peak then shows the need.
         is_short: it outgrew its charge, and is paused until there is room.
     """
 
@@ -78,6 +79,7 @@ class Holding:
     resident_bytes: int = 0
     need_bytes: int = 0
     is_short: bool = False
+    is_guess: bool = False
 
     @property
     def held_bytes(self) -> int:

@@ -68,6 +68,7 @@ class WatchedJob:
     has_reported: bool = False  # whether there was a report of its first process, readable or not
     threads: int = 0
     cores: float = 0.0  # cores that it kept busy between the last two measurements
+    guessed: set[Memory] = field(default_factory=set)  # memories of which nothing is known of its peak
     probed: dict[Memory, int] = field(default_factory=dict)  # peaks of a command that reports nothing, after its probe
     end_reason: str = ""
     end_result: str = ""
@@ -171,7 +172,9 @@ class WatchedJob:
             submitted_s=self.submitted_s,
             started_s=self.at_s,
             holdings={
-                memory: Holding(charge, self.resident_bytes(memory), needs[memory], memory in self.short_of)
+                memory: Holding(
+                    charge, self.resident_bytes(memory), needs[memory], memory in self.short_of, memory in self.guessed
+                )
                 for memory, charge in self.charges.items()
             },
             is_admitted="running" in (self.phase, self.paused_from if self.phase == "paused" else ""),

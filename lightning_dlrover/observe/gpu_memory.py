@@ -11,8 +11,11 @@ CUDA_CONTEXT_BYTES = 500 << 20
 
 
 def gpu_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of a GPU that this process has now, and those that it had at the most; zeros for a CPU."""
-    if device.type != "cuda":
+    """Return the bytes of a GPU that this process has now, and those that it had at the most.
+
+    Both are 0 for a CPU, and before this process uses CUDA.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0, 0
     reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
     return CUDA_CONTEXT_BYTES + reserved, CUDA_CONTEXT_BYTES + most

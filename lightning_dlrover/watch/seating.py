@@ -91,13 +91,14 @@ def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Seat
     # Imported here: jobs that run by themselves start faster without.
     from lightning_dlrover.observe.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of
 
-    device = module.device.type
-    if device not in ("cpu", "cuda"):
-        return report_of(Unknown(f"the peak of a model on {device} is not estimated"), trainer.world_size)
+    if module.device.type != "cpu":
+        # The estimate needs a copy of the process, and CUDA does not work in a copy of a process that uses it.
+        return report_of(
+            Unknown(f"the peak of a model on {module.device.type} is measured in its first steps"), trainer.world_size
+        )
     combined = combined_loader(trainer.fit_loop)
     workers = [getattr(loader, "num_workers", 0) for loader in combined.flattened] if combined is not None else []
     ahead = [getattr(loader, "prefetch_factor", None) or 2 for loader in combined.flattened] if combined is not None else []
     loader = LoaderShape(sum(workers), max(ahead, default=2))
     step = step_of(module, trainer.optimizers)
-    found = estimate_peak(module, trainer.optimizers, batch, step, device=device, loader=loader)
-    return report_of(found, trainer.world_size, on_gpu=device == "cuda")
+    return report_of(estimate_peak(module, trainer.optimizers, batch, step, loader=loader), trainer.world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,11 +14,13 @@ from colocated_jobs import SEATED, dispatcher, place, python, seated
 from waiting import eventually, run_until
 
 from lightning_dlrover import variables
+from lightning_dlrover.colocate import dispatcher as dispatcher_module
 from lightning_dlrover.colocate.dispatcher import Rules
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, read_records
 from lightning_dlrover.colocate.kept_job import OUTPUT
 from lightning_dlrover.colocate.usage import families, is_program, marked
+from lightning_dlrover.observe.seat import Answer, write_answer
 
 TIMEOUT_S = 60.0
 
@@ -108,6 +111,20 @@ def test_job_that_has_not_seen_its_grant_yet_keeps_it(tmp_path: Path) -> None:
     assert results(tmp_path) == {"one": ["done"], "other": ["done"]}
 
 
+def test_grant_that_cannot_be_written_is_given_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([True] * 3)
+
+    def fail_first(folder: Path, answer: Answer) -> None:
+        if answer.admitted and next(failures, False):
+            raise OSError(errno.ENOSPC, "no space left on device")
+        write_answer(folder, answer)
+
+    monkeypatch.setattr(dispatcher_module, "write_answer", fail_first)
+    with Journal(tmp_path) as journal:
+        dispatcher(tmp_path, journal, [seated("job", 50, 20)]).run()
+    assert results(tmp_path) == {"job": ["done"]}
+
+
 def test_ends_and_requests_for_memory_are_noticed_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dlrover.colocate.dispatcher.LOOK_S", 1000.0)
     with Journal(tmp_path) as journal:
@@ -145,7 +162,7 @@ def test_job_that_lies_about_its_memory_goes_back_and_the_others_finish(tmp_path
         made.run()
     found = results(tmp_path)
     assert found["honest"] == ["done"]
-    assert found["liar"][-1] == "done"
+    assert found["liar"][-1] == "done", reason(tmp_path, "liar")
     ended = [record for record in read_records(tmp_path) if isinstance(record, Ended)]
     paused = sum(span.phase == "paused" for record in ended if record.job == "liar" for span in record.spans)
     assert paused or found["liar"][0] == "evicted"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from colocated_jobs import on_gpu, python, seated
 from fake_nvml import FakeNvml
+from waiting import eventually
 
+from lightning_dlrover import variables
 from lightning_dlrover.colocate import gpus, run_queue
 from lightning_dlrover.colocate import queue as queue_module
-from lightning_dlrover.colocate.dispatcher import Rules
+from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
 from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Ended, Profiled, read_records
+from lightning_dlrover.colocate.journal import Ended, Journal, Profiled, read_records
 from lightning_dlrover.colocate.summary import summary_text
 
 MIB = 1 << 20
@@ -56,15 +60,47 @@ def test_jobs_that_do_not_fit_on_the_gpu_together_train_one_after_the_other(
     assert "GPU 1900" in summary_text(summary)
 
 
-def test_job_that_lies_about_its_gpu_memory_harms_no_other(nvml: FakeNvml, tmp_path: Path) -> None:
+@pytest.mark.parametrize("used_mib", [2000, 2400])
+def test_job_that_lies_about_its_gpu_memory_makes_no_other_wait(used_mib: int, nvml: FakeNvml, tmp_path: Path) -> None:
     honest = on_gpu(seated("honest", 50, 20, steps=150), nvml.folder, 1400, 1400)
-    liar = on_gpu(seated("liar", 50, 20, steps=100), nvml.folder, 300, 2000)
+    liar = on_gpu(seated("liar", 50, 20, steps=100), nvml.folder, 300, used_mib)
     run_queue([honest, liar], tmp_path / "out", policy="fifo", devices=["gpu:0"], rules=RULES)
     found = ends(tmp_path / "out")
     assert [end.result for end in found["honest"]] == ["done"]
     assert found["liar"][-1].result == "done"
     was_paused = any(span.phase == "paused" for end in found["liar"] for span in end.spans)
     assert was_paused or found["liar"][0].result == "evicted"
+    assert not any(span.phase == "paused" for span in found["honest"][0].spans)
+
+
+def test_job_of_unknown_peak_has_the_gpu_for_its_first_steps_and_then_its_peak(nvml: FakeNvml, tmp_path: Path) -> None:
+    charges: list[tuple[int, int]] = []
+
+    def see(dispatcher: Dispatcher) -> None:
+        charges.extend((job.num_steps, job.charges["gpu"]) for job in dispatcher.running.values() if job.phase == "running")
+
+    job = on_gpu(seated("job", 50, 20, steps=200), nvml.folder, 0, 1000)
+    run_queue([job], tmp_path / "out", policy="fifo", devices=["gpu:0"], rules=RULES, shown=see)
+    (end,) = ends(tmp_path / "out")["job"]
+    assert (end.result, end.gpu_peak_bytes) == ("done", 1000 * MIB)
+    assert {charge for steps, charge in charges if steps == 0} == {int(0.9 * 4096 * MIB)}
+    assert {charge for steps, charge in charges if steps > 50} == {1250 * MIB}
+
+
+def test_next_dispatcher_of_a_queue_has_the_gpu_memory_of_its_former_jobs(nvml: FakeNvml, tmp_path: Path) -> None:
+    with Journal(tmp_path / "out") as journal:
+        mark = journal.queue
+    holds = "import os, sys, time; open(f'{sys.argv[1]}/{os.getpid()}', 'w').write(str(3900 << 20)); time.sleep(600)"
+    environment = {**os.environ, variables.QUEUE: mark}
+    with subprocess.Popen([sys.executable, "-c", holds, str(nvml.folder / "0")], env=environment) as former:
+        try:
+            eventually(lambda: nvml.nvmlDeviceGetMemoryInfo(0).used, "a former job's memory")
+            run_queue(
+                [on_gpu(seated("job", 50, 20), nvml.folder, 2000, 1900)], tmp_path / "out", devices=["gpu:0"], rules=RULES
+            )
+        finally:
+            former.kill()
+    assert [end.result for end in ends(tmp_path / "out")["job"]] == ["done"]
 
 
 def test_jobs_on_a_gpu_and_on_cores_share_a_queue_and_see_their_own_devices(nvml: FakeNvml, tmp_path: Path) -> None:

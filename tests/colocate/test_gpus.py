@@ -10,6 +10,7 @@ import pytest
 from fake_nvml import FakeNvml
 from waiting import eventually
 
+from lightning_dlrover.colocate import gpus as gpus_module
 from lightning_dlrover.colocate.gpus import GpuSums, GpuUse, GpuWatch, JobOnGpu, bytes_of_jobs, find_gpus, load_nvml
 from lightning_dlrover.planner.cluster.jobs import RESOURCES
 
@@ -24,26 +25,40 @@ def occupy(folder: Path, gib: float, gpu: int = 0) -> None:
 
 def test_gpus_have_their_free_memory_and_the_limits_that_policies_know(tmp_path: Path) -> None:
     occupy(tmp_path, 1.0)
-    found = find_gpus(FakeNvml(tmp_path, (4 * GIB, 8 * GIB)))
+    found = find_gpus(FakeNvml(tmp_path, (4 * GIB, 8 * GIB)), [0])
     assert {index: gpu.free_bytes for index, gpu in found.items()} == {0: 3 * GIB, 1: 8 * GIB}
     assert found[1].limits == {"gpu": 1.0, "gpu_memory_bandwidth": 1.024e12, "pcie": pytest.approx(63e9, rel=0.01)}
     assert found[0].limits.keys() <= {*RESOURCES}
 
 
 def test_gpu_without_counters_is_limited_by_its_busy_time_alone(tmp_path: Path) -> None:
-    assert find_gpus(FakeNvml(tmp_path, has_counters=False))[0].limits == {"gpu": 1.0}
+    assert find_gpus(FakeNvml(tmp_path, has_counters=False), [0])[0].limits == {"gpu": 1.0}
 
 
-@pytest.mark.parametrize(("visible", "indices"), [("1", [1]), ("GPU-0a", [0]), ("0, 1", [0, 1]), ("", []), ("-1", [])])
+@pytest.mark.parametrize(
+    ("visible", "indices"), [("1", [1]), ("GPU-0a", [0]), ("0, 1", [0, 1]), ("1,-1,0", [1]), ("", []), ("-1", [])]
+)
 def test_only_visible_gpus_are_found(visible: str, indices: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [*find_gpus(FakeNvml(tmp_path, (GIB, GIB)))] == indices
+    assert [*find_gpus(FakeNvml(tmp_path, (GIB, GIB)), [0])] == indices
 
 
-def test_gpu_that_is_divided_is_refused(tmp_path: Path) -> None:
-    assert [*find_gpus(FakeNvml(tmp_path, (GIB, GIB), mig=(0, 0)))] == [0, 1]
-    with pytest.raises(ValueError, match=r"gpu:1 \(Fake 4G\) is divided by MIG"):
-        find_gpus(FakeNvml(tmp_path, (GIB, GIB), mig=(0, 1)))
+def test_numbers_of_gpus_of_different_models_are_refused_where_cuda_counts_in_its_own_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml(tmp_path, (4 * GIB, 8 * GIB), names=("Slow", "Fast"))
+    assert [*find_gpus(nvml, [0], "GPU-1abc")] == [1]
+    with pytest.raises(ValueError, match="set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        find_gpus(nvml, [0], "1")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert [*find_gpus(nvml, [0], "1")] == [1]
+
+
+def test_gpu_that_is_divided_is_refused_only_if_it_is_wanted(tmp_path: Path) -> None:
+    nvml = FakeNvml(tmp_path, (GIB, GIB), mig=(0, 1))
+    assert [*find_gpus(nvml, [0])] == [0]
+    with pytest.raises(ValueError, match="gpu:1 cannot be shared: it is divided by MIG; leave it out of --devices"):
+        find_gpus(nvml, [0, 1])
 
 
 def test_machine_without_a_driver_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +74,7 @@ def test_machine_without_a_driver_is_refused_in_words(monkeypatch: pytest.Monkey
 
 def test_busy_time_and_traffic_of_a_window_are_those_of_the_window(tmp_path: Path) -> None:
     nvml = FakeNvml(tmp_path, busy=40)
-    gpus = find_gpus(nvml)
+    gpus = find_gpus(nvml, [0])
     with GpuWatch(nvml, gpus.values()) as watch:
         eventually(lambda: watch.use(0).sums.at_s > time.monotonic() - 10, "a measurement")
         assert watch.use(0).sums.busy_s == 0
@@ -76,18 +91,34 @@ def test_busy_time_and_traffic_of_a_window_are_those_of_the_window(tmp_path: Pat
 def test_gpu_that_is_lost_keeps_its_last_measurement(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nvml = FakeNvml(tmp_path)
     occupy(tmp_path, 1.0)
-    watch = GpuWatch(nvml, find_gpus(nvml).values())
+    watch = GpuWatch(nvml, find_gpus(nvml, [0]).values())
     watch.sample()
     nvml.is_lost = True
     watch.sample()
     watch.sample()
     assert watch.use(0).used_bytes == GIB
-    assert [record.getMessage() for record in caplog.records] == ["gpu:0 is not measured any more: GPU is lost"]
+    assert watch.use(0, time.monotonic()).used_bytes == GIB
+    assert [record.getMessage() for record in caplog.records] == ["gpu:0 is not measured: GPU is lost"]
+    nvml.is_lost = False
+    occupy(tmp_path, 2.0)
+    watch.sample()
+    assert watch.use(0).used_bytes == 2 * GIB
+
+
+def test_look_does_not_wait_for_a_driver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus_module, "WAIT_S", 0.1)
+    nvml = FakeNvml(tmp_path)
+    occupy(tmp_path, 1.0)
+    with GpuWatch(nvml, find_gpus(nvml, [0]).values()) as watch:
+        nvml.hangs.clear()
+        assert nvml.is_asked.wait(10)
+        assert watch.use(0, time.monotonic()).used_bytes == GIB
+        nvml.hangs.set()
 
 
 def test_measurement_after_a_moment_is_made_where_there_is_none(tmp_path: Path) -> None:
     nvml = FakeNvml(tmp_path)
-    watch = GpuWatch(nvml, find_gpus(nvml).values())
+    watch = GpuWatch(nvml, find_gpus(nvml, [0]).values())
     occupy(tmp_path, 1.0)
     assert watch.use(0).used_bytes == 0
     assert watch.use(0, time.monotonic()).used_bytes == GIB
@@ -95,7 +126,8 @@ def test_measurement_after_a_moment_is_made_where_there_is_none(tmp_path: Path) 
 
 def test_memory_of_a_job_is_that_of_its_processes_or_what_it_reports() -> None:
     use = GpuUse(GpuSums(), 10, {1: 2, 2: 3, 7: 4})
-    assert bytes_of_jobs(use, 0, [JobOnGpu((1, 2, 5), 99), JobOnGpu((7,), None), JobOnGpu((8,), 6)]) == [5, 4, 6]
+    jobs = [JobOnGpu((1, 2, 5), 0), JobOnGpu((7,), None), JobOnGpu((8,), 6), JobOnGpu((1,), 9)]
+    assert bytes_of_jobs(use, 0, jobs) == [5, 4, 6, 9]
 
 
 def test_jobs_that_report_nothing_share_what_exceeds_the_charges_of_the_others() -> None:

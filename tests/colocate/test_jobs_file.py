@@ -49,6 +49,8 @@ def test_copies_have_names_of_their_own_and_one_kind(tmp_path: Path) -> None:
         ("jobs:\n- {command: x, name: 7}", "name 7 is not a text"),
         ("jobs:\n- {command: x, gpu_memory: 3}", "gpu_memory 3 is no size"),
         ("jobs:\n- {command: x, env: {A=B: 1}}", "env has the name 'A=B'"),
+        ("jobs:\n- {command: x, env: {CUDA_VISIBLE_DEVICES: 0}}", "env has CUDA_VISIBLE_DEVICES, which the queue sets"),
+        ("jobs:\n- {command: x, device: cpu, gpu_memory: 1G}", "it has gpu_memory, and device cpu"),
         ("jobs:\n- {command: x, env: [a]}", "env ['a'] is not"),
         ("jobs:\n- {command: x, name: a}\n- {command: y, name: a}", "two jobs have the name 'a'"),
         ("jobs: [", "is not YAML"),

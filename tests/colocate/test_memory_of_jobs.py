@@ -135,6 +135,13 @@ def test_job_on_a_gpu_is_admitted_only_where_both_memories_have_room() -> None:
     assert memory_actions(BOTH, [asks, tenant("b", gpu=holding(2.0, 0.1))]) == []
 
 
+def test_job_of_unknown_peak_gets_all_of_the_gpu_that_is_free() -> None:
+    asks = tenant("a", "asks", need=1, gpu=replace(holding(0.5, 0.5, need=0.6), is_guess=True))
+    other = tenant("b", gpu=holding(1.0, 0.1))
+    assert memory_actions(BOTH, [asks, other]) == [Admit("a", {"host": GIB, "gpu": 3 * GIB})]
+    assert memory_actions(BOTH, [asks, tenant("b", gpu=holding(3.45, 0.1))]) == []
+
+
 def test_job_that_is_too_large_for_the_gpu_fails_in_words() -> None:
     (action,) = memory_actions(BOTH, [tenant("a", "asks", need=1, gpu=holding(0.5, 0.5, need=5))])
     assert isinstance(action, End)

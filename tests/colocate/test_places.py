@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,12 @@ def test_gpu_has_its_free_memory_and_a_part_of_the_cores() -> None:
 def test_gpu_may_name_its_cores_and_the_others_share_the_rest() -> None:
     gpu, cores = made(["gpu:0:3", "cpu"])
     assert (gpu.name, gpu.cores, cores.cores) == ("gpu:0", (3,), (0, 1, 2))
+
+
+def test_gpu_that_is_nearly_full_is_refused() -> None:
+    full = replace(GPU, free_bytes=GIB)
+    with pytest.raises(ValueError, match="gpu:0 has only 1024 MiB free"):
+        places_of(["gpu:0"], usable={0, 1}, num_cores=2.0, available=10 * GIB, gpus={0: full})
 
 
 def test_quota_of_cpu_time_leaves_fewer_cores() -> None:

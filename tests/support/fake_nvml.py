@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,11 +50,14 @@ class FakeNvml:
         knows_processes: bool = True,
         has_counters: bool = True,
         mig: Sequence[int] = (),
+        names: Sequence[str] = (),
     ) -> None:
         self.folder, self.total_bytes, self.busy = folder, total_bytes, busy
         self.knows_processes, self.has_counters, self.mig = knows_processes, has_counters, mig
-        self.used_by_others = 0
+        self.names = names
         self.is_lost = False
+        self.hangs, self.is_asked = threading.Event(), threading.Event()  # it hangs while the first is clear
+        self.hangs.set()
 
     def nvmlInit(self) -> None:
         pass
@@ -68,11 +72,11 @@ class FakeNvml:
         return f"GPU-{handle}abc"
 
     def nvmlDeviceGetName(self, handle: int) -> str:
-        return "Fake 4G"
+        return self.names[handle] if self.names else "Fake 4G"
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         self._check()
-        used = self.used_by_others + sum(self._processes(handle).values())
+        used = sum(self._processes(handle).values())
         return SimpleNamespace(total=self.total_bytes[handle], used=used, free=self.total_bytes[handle] - used)
 
     def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:
@@ -81,6 +85,9 @@ class FakeNvml:
         return self.mig[handle], self.mig[handle]
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        if not self.hangs.is_set():
+            self.is_asked.set()
+            assert self.hangs.wait(60)
         busy = self.busy if self._processes(handle) else 0
         return SimpleNamespace(gpu=busy, memory=busy // 2)
 
@@ -115,6 +122,8 @@ class FakeNvml:
     def _processes(self, handle: int) -> dict[int, int]:
         found = {}
         for path in (self.folder / str(handle)).glob("*"):
-            if os.path.exists(f"/proc/{path.name}") and (text := path.read_text()):
-                found[int(path.name)] = int(text)
+            with suppress(OSError):
+                # A process that has ended and was not reaped has no command line.
+                if Path(f"/proc/{path.name}/cmdline").read_bytes() and (text := path.read_text()):
+                    found[int(path.name)] = int(text)
         return found

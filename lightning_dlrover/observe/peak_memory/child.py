@@ -71,6 +71,7 @@ def _work(function: Callable[[], Any], writing: int, deadline_s: float, extra_by
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(int(deadline_s) + 1)  # ends the copy should its parent die
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else the first backward pass would take memory of each GPU
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
