@@ -8,9 +8,10 @@
 
 Without an option, queues of twelve small DLRM-like jobs run with `dlrover colocate` under several policies, in interleaved
 rounds (`colocation_mixes.py`), and models train after an estimate of their peak memory (`colocation_memory.py`). Each kind of
-job has run alone before, so peaks and profiles are known to all policies. The last line holds the throughput of ours over one
-job at a time in the balanced mix, the smallest over any other policy in any mix, that over random pairs in the balanced mix,
-and the errors of estimates and predictions. --minutes ends the rounds after some time, --without-memory leaves the models out.
+job has run alone before, so peaks and profiles are known to all policies. Policies are compared within a round, and a result is
+the geometric mean over the rounds. The last line holds the throughput of ours over one job at a time in the balanced mix, the
+smallest over any other policy in any mix, that over random pairs in the balanced mix, and the errors of estimates and
+predictions. --minutes ends the rounds after some time, --without-memory leaves the models out.
 
 --gpu: 24 such jobs share a GPU, the one that `nvidia-smi` shows with this number. The last line holds `gpu=`, the throughput of
 ours over one job at a time.

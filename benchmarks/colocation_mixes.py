@@ -12,8 +12,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import log, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median, stdev
 
 from jobs import BenchmarkError
 
@@ -81,6 +82,7 @@ class MixResult:
 
     mix: str
     policy: str
+    number: int  # of the round
     makespan_s: float
     jobs_cpu_s: float
     own_cpu_s: float  # CPU time of the dispatcher and the keepers
@@ -127,39 +129,39 @@ def measure_mixes(
     return results
 
 
-def _times(results: Sequence[MixResult]) -> dict[str, dict[str, float]]:
-    """Return the median makespan by mix and policy."""
-    times: dict[str, dict[str, list[float]]] = {}
-    for result in results:
-        times.setdefault(result.mix, {}).setdefault(result.policy, []).append(result.makespan_s)
-    return {mix: {policy: median(of_policy) for policy, of_policy in of.items()} for mix, of in times.items()}
+def _ratios(results: Sequence[MixResult], mix: str, policy: str) -> list[float]:
+    """Return how many times ours each makespan of a policy is, both of one round: the machine's speed changes meanwhile."""
+    times = {(result.policy, result.number): result.makespan_s for result in results if result.mix == mix}
+    return [time_s / times[OURS, number] for (of, number), time_s in times.items() if of == policy and (OURS, number) in times]
 
 
 def table(results: Sequence[MixResult]) -> list[str]:
-    """Return a line for each mix: the median makespan under each policy, and in parentheses how many times ours that is."""
+    """Return a line for each mix and policy: the median makespan, and how many times ours it is.
+
+    The latter is the geometric mean over the rounds, with its standard error.
+    """
     lines = []
-    for mix, times in _times(results).items():
-        ours = times.get(OURS, float("nan"))
-        cells = (f"{policy} {times[policy]:.1f} s ({times[policy] / ours:.2f})" for policy in POLICIES if policy in times)
-        lines.append(f"{mix:10}{', '.join(cells)}")
+    for mix, policy in dict.fromkeys((result.mix, result.policy) for result in results):
+        makespan_s = median(result.makespan_s for result in results if (result.mix, result.policy) == (mix, policy))
+        ratios = _ratios(results, mix, policy)
+        line = f"{mix:10}{policy:15}{makespan_s:8.1f} s"
+        if ratios:
+            line += f"{geometric_mean(ratios):8.3f}"
+        if len(ratios) > 1:
+            line += f" +- {geometric_mean(ratios) * stdev(map(log, ratios)) / sqrt(len(ratios)):.3f}"
+        lines.append(line)
     return lines
 
 
 def figures(results: Sequence[MixResult]) -> dict[str, float]:
-    """Return the figures of the last line: ratios of medians over the rounds. Those without a measurement are absent."""
+    """Return the figures of the last line: geometric means over the rounds. Those without a measurement are absent."""
     found: dict[str, float] = {}
-    times = _times(results)
-    balanced = times.get("balanced", {})
-    for name, of, policy in (
-        ("balanced", balanced, SEQUENTIAL),
-        ("vs_random", balanced, "random_pairs"),
-        ("gpu", times.get(GPU_MIX, {}), SEQUENTIAL),
-    ):
-        if policy in of and OURS in of:
-            found[name] = of[policy] / of[OURS]
-    others = [time_s / of[OURS] for of in times.values() if OURS in of for policy, time_s in of.items() if policy != OURS]
-    if others:
-        found["worst_vs_others"] = min(others)
+    pairs = dict.fromkeys((result.mix, result.policy) for result in results if result.policy != OURS)
+    means = {pair: geometric_mean(ratios) for pair in pairs if (ratios := _ratios(results, *pair))}
+    wanted = {"balanced": ("balanced", SEQUENTIAL), "vs_random": ("balanced", "random_pairs"), "gpu": (GPU_MIX, SEQUENTIAL)}
+    found |= {name: means[pair] for name, pair in wanted.items() if pair in means}
+    if means:
+        found["worst_vs_others"] = min(means.values())
     errors = [error for result in results for error in result.slowdown_errors]
     found["ooms"] = sum(result.num_out_of_memory for result in results)
     if errors:
@@ -203,7 +205,7 @@ def _run(queue: Path, mix: str, policy: str, steps: Mapping[str, int], learned: 
     jobs_cpu_s = sum(record.cpu_s for record in ended)
     on_cores = device == "cpu"  # speeds on a GPU are predicted by another model, from the first pairs on
     errors = tuple(_slowdown_errors(queue, learned, thread_shares if policy == OURS else equal_shares)) if on_cores else ()
-    return MixResult(mix, policy, summarize(records).makespan_s, jobs_cpu_s, cpu_s - jobs_cpu_s, errors, ooms)
+    return MixResult(mix, policy, number, summarize(records).makespan_s, jobs_cpu_s, cpu_s - jobs_cpu_s, errors, ooms)
 
 
 def _slowdown_errors(queue: Path, learned: Path, shares: Shares) -> list[float]:
