@@ -82,7 +82,7 @@ class MixResult:
 
     mix: str
     policy: str
-    number: int  # of the round
+    number: int  # number of the round
     makespan_s: float
     jobs_cpu_s: float
     own_cpu_s: float  # CPU time of the dispatcher and the keepers

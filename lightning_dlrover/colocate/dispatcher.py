@@ -117,7 +117,7 @@ class Dispatcher:
         self._not_before_s: dict[str, float] = {}
         self._families = Families()
         self._gpu_watch = gpu_watch
-        self._settled_s = 0.0  # of the last end of a job
+        self._settled_s = 0.0  # moment of the last end of a job
         self._companies = {place.name: Company(place.name, place.kind) for place in places}
         for record in journal.records:
             self._recall(record)

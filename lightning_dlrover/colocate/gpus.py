@@ -1,8 +1,8 @@
-"""The GPUs of this machine: their memory, who has it, and how busy they are. NVML reports them.
+"""The GPUs of this machine: their memory by process, and how busy they are. NVML reports them.
 
 NVML knows how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone. In a
-container, NVML may know processes by other ids than the container does. A job's memory is then what the job itself reports, or
-what no other job accounts for.
+container, NVML may know processes by other ids than the container does. A job's memory is then its own report, or the rest that
+no other job accounts for.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class JobOnGpu:
 def bytes_of_jobs(use: GpuUse, used_before: int, jobs: Sequence[JobOnGpu]) -> list[int]:
     """Return the memory of each job on one GPU: as NVML has it or as the job reports it, whichever is more.
 
-    Jobs of which neither is known share equally what exceeds the charges of the others. Those may not have reported yet what
-    they have, so this is too little rather than too much. All that is held still covers all that is used.
+    Jobs of which neither is known share the rest equally: all that exceeds the charges of the others. Reports of those may be
+    late, so this is too little rather than too much. All that is held still covers all that is used.
 
     Args:
         used_before: bytes that other programs had before the first job.

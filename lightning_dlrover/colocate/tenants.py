@@ -160,7 +160,7 @@ class Pause:
     """Stop a job's processes for a while.
 
     Args:
-        memory: that of which it has outgrown its charge; None: others run.
+        memory: the one whose charge it has outgrown; None: others run.
     """
 
     job: str

@@ -34,7 +34,7 @@ class Moment:
     num_steps: int
     step_s: float
     data_wait_s: float
-    gpu: GpuSums = field(default_factory=GpuSums)  # of its device, so they are the job's own only while it runs alone
+    gpu: GpuSums = field(default_factory=GpuSums)  # sums of the device: the job's own only while it runs alone
 
 
 @dataclass
@@ -56,7 +56,7 @@ class WatchedJob:
     charges: dict[Memory, int]
     phase: Phase = "starting"
     paused_from: Phase = "running"
-    short_of: set[Memory] = field(default_factory=set)  # memories of which it has outgrown its charge
+    short_of: set[Memory] = field(default_factory=set)  # memories whose charge it has outgrown
     most_processes: int = 0  # limit of an elastic job that was asked to shrink
     asked_to_shrink_s: float = 0.0
     peaks: dict[Memory, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class WatchedJob:
     has_reported: bool = False  # whether there was a report of its first process, readable or not
     threads: int = 0
     cores: float = 0.0  # cores that it kept busy between the last two measurements
-    guessed: set[Memory] = field(default_factory=set)  # memories of which nothing is known of its peak
+    guessed: set[Memory] = field(default_factory=set)  # memories whose peak is unknown
     probed: dict[Memory, int] = field(default_factory=dict)  # peaks of a command that reports nothing, after its probe
     end_reason: str = ""
     end_result: str = ""
