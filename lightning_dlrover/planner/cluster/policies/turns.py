@@ -33,6 +33,8 @@ FULL_USE = 1.6
 """Jobs may want this times a limit where cores would be idle otherwise: three that could each use a core, on two cores."""
 BUSY = 0.95
 """Fraction of a limit from which on no job is added for the rest."""
+WHOLE = ("cores", "gpu")
+"""Resources that a job has or has not at any moment; it uses a part of the others."""
 SAME = 0.02
 """Fraction by which the progress of two sets may differ before one is better."""
 SAME_END_S = 0.5
@@ -125,12 +127,30 @@ def _filled(
     """Add jobs in order that take nothing from the progress, until the device is busy also while others begin and end."""
     (least,) = (1 - SAME) * _progress([chosen], device, settings)
     for job in [job for job in jobs if job not in chosen]:
-        if packing.use_of_limits(chosen, device, with_present=True).max() >= BUSY:
+        if _busy(device, (*packing.members(device), *chosen)) >= BUSY:
             break
         more = (*chosen, job)
         if _fit_beside(packing, device, more, settings, FULL_USE) and _progress([more], device, settings)[0] >= least:
             chosen = more
     return chosen
+
+
+def _busy(device: Device, jobs: Sequence[Job]) -> float:
+    """Return the largest fraction of a limit that jobs keep busy.
+
+    A job that uses a part of a core or of a GPU has a whole one for that part of the time. Those times are independent, so some
+    are idle even where the sum exceeds the limit.
+    """
+    fractions = [0.0]
+    for resource, limit in device.limits.items():
+        uses = [job.profiles[device.kind].use.get(resource, 0.0) for job in jobs]
+        parts = [use for use in uses if use < 1.0] if resource in WHOLE else []
+        at_once = np.ones(1)  # chance of each number of them
+        for part in parts:
+            at_once = np.convolve(at_once, [1.0 - part, part])
+        always = sum(uses) - sum(parts)
+        fractions.append(float(at_once @ np.minimum(limit, always + np.arange(len(at_once)))) / limit)
+    return max(fractions)
 
 
 def _fit_beside(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
