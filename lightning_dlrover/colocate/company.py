@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_dlrover.colocate.journal import Profiled, Rates
+from lightning_dlrover.colocate.places import CPU
 from lightning_dlrover.colocate.watched import Moment
 
 __all__ = ["ALONE_S", "WARMUP_STEPS", "Alone", "Companion", "Company"]
@@ -59,7 +60,7 @@ class Company:
 
     def __init__(self, device: str, device_kind: str) -> None:
         self._device, self._device_kind = device, device_kind
-        self._settle_s = SETTLE_S if device_kind.startswith("cpu") else GPU_SETTLE_S
+        self._settle_s = SETTLE_S if device_kind == CPU else GPU_SETTLE_S
         self._members: tuple[str, ...] = ()
         self._since_s = 0.0
         self._first: dict[str, Moment] | None = None

@@ -73,7 +73,7 @@ class Rules:
 
 
 class Dispatcher:
-    """Runs the jobs of a journal's queue.
+    """Runs the jobs of a journal's queue. Those of a former dispatcher have ended (`end_former`).
 
     Args:
         folder: holds the jobs' output, each attempt in a folder of its own.
@@ -191,7 +191,6 @@ class Dispatcher:
             OSError: the journal cannot be written.
         """
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        end_former(self.journal.queue, self._keepers())
         self._settle_former()
         cores = sum(place.num_cores for place in self.places.values())
         memory_bytes = sum(place.memory_bytes for place in self.places.values())
@@ -367,11 +366,12 @@ class Dispatcher:
         self.journal.add(Started(start.job, attempt, start.device, self.now_epoch()))
         self._attempts[start.job] = attempt
         threads = self._scheduler.threads(place, 2)
+        of_place = place.environment(threads)
         environment = {
             **os.environ,
-            **place.environment(threads),
+            **of_place,
             **spec.env,
-            VISIBLE: place.environment(threads)[VISIBLE],
+            VISIBLE: of_place[VISIBLE],
             variables.SEAT: str(seat.resolve()),
             variables.QUEUE: self.journal.queue,
         }
@@ -496,28 +496,24 @@ class Dispatcher:
     def _end_leftovers(self, of: WatchedJob | None = None) -> None:
         """Kill processes of this queue, or of a job, that have no keeper: it was killed, or a former dispatcher was."""
         variable, value = (variables.SEAT, str(of.seat.resolve())) if of is not None else (variables.QUEUE, self.journal.queue)
-        _end_marked(variable, value, self._keepers())
-
-    def _keepers(self) -> set[int]:
-        return {job.kept.keeper_pid for job in self.running.values()}
+        _end_marked(variable, value, {job.kept.keeper_pid for job in self.running.values()})
 
 
-def end_former(queue: str, keepers: Collection[int] = ()) -> None:
+def end_former(queue: str) -> None:
     """End the processes of a queue's former dispatcher, if it was killed.
 
     Its keepers give their jobs a grace period, to save their state, and are waited for.
 
     Args:
         queue: the mark in the environment of its processes.
-        keepers: those of the present dispatcher.
     """
     deadline = time.monotonic() + keeper.GRACE_WITHOUT_DISPATCHER_S + 1.0
-    while any(is_program(pid, keeper.__file__) for pid in marked(variables.QUEUE, queue) if pid not in keepers):
+    while any(is_program(pid, keeper.__file__) for pid in marked(variables.QUEUE, queue)):
         if time.monotonic() > deadline:
             log.warning("jobs of the former dispatcher do not end, and are killed")
             break
         time.sleep(LOOK_S)
-    _end_marked(variables.QUEUE, queue, keepers)
+    _end_marked(variables.QUEUE, queue)
 
 
 def _end_marked(variable: str, value: str, keepers: Collection[int] = ()) -> None:

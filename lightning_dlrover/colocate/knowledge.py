@@ -18,6 +18,7 @@ from lightning_dlrover.colocate.company import Alone
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Profiled, Rates, Record, read_records
 from lightning_dlrover.colocate.memory import GROWTH, MEMORIES
+from lightning_dlrover.colocate.places import CPU
 from lightning_dlrover.colocate.tenants import Memory, Sizes
 from lightning_dlrover.perf.memory_margin import MemoryMargin
 from lightning_dlrover.planner.cluster import Device, Job, Profile
@@ -26,15 +27,13 @@ from lightning_dlrover.planner.cluster.cores import Shares, thread_shares
 from lightning_dlrover.planner.cluster.policy import Floats, SpeedPredictor
 from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
 
-__all__ = ["CPU", "Knowledge"]
+__all__ = ["Knowledge"]
 
 SPREAD = 1.05
 """Peaks of two runs of one command differ by less."""
 MAX_OBSERVATIONS = 400
 MAX_ALONE = 8
 """Windows alone of which a profile is the mean."""
-CPU = "cpu"
-"""Kind of all devices without a GPU. To a policy, each device is a kind of its own, as jobs stay where they are."""
 
 
 class Knowledge:

@@ -13,8 +13,10 @@ from lightning_dlrover.colocate.memory import START_BYTES
 from lightning_dlrover.colocate.tenants import Sizes
 from lightning_dlrover.observe.resources import available_bytes, available_cores
 
-__all__ = ["Place", "gpus_of", "places_of"]
+__all__ = ["CPU", "Place", "gpus_of", "places_of"]
 
+CPU = "cpu"
+"""Kind of all devices without a GPU. To a policy, each device is a kind of its own, as jobs stay where they are."""
 RESERVE = 0.1
 """Part of the available memory that no job gets: room for the page cache, and for growth between two looks."""
 MOST_ON_GPU = 4
@@ -120,7 +122,7 @@ def places_of(
         places.append(
             Place(
                 name=asked.name,
-                kind="cpu" if gpu is None else gpu.name,
+                kind=CPU if gpu is None else gpu.name,
                 cores=cores,
                 num_cores=share * len(cores),
                 memory_bytes=memory_bytes * len(cores) // total,

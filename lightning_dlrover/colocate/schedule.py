@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_dlrover.colocate.knowledge import CPU, Knowledge
+from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
-from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.places import CPU, Place
 from lightning_dlrover.colocate.tenants import Action, Memory, Pause, Resume, Sizes, Start, Tenant, Waiting
 from lightning_dlrover.planner.cluster import Allocation, Device, Job, PolicySettings, Profile, Running, State
 from lightning_dlrover.planner.cluster.cores import LEAST_IDLE, CoreUse, equal_shares, expected, thread_shares
@@ -114,12 +114,13 @@ class Scheduler:
         self._side_by_side = float(max((self.threads(place, 2) for place in places), default=1))
         able = [job for job in waiting if job.not_before_s <= now]
         wanted = self._wanted(now, places, able, tenants, are_last=not waiting)
+        suitable = {job.name: _suitable(job, places) for job in able}
         actions: list[Action] = []
         for place in places:
             here = [tenant for tenant in tenants if tenant.device == place.name]
             actions += self._of_tenants(now, place, here, {name for name, where in wanted.items() if place.name in where})
             if place.name not in self._alone:
-                for_here = [job for job in able if place.name in _suitable(job, places)]
+                for_here = [job for job in able if place in suitable[job.name]]
                 chosen = [job for job in for_here if place.name in wanted.get(job.name, ())]
                 actions += self._starts(now, place, here, for_here, chosen)
         return _once(actions)
@@ -229,17 +230,16 @@ class Scheduler:
 
     def _state(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
         """Return the state for a policy that starts jobs and lets them run to their ends."""
-        by_name = {place.name: place for place in places}
+        kind_of = {place.name: place.kind for place in places}
         jobs = []
         for job in waiting:
-            suitable = [by_name[name] for name in _suitable(job, places)]
-            charges = {place.kind: _charges(job, place.sizes) for place in suitable}
-            jobs.append(self._job(job, {kind: kind for kind in charges}, charges, None))
+            needs = {place.kind: (place.kind, _charges(job, place.sizes)) for place in _suitable(job, places)}
+            jobs.append(self._job(job, needs, None))
         running = []
         for tenant in tenants:
-            kind = by_name[tenant.device].kind
+            kind = kind_of[tenant.device]
             held = {memory: holding.held_bytes for memory, holding in tenant.holdings.items()}
-            running.append(Running(self._job(tenant, {kind: kind}, {kind: held}, None), (tenant.device,), tenant.started_s))
+            running.append(Running(self._job(tenant, {kind: (kind, held)}, None), (tenant.device,), tenant.started_s))
         return State(now, tuple(_device(place) for place in places), tuple(jobs), tuple(running))
 
     def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant], starting: Sequence[Tenant]) -> State:
@@ -252,8 +252,7 @@ class Scheduler:
         jobs = tuple(
             self._job(
                 tenant,
-                {tenant.device: kind_of[tenant.device]},
-                {},
+                {tenant.device: (kind_of[tenant.device], {})},
                 tenant.since_s if tenant.phase == "paused" else 2 * now - tenant.since_s,
             )
             for tenant in able
@@ -264,27 +263,26 @@ class Scheduler:
         )
         return State(now, tuple(replace(_device(place), kind=place.name) for place in places), jobs, running)
 
-    def _job(
-        self, of: Waiting | Tenant, kinds: Mapping[str, str], charges: Mapping[str, Sizes], waiting_since_s: float | None
-    ) -> Job:
+    def _job(self, of: Waiting | Tenant, needs: Mapping[str, tuple[str, Sizes]], waiting_since_s: float | None) -> Job:
         """Return a job as policies see it.
 
         Args:
-            kinds: the kind of device that was measured, for each kind that the policy knows.
-            charges: its memory on each of those; absent: it has it already.
+            needs: for each kind of device that the policy knows, the kind that was measured, and the memory that the job takes
+                there; empty: it has it already.
         """
         profiles = {}
-        are_known = all(self._knowledge.profile(of.kind, measured) is not None for measured in kinds.values())
-        for kind, measured in kinds.items():
+        are_known = True
+        for kind, (measured, charge) in needs.items():
             on_gpu = measured != CPU
-            charge = charges.get(kind, {})
-            size = charge.get("gpu" if on_gpu else "host", 0)
             known = self._knowledge.profile(of.kind, measured)
-            use = {**GUESS, "gpu": 1.0} if on_gpu else GUESS
-            if known is not None:
-                use = {**known.use, "cores": self._cores_beside_others(of.kind, measured)}
-            speed = known.steps_per_s if known is not None else 1.0
-            profiles[kind] = Profile(size, speed, use, charge.get("host", 0) if on_gpu else 0)
+            if known is None:
+                are_known = False
+                known = Profile(0, 1.0, {**GUESS, "gpu": 1.0} if on_gpu else GUESS)
+            else:
+                known = replace(known, use={**known.use, "cores": self._cores_beside_others(of.kind, measured)})
+            host_bytes = charge.get("host", 0)
+            sizes = (charge.get("gpu", 0), host_bytes) if on_gpu else (host_bytes, 0)
+            profiles[kind] = replace(known, memory_bytes=sizes[0], host_memory_bytes=sizes[1])
         return Job(
             of.name,
             profiles,
@@ -302,11 +300,11 @@ def _device(place: Place) -> Device:
     return Device(place.name, place.kind, place.name, memory_bytes, place.limits, place.most_jobs)
 
 
-def _suitable(job: Waiting, places: Sequence[Place]) -> list[str]:
+def _suitable(job: Waiting, places: Sequence[Place]) -> list[Place]:
     """Return the devices that a job may start on: those large enough, or all if none is. It then fails with the reason."""
     able = [place for place in places if job.on_gpu == (place.gpu is not None)]
     large = [place for place in able if all(job.expected.get(memory, 0) <= size for memory, size in place.sizes.items())]
-    return [place.name for place in large or able]
+    return large or able
 
 
 def _charges(job: Waiting, sizes: Sizes) -> dict[Memory, int]:

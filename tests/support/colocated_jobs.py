@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
+from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules, end_former
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
@@ -81,7 +81,8 @@ def dispatcher(
     places: Sequence[Place] = (),
     rules: Rules | None = None,
 ) -> Dispatcher:
-    """Return a dispatcher with these jobs in its queue."""
+    """Return a dispatcher with these jobs in its queue, as `run_queue` makes it."""
+    end_former(journal.queue)
     knowledge = Knowledge()
     knowledge.recall(journal.records)
     rules = rules or Rules(probe_s=0.2, grace_s=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 from lightning_dlrover.observe.peak_memory.estimate import MemoryEstimate, Unknown
 from lightning_dlrover.observe.seat import SeatReport
@@ -17,26 +18,15 @@ def report_of(estimate: MemoryEstimate | Unknown, num_processes: int = 1, on_gpu
     Args:
         on_gpu: the estimate is that of the GPU's memory.
     """
+    report = SeatReport(os.getpid(), time.monotonic(), num_processes)
     if isinstance(estimate, Unknown):
-        return SeatReport(os.getpid(), time.monotonic(), num_processes, estimate_note=estimate.reason[:400])
+        return replace(report, estimate_note=estimate.reason[:400])
+    report = replace(report, estimate_note=estimate.source)
     if on_gpu:
-        return SeatReport(
-            os.getpid(),
-            time.monotonic(),
-            num_processes,
-            estimate_note=estimate.source,
-            gpu_estimate_bytes=estimate.total_bytes,
-            gpu_estimate_margin_bytes=estimate.margin_bytes,
-        )
+        return replace(report, gpu_estimate_bytes=estimate.total_bytes, gpu_estimate_margin_bytes=estimate.margin_bytes)
     parts = estimate.parts
     # Forward and backward read each parameter and activation twice or write it, and the optimizer reads and writes its part.
     step_bytes = 3 * parts.parameters + 2 * (parts.activations + parts.optimizer_state + parts.gradients)
-    return SeatReport(
-        os.getpid(),
-        time.monotonic(),
-        num_processes,
-        estimate_bytes=estimate.total_bytes,
-        estimate_margin_bytes=estimate.margin_bytes,
-        estimate_note=estimate.source,
-        step_bytes=step_bytes,
+    return replace(
+        report, estimate_bytes=estimate.total_bytes, estimate_margin_bytes=estimate.margin_bytes, step_bytes=step_bytes
     )
