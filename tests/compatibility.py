@@ -459,13 +459,13 @@ ROWS: list[Row] = [
         (
             '`process_group_backend="nccl"`',
             "works",
-            "tests/rdzv/group/test_gloo.py::test_every_backend_has_gloo_for_the_cpu",
+            "tests/rdzv/group/test_backends.py::test_script_of_stock_ddp_keeps_gloo_for_the_cpu",
             "with gloo beside it",
         ),
         (
-            "Backends without gloo",
+            "Backends of which nothing is known",
             "refused",
-            "tests/rdzv/group/test_world.py::test_backend_without_gloo_is_refused",
+            "tests/rdzv/group/test_world.py::test_unknown_backend_is_refused",
         ),
         (
             "More workers per node than GPUs, with NCCL",

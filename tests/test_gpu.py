@@ -38,6 +38,7 @@ class AbortedWorld:
     """A world that loses its round while a collective is on the stream."""
 
     broken = False
+    is_asynchronous = True
     worker_id = "a"
 
     def broken_error(self) -> WorldError:

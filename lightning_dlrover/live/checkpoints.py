@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fsspec.core import url_to_fs
 
 from lightning_dlrover.live.lightning_names import writing_thread
@@ -89,13 +88,13 @@ def saving_folder(
         if is_global_zero():
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        dist.barrier()
+        transfer.barrier()
         save_tables(tables, unfinished / TABLES_FOLDER)
         save_rest(unfinished / TRAINER_FILE)
-        dist.barrier()
+        transfer.barrier()
         if is_global_zero():
             replace_folder(folder, unfinished)
-        dist.barrier()
+        transfer.barrier()
 
     return save_together
 

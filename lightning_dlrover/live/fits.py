@@ -7,6 +7,7 @@ import sys
 import torch.distributed as dist
 
 from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.purpose import Purpose, shown
 from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
 from lightning_dlrover.rdzv.live.outlook import Outlook
@@ -68,7 +69,8 @@ class Fits:
     def _end_together(self) -> None:
         frame = sys._getframe()
         with self._fit.world.compared(lambda: Purpose("the end of fit", place=shown(frame))):
-            dist.barrier()
+            self._fit.collectives.wait_for_results()  # another worker's last collective may need this one's device until here
+            transfer.barrier()
 
     def _await_finish(self) -> None:
         """Find out why workers were missing at the end: one has already ended and published that all is done, or one is lost.
@@ -98,4 +100,4 @@ class Fits:
 def _meet() -> None:
     if not dist.is_initialized():
         raise RoundEndedError("the round has ended")  # this worker left it at the end of the former `fit`
-    dist.barrier()
+    transfer.barrier()

@@ -90,7 +90,7 @@ class PlaceInJob:
     def _start(self, trainer: Any, backend: str) -> None:
         """Start the world for the script's first Trainer."""
         try:
-            self.world = World(self.config, backend, can_meet)
+            self.world = World(self.config, backend, self._strategy.root_device, can_meet)
             formation = self.world.start()
         except JobClosedError as error:
             # A worker started again, or late, for a job that has ended meanwhile. Nothing is wrong with it.

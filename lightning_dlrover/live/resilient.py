@@ -131,11 +131,15 @@ class ResilientCollectives:
 
     def check_gradients(self) -> None:
         """Raise if gradients may come from an aborted reduction: these must not reach the weights."""
-        if self._position.size == 1 or not self._position.has_entered:
-            return
-        wait_for_device(self._device())
-        if self._world.broken:
-            raise self._world.broken_error()
+        if self._position.size > 1 and self._position.has_entered:
+            self.wait_for_results()
+            if self._world.broken:
+                raise self._world.broken_error()
+
+    def wait_for_results(self) -> None:
+        """Wait until the results of all collectives are there, if their backend does not wait for them itself."""
+        if self._world.is_asynchronous:
+            wait_for_device(self._device())
 
     def check_group(self) -> None:
         """Raise if an abort has removed the group: Lightning's collectives would silently do nothing."""
@@ -143,9 +147,9 @@ class ResilientCollectives:
             raise self._world.broken_error()
 
     def _checked(self, run: Callable[[], T]) -> T:
-        """Return the result of a collective outside of steps, unless an NCCL abort has ended it early."""
+        """Return the result of a collective outside of steps, unless an abort has ended it early."""
         result = run()
-        if self._device().type == "cuda" and self._position.size > 1:
+        if self._world.is_asynchronous and self._position.size > 1:
             wait_for_device(self._device())
             if self._world.broken:
                 raise self._world.broken_error()

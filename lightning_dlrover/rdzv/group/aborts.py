@@ -1,8 +1,8 @@
-"""Keep the leftovers of an aborted NCCL collective in memory away from the weights.
+"""Keep what an aborted collective of an asynchronous backend, such as NCCL, has left in memory away from the weights.
 
-The host does not wait for NCCL. Only the CUDA stream does, and it continues after an abort as after a success, with arbitrary
-gradients in the buffers. So the host waits for the stream before results are used, and checks whether the round has ended. gloo
-needs none of this: its collectives raise.
+The host does not wait for such a collective. Only the stream does, and it continues after an abort as after a success, with
+arbitrary gradients in the buffers. So the host waits for the stream before results are used, and checks whether the round has
+ended. gloo needs none of this: its collectives raise.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ __all__ = ["checked_updates", "wait_for_device"]
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until the current stream of a CUDA device has completed its work; return at once for a CPU."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    """Wait until the current stream of a device has completed its work. A CPU has none."""
+    if device.type == "cpu":
+        torch.cpu.synchronize()
+    else:
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 @contextlib.contextmanager

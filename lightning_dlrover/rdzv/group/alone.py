@@ -30,6 +30,7 @@ class LoneWorld:
 
     def __init__(self) -> None:
         self.backend = "gloo"
+        self.is_asynchronous = False
         self.num_fits = 0
         self.activity: Callable[[], str] = lambda: "between two collectives"
         self.is_in_step: Callable[[], bool] = lambda: False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
@@ -60,8 +61,7 @@ class Failures:
             return False
         self.raise_mismatch(error)
         is_loss = is_group_failure(error) or isinstance(error, RoundEndedError)
-        # After an abort the default group is gone, and torch raises a ValueError about it.
-        is_loss = is_loss or (self._is_broken() and (isinstance(error, RuntimeError) or _has_no_group(error)))
+        is_loss = is_loss or (self._is_broken() and _may_follow_from_an_abort(error))
         if is_loss:
             self._last_failure = f"{type(error).__name__}: {error}"[:2000]
         return is_loss
@@ -87,5 +87,14 @@ class Failures:
             )
 
 
-def _has_no_group(error: BaseException) -> bool:
-    return isinstance(error, ValueError) and "Default process group has not been initialized" in str(error)
+def _may_follow_from_an_abort(error: BaseException) -> bool:
+    """Whether an error may come from the groups of a round that was ended while code used them."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False  # it would come again in the next round
+    if isinstance(error, RuntimeError):
+        return True
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    # Without its groups torch raises ValueError, KeyError, TypeError or AssertionError, whichever table it looks into first.
+    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")

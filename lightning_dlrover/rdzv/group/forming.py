@@ -1,4 +1,8 @@
-"""Form a round's process groups: reach the round's store, exchange hellos, connect all members."""
+"""Form a round's process groups: reach the round's store, exchange hellos, connect all members.
+
+Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer: `communicators.py` connects
+them as soon as the round is known, for a planned round while the former one still trains.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group import torch_names
+from lightning_dlrover.rdzv.group import torch_names, transfer
+from lightning_dlrover.rdzv.group.backends import has_gloo_for_cpu, traits_of
+from lightning_dlrover.rdzv.group.communicators import CommunicatorError, Communicators, slow_to_connect
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.gloo import RoundSockets, as_gloo, inet_sockets, num_begun
+from lightning_dlrover.rdzv.group.ending import RoundEnd
+from lightning_dlrover.rdzv.group.gloo import RoundSockets, inet_sockets, num_begun
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.hellos import await_hellos, missing_hellos, publish_hello
 from lightning_dlrover.rdzv.group.meeting import Meeting
@@ -67,22 +74,32 @@ class Forming:
     """Connect one worker to the other members of a round.
 
     Args:
+        device: device of the communicators that connect early; None: they connect at their first collective.
         sockets: sockets of the round, which are shut down if it does not form.
+        report: publishes an error that ends this worker.
     """
 
     def __init__(
         self,
         config: WorldConfig,
         backend: str,
+        device: torch.device | None,
         can_meet: Callable[[Mapping[str, bytes]], bool],
         membership: Membership,
         member: Member,
         sockets: RoundSockets,
         groups: RoundGroups,
         reach: Reach,
+        report: Callable[[BaseException], None],
     ) -> None:
         self._config = config
         self._backend = backend
+        self._device = device
+        self._early = slow_to_connect(backend) if device is not None else {}
+        self._report = report
+        self._communicators: Communicators | None = None  # of the newest round that this worker knows to be in
+        self._communicators_lock = threading.Lock()
+        self._former: RoundEnd | None = None  # end of the groups before
         self._can_meet = can_meet
         self._membership = membership
         self._member = member
@@ -98,7 +115,8 @@ class Forming:
         """Connect to the other members of a round, and create its default group; see `Means.form` and `Meeting`."""
         me = self._membership.worker_id
         rank = target.members.index(me)
-        self._sockets.begin_forming(target.number)
+        communicators = self.prepare(target)
+        self._sockets.begin_forming(target.number, target.store_port)
         try:
             deadline = time.monotonic() + self._config.form_timeout_s
             self._reach.begin()
@@ -117,20 +135,20 @@ class Forming:
             gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, is_large)
             for group in (gloo, *control):
                 self._groups.add(group)
-            with as_gloo(gloo):
-                dist.init_process_group(
-                    self._backend,
-                    store=PrefixStore("group", rendezvous),
-                    rank=rank,
-                    world_size=len(target.members),
-                    timeout=self._patience,
-                )
+            early = self._await_communicators(communicators, target, deadline, check) if communicators is not None else {}
+            self._create_default_group(rank, len(target.members), PrefixStore("group", rendezvous), {"gloo": gloo, **early})
+            # The communicators of further groups exchange their addresses through this store, whenever the script creates them.
+            store.set_timeout(self._patience)
         except BaseException:
             # Others may have formed the round already. They must detect that this worker has not.
             self._sockets.sever(target.number, quietly=True)
+            if communicators is not None:
+                communicators.abandon()
             raise
         finally:
             self._sockets.end_forming(connects_late=len(target.members) > FEW)
+        if self._sockets.are_severed:
+            raise VoidRoundError  # the groups are newer than the severing
         # The round may have ended before its sockets were recorded.
         self._sockets.follow(self._membership.view, self._membership.own.evicted)
         formation = Formation(target, hellos, rank)
@@ -141,14 +159,102 @@ class Forming:
             rank,
             formation.size,
             min(VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size, MAX_VOTE_ROOM),
-            begun=functools.partial(num_begun, gloo, "nccl" in self._backend),
+            begun=functools.partial(num_begun, [gloo, *self._beside_gloo()]),
             connect=functools.partial(_connect_briefly, target, f"round/{target.number}/meeting"),
             activity=activity,
             is_in_step=is_in_step,
             sever=functools.partial(self._sockets.sever, target.number),
             tree=Tree(gloo, rank, formation.size, self._patience) if is_large else None,
+            control=None if has_gloo_for_cpu(self._backend) else transfer.round_group(),
         )
         return formation, meeting
+
+    # --- communicators -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, target: RoundRecord) -> Communicators | None:
+        """Begin to connect the communicators of a round that this worker is a member of. Called from any thread; never blocks.
+
+        Returns:
+            The communicators on their way; None if the round needs none.
+        """
+        if not self._early or len(target.members) == 1:
+            return None
+        assert self._device is not None
+        with self._communicators_lock:
+            former = self._communicators
+            if former is not None and former.round.number == target.number:
+                return former
+            if former is not None:
+                former.abandon()
+            self._communicators = Communicators(
+                target,
+                target.members.index(self._membership.worker_id),
+                self._device,
+                self._early,
+                functools.partial(self._store_for_communicators, target),
+                self._former,
+                self._patience,
+                self._report,
+            )
+            return self._communicators
+
+    def is_prepared(self, target: RoundRecord) -> bool:
+        """Whether this worker has done all that it can do for a round before the switch to it."""
+        communicators = self._communicators
+        if not self._early or len(target.members) == 1 or self._membership.worker_id not in target.members:
+            return True
+        return communicators is not None and communicators.round.number == target.number and communicators.is_done
+
+    def abandon(self) -> None:
+        """Drop the communicators of a round that this worker will not enter."""
+        if self._communicators is not None:
+            self._communicators.abandon()
+
+    def ended(self, end: RoundEnd | None) -> None:
+        """Note the end of the groups before the next round."""
+        self._former = end or self._former
+
+    def _store_for_communicators(self, target: RoundRecord) -> Store:
+        deadline = time.monotonic() + self._config.form_timeout_s
+        while True:
+            if self._membership.view.round is not None and self._membership.view.round.number > target.number:
+                raise VoidRoundError
+            with contextlib.suppress(OSError, dist.DistError):
+                store = _store_at(target, 1.0)
+                store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
+                return PrefixStore(f"round/{target.number}/communicators", store)
+            if time.monotonic() > deadline:
+                raise CommunicatorError(
+                    f"the store of rank 0 ({target.members[0]}) at {target.store_address}:{target.store_port} did not answer "
+                    f"for {self._config.form_timeout_s:.0f} s"
+                )
+            time.sleep(CONNECT_AGAIN_S * max(1.0, len(target.members) / FEW))
+
+    def _await_communicators(
+        self, communicators: Communicators, target: RoundRecord, deadline: float, check: Callable[[], None]
+    ) -> dict[str, Any]:
+        def too_late() -> str:
+            names, limit_s = ", ".join(self._early.values()), self._config.form_timeout_s
+            return f"the communicators of {names} did not connect in {limit_s:.0f} s"
+
+        self._beside(communicators.wait, target, deadline, target.members, (), check, too_late)
+        return communicators.connected()
+
+    def _create_default_group(self, rank: int, size: int, store: Store, connected: Mapping[str, Any]) -> None:
+        with torch_names.as_connected(connected):
+            dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=self._patience)
+        if traits_of(self._backend).is_abortable:
+            self._sockets.end = RoundEnd(torch_names.default_groups, f"round {self._member.number}", self._report)
+        of_cpu = has_gloo_for_cpu(self._backend)
+        transfer.travel_in(dist.group.WORLD if of_cpu else torch_names.control_group(store, rank, size, connected["gloo"]))
+
+    def _beside_gloo(self) -> list[Any]:
+        """Return the other backends of the default group."""
+        group = dist.group.WORLD
+        devices = [torch.device(device) if device else None for device in slow_to_connect(self._backend)]
+        return [group if device is None else torch_names.backend_of(group, device) for device in devices]
+
+    # --- further groups ------------------------------------------------------------------------------------------------------
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
         """See `World.connect`."""

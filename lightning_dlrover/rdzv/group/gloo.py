@@ -1,4 +1,4 @@
-"""Connect gloo's process groups, and sever them from outside: gloo has no abort, but its sockets can be shut down."""
+"""Sever a round from outside: shut down the sockets of gloo, which has no abort, and begin the abort of other groups."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_dlrover.addresses import interface_of
 from lightning_dlrover.rdzv.etcd.config import parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group import torch_names
+from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.torch_names import TCPStore
 from lightning_dlrover.rdzv.group.waits import AWAKE_S
 from lightning_dlrover.rdzv.live.member import Member
@@ -29,60 +30,18 @@ from lightning_dlrover.rdzv.live.outlook import Outlook
 __all__ = [
     "RoundSockets",
     "StoreServer",
-    "as_gloo",
     "inet_sockets",
     "num_begun",
     "own_address",
     "protect_forks",
     "shut_down",
     "use_interface_of",
-    "with_gloo",
 ]
 
 
-def with_gloo(backend: str) -> str:
-    """Return the backend with gloo for tensors on the CPU, which carries votes and the state of joiners."""
-    if backend == "nccl":
-        return "cpu:gloo,cuda:nccl"
-    if backend != "gloo" and "cpu:gloo" not in backend.split(","):
-        raise ValueError(
-            f"process groups of the backend {backend!r} have no gloo for tensors on the CPU, through which workers vote and "
-            "hand over their state: use 'gloo', 'nccl', or 'cpu:gloo' beside another one, such as 'cpu:gloo,cuda:nccl'"
-        )
-    return backend
-
-
-@contextlib.contextmanager
-def as_gloo(connected: dist.ProcessGroupGloo) -> Iterator[None]:
-    """Make `init_process_group` use a gloo backend that is already connected instead of creating its own."""
-    original = dist.distributed_c10d.ProcessGroupGloo
-    handed_over = [connected]  # emptied later: the classes below live until they are collected, and the group must not
-
-    class Meta(type):
-        def __call__(cls, *args: object, **kwargs: object) -> dist.ProcessGroupGloo:
-            return handed_over.pop()
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, original)
-
-    class Connected(metaclass=Meta):
-        pass
-
-    dist.distributed_c10d.ProcessGroupGloo = Connected  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        handed_over.clear()
-        dist.distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
-
-
-def num_begun(group: dist.ProcessGroupGloo, has_nccl: bool) -> int:
-    """Return the number of collectives that any code of this worker has begun in its round's group."""
-    number = torch_names.num_begun(group)
-    if has_nccl and (default := dist.group.WORLD) is not None:
-        with contextlib.suppress(RuntimeError):  # the backend was not used yet
-            number += torch_names.num_begun(torch_names.backend_of(default, torch.device("cuda")))
-    return number
+def num_begun(backends: Sequence[Any]) -> int:
+    """Return the number of collectives that any code of this worker has begun in the backends of its round's group."""
+    return sum(torch_names.num_begun(backend) for backend in backends)
 
 
 class StoreServer:
@@ -118,17 +77,17 @@ class RoundSockets:
         member: holds the round that is formed or being formed; this class changes it under the lock.
         server: this worker's store; its connections are spared.
         etcd: etcd's endpoints; connections to them are spared.
-        has_nccl: whether groups must also be aborted.
-        timeout_s: timeout of the groups, by which sockets that gloo opens during a round are recognised.
+        timeout_s: timeout of the groups, by which gloo's sockets are recognised.
     """
 
-    def __init__(self, member: Member, server: StoreServer, etcd: str, has_nccl: bool, timeout_s: float) -> None:
+    def __init__(self, member: Member, server: StoreServer, etcd: str, timeout_s: float) -> None:
         self.are_severed = False
+        self.end: RoundEnd | None = None  # of the round's groups, if their backend is abortable; set while they are in use
         self._member = member
         self._server = server
         self._etcd_ports = {port for _, port in parse_endpoints(etcd)}
-        self._has_nccl = has_nccl
         self._timeout_s = timeout_s
+        self._store_port = 0  # of the round's store
         self._connects_late = False  # gloo opens sockets during the round, too
         self._lock = threading.Lock()
         self._sockets: list[tuple[int, int]] = []  # (fd, inode) of the group's connections
@@ -147,10 +106,11 @@ class RoundSockets:
         """Whether the sockets were severed so long ago that gloo has woken every waiter that it will wake."""
         return self.are_severed and time.monotonic() - self._severed_at > AWAKE_S
 
-    def begin_forming(self, number: int) -> None:
-        """Begin to form round `number`, which owns all sockets opened from here on."""
+    def begin_forming(self, number: int, store_port: int) -> None:
+        """Begin to form round `number`, which owns all connections of gloo and to its store that are opened from here on."""
         with self._lock:
             self._member.number = number
+            self._store_port = store_port
             self._known_inodes = set(inet_sockets().values())
             self._sockets = []
             self.severed = []
@@ -167,13 +127,13 @@ class RoundSockets:
         with self._lock:
             self._connects_late = connects_late
             # Both change together: a thread that severs the group in between would find no sockets, and not try again.
-            self._sockets = _sockets_beside(self._known_inodes)
+            self._sockets = [each for each in _sockets_beside(self._known_inodes) if self._is_of_round(*each)]
             self._member.forming = False
 
     def add_beside(self, known_inodes: set[int]) -> None:
         """Add sockets opened since all inodes were `known_inodes` to the round."""
         with self._lock:
-            self._sockets += _sockets_beside(known_inodes)
+            self._sockets += [each for each in _sockets_beside(known_inodes) if self._is_of_round(*each)]
 
     def follow(self, view: Outlook, evicted: bool) -> None:
         """Sever the group if it cannot complete any more collectives.
@@ -195,6 +155,7 @@ class RoundSockets:
         with self._lock:
             if number != self._member.number:
                 return
+            end = self.end
             if not quietly and not self.are_severed:
                 self.are_severed, self._severed_at = True, time.monotonic()
             if self._member.forming:
@@ -204,37 +165,49 @@ class RoundSockets:
             for fd, inode in doomed:
                 if shut_down(fd, inode, self._etcd_ports, self._server.port):
                     self.severed.append((fd, inode))
-            if not quietly and self._has_nccl and dist.is_initialized():
-                with contextlib.suppress(RuntimeError):
-                    torch_names.abort_process_group()
+        if end is not None and not quietly:
+            end.abort()
 
     def _opened_late(self) -> list[tuple[int, int]]:
         if not self._connects_late:
             return []
         known = self._known_inodes.union(inode for _, inode in self._sockets)
-        return [(fd, inode) for fd, inode in _sockets_beside(known) if _receive_timeout_s(fd) == int(self._timeout_s)]
+        return [each for each in _sockets_beside(known) if self._is_of_round(*each)]
 
-    def destroy_group(self) -> None:
-        """Leave the default group, if there is one."""
+    def _is_of_round(self, fd: int, inode: int) -> bool:
+        """Whether a socket is one of gloo's, or leads to the round's store. Other threads open sockets while a round forms."""
+        try:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                seconds: int = struct.unpack("ll", sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))[0]
+                return seconds == int(self._timeout_s) or sock.getpeername()[1] == self._store_port
+        except OSError:
+            return False  # closed, or not connected to anything
+
+    def destroy_group(self, is_agreed: bool) -> RoundEnd | None:
+        """Leave the default group, if there is one, without waiting for its end.
+
+        Args:
+            is_agreed: whether all members leave it now, after their last collective. An abortable group is aborted otherwise.
+
+        Returns:
+            The end of an abortable group.
+        """
         if not dist.is_initialized():
-            return
-        if self._has_nccl and self.are_severed:
-            torch_names.abort_process_group()
-            return
+            return None
         # Other processes, such as forked loader workers, may hold copies of the sockets. Peers would then not notice that ours
         # are closed, but they notice the shutdown.
         self.sever(self._member.number, quietly=True)
-        dist.destroy_process_group()
-
-
-def _receive_timeout_s(fd: int) -> int:
-    """Return the whole seconds of a socket's receive timeout, 0 if it has none. Gloo sets it, Python's own sockets do not."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as sock:
-            seconds: int = struct.unpack("ll", sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))[0]
-            return seconds
-    except OSError:
-        return 0  # closed meanwhile
+        with self._lock:
+            end, self.end = self.end, None
+        if end is None:
+            dist.destroy_process_group()
+            return None
+        if is_agreed and not self.are_severed:
+            end.close()
+        else:
+            end.abort()
+        torch_names.forget_groups()
+        return end
 
 
 def _sockets_beside(known_inodes: set[int]) -> list[tuple[int, int]]:

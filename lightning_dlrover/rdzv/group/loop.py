@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import checked_updates
@@ -232,12 +231,12 @@ class _Loop:
         self._yielded_round = 0
 
     def run(self) -> Iterator[Step]:
-        has_nccl = "nccl" in self._world.backend
-        with checked_updates(self._raise_if_aborted) if has_nccl else contextlib.nullcontext():
+        is_asynchronous = self._world.is_asynchronous
+        with checked_updates(self._raise_if_aborted) if is_asynchronous else contextlib.nullcontext():
             yield from self._steps()
 
     def _raise_if_aborted(self) -> None:
-        """Check the round before an optimizer's step: with NCCL, gradients may come from an aborted reduction."""
+        """Check the round before an optimizer's step: gradients may come from an aborted reduction."""
         if self.is_in_step and self._formation.size > 1 and self._world.broken:
             raise self._world.broken_error()
 
@@ -368,7 +367,7 @@ class _Loop:
 
     def _finish(self) -> bool:
         """End the job once all workers have made all steps; return False if another round was needed first."""
-        if self._formation.size > 1 and not self._attempt(dist.barrier) and not self._world.has_finished:
+        if self._formation.size > 1 and not self._attempt(transfer.barrier) and not self._world.has_finished:
             self._recover()
             return False
         self._world.finish(self.num_made)

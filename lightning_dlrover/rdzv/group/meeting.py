@@ -102,6 +102,7 @@ class Meeting:
         sever: ends this worker's pending collective; called after all workers have agreed on `mismatch`.
         tree: reduces the numbers in place of the group, if there are many workers. The round's group then connects two workers
             only at their first message.
+        control: the group of `transfer`, unless that is the default group.
     """
 
     def __init__(
@@ -116,11 +117,13 @@ class Meeting:
         is_in_step: Callable[[], bool],
         sever: Callable[[], None],
         tree: Tree | None = None,
+        control: object = None,
     ) -> None:
         self.mismatch: MismatchError | None = None
         self.connects_late = tree is not None
         self._tree = tree
         self._group: Any = group  # None once the round is over
+        self._control = control
         self._rank, self._size = rank, size
         self._length = NUM_HEADER + capacity
         self._all_begun = begun if tree is None else functools.partial(tree.without_messages, begun)
@@ -155,7 +158,7 @@ class Meeting:
         if self._tree is not None:
             self._tree.close()
         # This thread and the watcher must not hold the last reference to a group, see `waits`.
-        self._group = None
+        self._group = self._control = None
         self._unread = []
         self._all_begun = lambda: 0
 
@@ -231,12 +234,7 @@ class Meeting:
         """Compare a collective that is begun through `torch.distributed`, if all workers take part in it."""
         if self._alone:
             self._refuse_if_alone(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
-        if (
-            self._depth
-            or group is not dist.group.WORLD
-            or threading.get_ident() != self._thread
-            or torch_names.is_in_backward()
-        ):
+        if self._depth or not self._is_of_round(group) or threading.get_ident() != self._thread or torch_names.is_in_backward():
             return
         is_async = getattr(args[-1] if args else None, "asyncOp", False)
         if is_async and _is_of_a_library(sys._getframe(2)):
@@ -295,7 +293,7 @@ class Meeting:
     @contextlib.contextmanager
     def one_message(self, group: object, tensors: Sequence[Any]) -> Iterator[None]:
         """Exclude one message to or from another worker, begun within, from this worker's counts."""
-        if group is not dist.group.WORLD or any(tensor.device.type != "cpu" for tensor in tensors):  # NCCL counts them apart
+        if not self._is_of_round(group) or any(tensor.device.type != "cpu" for tensor in tensors):  # NCCL counts them apart
             yield
             return
         with self._messages_lock:  # a count read in between would be one too high or too low
@@ -305,7 +303,7 @@ class Meeting:
     @contextlib.contextmanager
     def only_messages(self, group: object) -> Iterator[None]:
         """Exclude all operations begun within from this worker's counts."""
-        if group is not dist.group.WORLD or threading.get_ident() != self._thread:
+        if not self._is_of_round(group) or threading.get_ident() != self._thread:
             yield
             return
         with self._messages_lock:
@@ -316,6 +314,9 @@ class Meeting:
             with self._messages_lock:
                 self._num_messages = self._all_begun() - self._begun_before
                 self._begun_before = None
+
+    def _is_of_round(self, group: object) -> bool:
+        return group is not None and (group is dist.group.WORLD or group is self._control)
 
     def _begun(self) -> int:
         with self._messages_lock:

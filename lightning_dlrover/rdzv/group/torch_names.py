@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,10 +29,15 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
-    "abort_process_group",
+    "abort",
     "after_backward",
+    "as_connected",
+    "backend_beside_gloo",
     "backend_of",
     "check",
+    "control_group",
+    "default_groups",
+    "forget_groups",
     "gloo",
     "gloo_devices",
     "has_gradient_hook",
@@ -48,8 +54,16 @@ POINT_TO_POINT = frozenset((12, 13, 14))
 NAMES: dict[str, tuple[str, ...]] = {
     "torch._C._distributed_c10d": ("HashStore", "PrefixStore", "Store", "TCPStore", "Work"),
     "torch._C._distributed_c10d:Work": ("wait", "_get_op_type"),
-    "torch.distributed.distributed_c10d": ("ProcessGroupGloo", "_abort_process_group"),
-    "torch.distributed:ProcessGroup": ("_get_backend",),
+    "torch.distributed.distributed_c10d": (
+        *("ProcessGroupGloo", "_unregister_all_process_groups", "_update_default_pg", "_world", "Backend"),
+        "_DistributedBackendOptions",
+    ),
+    "torch.distributed.distributed_c10d:Backend": ("_BackendPlugin", "_plugins"),
+    "torch.distributed.distributed_c10d:_World": (
+        *("group_count", "pg_backend_config", "pg_coalesce_state", "pg_group_ranks", "pg_map", "pg_names", "pg_to_tag"),
+        "tags_to_pg",
+    ),
+    "torch.distributed:ProcessGroup": ("_get_backend", "_register_backend", "_set_default_backend"),
     "torch.distributed:ProcessGroupGloo": ("_get_sequence_number_for_group", "_Options"),
     "torch.distributed:ProcessGroupGloo._Options": ("_devices", "_threads", "_timeout"),
     "torch._C": ("_current_graph_task_id", "_remove_worker_pids"),
@@ -129,9 +143,118 @@ def backend_of(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def abort_process_group() -> None:
-    """Abort the default group, which ends NCCL collectives in flight."""
-    dist.distributed_c10d._abort_process_group()
+def control_group(store: Store, rank: int, size: int, connected: Any) -> Any:
+    """Return a group of its own for tensors on the CPU, which torch's tables do not contain, over a connected gloo backend."""
+    group: Any = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, connected)
+    return group
+
+
+def backend_beside_gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Create a backend as `init_process_group` would. It connects at its first collective."""
+    if name == "nccl":
+        nccl: Any = dist.distributed_c10d.ProcessGroupNCCL
+        options = nccl.Options()
+        options.is_high_priority_stream = False
+        options._timeout = timeout
+        if torch.cuda.nccl.version()[:2] != (2, 26):  # type: ignore[no-untyped-call]  # whose non-blocking mode hangs, see pytorch issue 153960
+            options.config.blocking = 0  # an abort ends a connecting communicator in this mode only
+        return nccl(store, rank, size, options)
+    c10d: Any = dist.distributed_c10d
+    plugin = c10d.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    arguments = c10d._DistributedBackendOptions()
+    arguments.store, arguments.group_rank, arguments.group_size, arguments.timeout = store, rank, size, timeout
+    arguments.group_id, arguments.global_ranks_in_group = "", list(range(size))
+    return plugin.creator_fn(arguments, None)
+
+
+@contextlib.contextmanager
+def as_connected(backends: Mapping[str, Any]) -> Iterator[None]:
+    """Make `init_process_group` use backends that are connected already instead of creating its own.
+
+    Args:
+        backends: by name, such as `gloo`.
+    """
+    with contextlib.ExitStack() as undo:
+        for name, connected in backends.items():
+            undo.enter_context(_plugin_as(name, connected) if name not in _CLASSES else _class_as(_CLASSES[name], connected))
+        yield
+
+
+_CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+
+
+@contextlib.contextmanager
+def _class_as(class_name: str, connected: Any) -> Iterator[None]:
+    module: Any = dist.distributed_c10d
+    original = getattr(module, class_name)
+    handed_over = [connected]  # emptied later: the classes below live until they are collected, and the group must not
+
+    class Meta(type):
+        def __call__(cls, *args: object, **kwargs: object) -> Any:
+            return handed_over.pop()
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(original, name)
+
+    class Connected(metaclass=Meta):
+        pass
+
+    setattr(module, class_name, Connected)
+    try:
+        yield
+    finally:
+        handed_over.clear()
+        setattr(module, class_name, original)
+
+
+@contextlib.contextmanager
+def _plugin_as(name: str, connected: Any) -> Iterator[None]:
+    plugins = dist.distributed_c10d.Backend._plugins
+    original = plugins[name.upper()]
+    handed_over = [connected]
+    plugins[name.upper()] = dist.distributed_c10d.Backend._BackendPlugin(lambda *_: handed_over.pop(), False)
+    try:
+        yield
+    finally:
+        handed_over.clear()
+        plugins[name.upper()] = original
+
+
+def default_groups() -> list[Any]:
+    """Return all groups of torch's tables, the newest first: the default group and those that the script has created."""
+    names = dist.distributed_c10d._world.pg_names.copy()  # another thread may create one
+    return sorted(names, key=lambda group: names[group], reverse=True)
+
+
+def abort(groups: Sequence[Any]) -> None:
+    """Abort all communicators of some groups or backends, which ends their collectives. May take long."""
+    nccl: Any = None
+    with contextlib.suppress(RuntimeError, AttributeError, IndexError):  # no backend for the device, or a backend itself
+        nccl = groups[-1]._get_backend(torch.device("cuda"))
+    # Aborts of several communicators must not wait for each other, see pytorch issue 119797.
+    begin, end = (getattr(nccl, name, lambda: None) for name in ("_group_start", "_group_end"))
+    begin()
+    for group in groups:
+        group.abort()
+    end()
+
+
+def forget_groups() -> None:
+    """Remove all groups from torch's tables, so that a further default group can be created. Ends none of them."""
+    module: Any = dist.distributed_c10d
+    module._update_default_pg(None)
+    world = module._world
+    for table in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"):
+        getattr(world, table).clear()
+    module._unregister_all_process_groups()
+    world.group_count = 0
 
 
 def is_in_backward() -> bool:

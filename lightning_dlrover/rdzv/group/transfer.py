@@ -33,11 +33,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import waits
+from lightning_dlrover.rdzv.live.member import RoundEndedError
 
 __all__ = [
     "Packed",
     "TransferError",
     "all_gather",
+    "barrier",
     "dumps",
     "loads",
     "names_in",
@@ -47,7 +49,9 @@ __all__ = [
     "read",
     "receive",
     "resolved",
+    "round_group",
     "send",
+    "travel_in",
     "write",
 ]
 
@@ -93,9 +97,10 @@ def send(obj: Any, to_rank: int) -> None:
     """
     packed = obj if isinstance(obj, Packed) else pack(obj)
     tensors = [t.cpu().contiguous() for t in packed.tensors]
-    waits.wait_for(dist.isend(torch.tensor([len(packed.body)], dtype=torch.int64), to_rank))
-    waits.wait_for(dist.isend(torch.frombuffer(bytearray(packed.body), dtype=torch.uint8), to_rank))
-    pending = [dist.isend(t.flatten().view(torch.uint8), to_rank) for t in tensors]
+    group = round_group()
+    waits.wait_for(group.send([torch.tensor([len(packed.body)], dtype=torch.int64)], to_rank, 0))
+    waits.wait_for(group.send([torch.frombuffer(bytearray(packed.body), dtype=torch.uint8)], to_rank, 0))
+    pending = [group.send([t.flatten().view(torch.uint8)], to_rank, 0) for t in tensors]
     for work in pending:
         waits.wait_for(work)
 
@@ -110,10 +115,11 @@ def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str]
     Raises:
         TransferError: it holds a class that is not allowed.
     """
+    group = round_group()
     size = torch.zeros(1, dtype=torch.int64)
-    waits.wait_for(dist.irecv(size, from_rank))
+    waits.wait_for(group.recv([size], from_rank, 0))
     body = torch.empty(int(size.item()), dtype=torch.uint8)
-    waits.wait_for(dist.irecv(body, from_rank))
+    waits.wait_for(group.recv([body], from_rank, 0))
     outline = _unpacked(body.numpy().tobytes(), classes, names)
     tensors: list[torch.Tensor] = []
 
@@ -125,7 +131,7 @@ def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str]
         return tensors[-1]
 
     obj = _replaced(outline, fill, {})
-    pending = [dist.irecv(t.flatten().view(torch.uint8), from_rank) for t in tensors]
+    pending = [group.recv([t.flatten().view(torch.uint8)], from_rank, 0) for t in tensors]
     for work in pending:
         waits.wait_for(work)
     return obj
@@ -140,21 +146,43 @@ def all_gather(obj: Any) -> list[Any]:
     body, large = _packed(obj, inline_bytes=None)
     assert not large
     size = torch.tensor([len(body)], dtype=torch.int64)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    _all_gather(sizes, size)
+    group = round_group()
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    waits.wait_for(group.allgather([sizes], [size]))
     padded = torch.zeros(max(int(s.item()) for s in sizes), dtype=torch.uint8)
     padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     bodies = [torch.empty_like(padded) for _ in sizes]
-    _all_gather(bodies, padded)
+    waits.wait_for(group.allgather([bodies], [padded]))
     return [_unpacked(b[: int(s.item())].numpy().tobytes(), ()) for b, s in zip(bodies, sizes, strict=True)]
 
 
-def _all_gather(gathered: list[torch.Tensor], mine: torch.Tensor) -> None:
-    """Gather tensors on the CPU, in a wait that ends with its round even if the job uses NCCL."""
-    if waits.guards_all():
-        dist.all_gather(gathered, mine)
-    elif (work := dist.all_gather(gathered, mine, async_op=True)) is not None:
-        waits.wait_for(work)
+def barrier() -> None:
+    """Wait until all workers of the round have called this. The streams of their devices may still be busy."""
+    waits.wait_for(round_group().allreduce([torch.zeros(1)]))
+
+
+def travel_in(group: Any | None) -> None:
+    """Use `group` from here on: one of gloo among the workers of the default group, with the same ranks.
+
+    It is the default group itself, unless that has another backend for tensors on the CPU. None drops the group with its round.
+    """
+    global _round_group
+    _round_group = group
+
+
+_round_group: Any = None
+
+
+def round_group() -> Any:
+    """Return the group of the current round.
+
+    Raises:
+        RoundEndedError: there is none.
+    """
+    group = _round_group if _round_group is not None else dist.group.WORLD
+    if group is None:
+        raise RoundEndedError("the round has ended")
+    return group
 
 
 def dumps(obj: Any) -> bytes:

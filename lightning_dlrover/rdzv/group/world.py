@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,12 +35,14 @@ from lightning_dlrover._version import __version__
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.room import when_there_is_room
-from lightning_dlrover.rdzv.group import torch_names, waits
+from lightning_dlrover.rdzv.group import torch_names, transfer, waits
 from lightning_dlrover.rdzv.group.alone import LoneWorld
+from lightning_dlrover.rdzv.group.backends import prepare_environment, traits_of, with_gloo
+from lightning_dlrover.rdzv.group.communicators import slow_to_connect
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.failures import Failures
 from lightning_dlrover.rdzv.group.forming import Forming
-from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, own_address, protect_forks, use_interface_of, with_gloo
+from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, own_address, protect_forks, use_interface_of
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.hooks import compare_with
 from lightning_dlrover.rdzv.group.leaving import drain_on_sigterm, end_with_agent
@@ -73,27 +76,30 @@ class World:
 
     Args:
         config: the job and this worker's place in it.
-        backend: backend of the process groups, `gloo` or `cpu:gloo,cuda:nccl`; `nccl` is short for the latter.
+        backend: backend of the process groups, `gloo` or `cpu:gloo,cuda:nccl`; `nccl` is short for the latter. Votes and the
+            state of joiners travel through groups of gloo in any case.
+        device: device on which this worker computes. With it, NCCL connects before a round needs it, and a worker that is lost
+            before that blocks no other. None: the only GPU that is visible, if there is only one.
         can_meet: returns whether workers with these hellos can go on together; the result must be the same on all of them. If
             they cannot, the joiners wait for another round.
 
     Raises:
-        ValueError: the backend has no gloo for tensors on the CPU.
+        ValueError: nothing is known of the backend, or a variable in the environment would end the survivors of a loss.
     """
 
     def __init__(
         self,
         config: WorldConfig,
         backend: str = "gloo",
+        device: torch.device | None = None,
         can_meet: Callable[[Mapping[str, bytes]], bool] = lambda hellos: True,
     ) -> None:
         torch_names.check()
         self.config = config
         self.backend = backend = with_gloo(backend)
-        self._has_nccl = "nccl" in backend
-        if self._has_nccl:
-            # NCCL's watchdog would end this process when a peer is lost. Aborting the group is the task of our watcher.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        self.is_asynchronous = traits_of(backend).is_asynchronous
+        if self.is_asynchronous:
+            prepare_environment(os.environ)
         protect_forks()
         self._client = EtcdClient(config.etcd)
         self._client.check()
@@ -121,18 +127,22 @@ class World:
         self._member = Member(
             BlockingMeans(config, self.membership, reach.silent, self._form, self._destroy, self._reports.wait)
         )
-        self._sockets = RoundSockets(self._member, server, config.etcd.endpoints, self._has_nccl, config.collective_timeout_s)
+        self._sockets = RoundSockets(self._member, server, config.etcd.endpoints, config.collective_timeout_s)
         self._neighbour = Neighbour(self.membership, self._member, self._sockets.sever)
-        self._forming = Forming(config, backend, can_meet, self.membership, self._member, self._sockets, self._groups, reach)
+        self._forming = Forming(
+            *(config, backend, device or _only_device(backend), can_meet, self.membership, self._member),
+            *(self._sockets, self._groups, reach, self.report_error),
+        )
+        self._all_leave = False  # whether all members have agreed to leave the current group
         self._watched.append(self._sockets)
         self._failures = Failures(lambda: self.broken, self._current_meeting)
         self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, lambda: self.formation)
-        # NCCL's groups can be aborted. Votes and the state always travel through gloo.
-        waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self._has_nccl)
+        # Abortable groups are aborted. Votes and the state always travel through gloo.
+        waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self.is_asynchronous)
         compare_with(weakref.WeakMethod(self._current_meeting))
 
     @staticmethod
-    def from_environment(backend: str = "gloo") -> AnyWorld:
+    def from_environment(backend: str = "gloo", device: torch.device | None = None) -> AnyWorld:
         """Return the world of the job that started this process.
 
         `torchrun --rdzv-backend=etcd-v3` and `dlrover run` start workers of a job. A script started as `python train.py` gets a
@@ -145,7 +155,7 @@ class World:
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:
             end_with_agent(config.agent_pid)
-            return World(config, backend)
+            return World(config, backend, device)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise WorldError(
                 f"this worker is one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), started without the rendezvous backend "
@@ -237,7 +247,11 @@ class World:
         Raises:
             LeftOutError: the round goes on without this worker.
         """
-        return run_blocking(self._member.switch(number, hello))
+        self._all_leave = True
+        try:
+            return run_blocking(self._member.switch(number, hello))
+        finally:
+            self._all_leave = False
 
     def recover(self, hello: bytes) -> Formation:
         """Form the next round with the survivors after a collective of the current one failed.
@@ -262,7 +276,7 @@ class World:
         Without this they end in all cases but one: a worker is lost after it has sent part of a message. A model with a
         communication hook is left unchanged.
         """
-        if self.formation is not None and self.formation.size > 1 and not self._has_nccl:
+        if self.formation is not None and self.formation.size > 1 and not self.is_asynchronous:
             waits.guard_replica(replica)
 
     def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
@@ -317,7 +331,10 @@ class World:
     def leave(self) -> None:
         """Leave the process group and remove this worker from the job's records."""
         meeting = self._meeting
-        self._destroy(is_last=True)
+        try:
+            self._destroy(is_last=True)
+        except Exception as error:  # the record must not outlive the process
+            log.warning("worker %s: its groups could not be left: %s", self.worker_id, error)
         if meeting is not None:
             meeting.join(1.0)
         self._groups.join(1.0)
@@ -398,8 +415,8 @@ class World:
         is_alone = self.formation.size == 1
         if self._meeting is None and not is_alone:
             raise self.broken_error()
-        view = self.membership.view
-        newest = view.round.number if view.round is not None else 0
+        round_ = self.membership.view.round
+        newest = round_.number if round_ is not None and self._forming.is_prepared(round_) else self.formation.round.number
         self._vote = Vote([newest, -check_every, *wishes], None if is_alone else self._meeting, place)
 
     @property
@@ -447,18 +464,33 @@ class World:
             self._meeting.close()
             self._meeting = None
         self.wishes = []  # they belong to a round that is over
+        transfer.travel_in(None)
         self._groups.let_go(is_last, self._sockets.are_severed, self._sockets.severed)
         self._num_votes = 0
-        self._sockets.destroy_group()
+        if is_last:
+            self._forming.abandon()
+        self._forming.ended(self._sockets.destroy_group(self._all_leave))
+        self._all_leave = False  # a round that does not form after the switch is nobody's agreement
 
     def _round_of_waits(self) -> tuple[int, bool]:
         self._failures.raise_mismatch()
         return self._member.number, self._sockets.are_severed_for_good
 
     def _on_view(self, view: Outlook) -> None:
-        """Sever the group when it cannot complete any more collectives. Runs in the membership thread."""
+        """Sever a group that cannot complete any more collectives, and prepare the next one. Runs in the membership thread."""
         for sockets in self._watched:
             sockets.follow(view, self.membership.own.evicted)
+        if not self._watched or self.formation is None or view.round is None or not view.round.planned:
+            return
+        if view.round.number > self._member.number and self.worker_id in view.round.members:
+            self._forming.prepare(view.round)
+
+
+def _only_device(backend: str) -> torch.device | None:
+    """Return the device of a backend's communicators if there is no choice."""
+    if "cuda" in slow_to_connect(backend):
+        return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else None
+    return torch.device("cpu")
 
 
 AnyWorld: TypeAlias = World | LoneWorld

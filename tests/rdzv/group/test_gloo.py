@@ -1,28 +1,10 @@
-"""gloo's backends and sockets, in this process."""
+"""Sockets of gloo, in this process."""
 
 from __future__ import annotations
 
 import socket
 
-import pytest
-
-from lightning_dlrover.rdzv.group.gloo import inet_sockets, shut_down, with_gloo
-
-
-@pytest.mark.parametrize(
-    "given, used",
-    [
-        ("gloo", "gloo"),
-        ("nccl", "cpu:gloo,cuda:nccl"),  # typical of scripts written for stock DDP
-        ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
-        ("cuda:nccl,cpu:gloo", "cuda:nccl,cpu:gloo"),
-    ],
-)
-def test_every_backend_has_gloo_for_the_cpu(given: str, used: str) -> None:
-    assert with_gloo(given) == used
-
-
-# --- sockets ---------------------------------------------------------------------------------------------------------------
+from lightning_dlrover.rdzv.group.gloo import inet_sockets, shut_down
 
 
 def connected_pair(port: int = 0) -> tuple[socket.socket, socket.socket, socket.socket]:

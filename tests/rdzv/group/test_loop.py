@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.backends import traits_of
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import (
     Step,
@@ -143,10 +144,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class AbortedWorld:
-    """A world of two workers with NCCL that loses its round in the middle of a step. Waits succeed, like those of a stream."""
+    """A world of two workers that loses its round in the middle of a step. Waits succeed, like those of a stream."""
 
     def __init__(self, backend: str) -> None:
-        self.backend = backend
+        self.is_asynchronous = traits_of(backend).is_asynchronous
         self.broken = False
         self.formation = Formation(RoundRecord(1, ["a", "b"], "", "start", planned=True), {}, 0)
         self.worker_id = "a"
