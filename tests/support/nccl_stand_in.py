@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dlrover.rdzv.group import backends
 from lightning_dlrover.rdzv.group.torch_names import Store
 
 __all__ = ["NAME", "Quirks", "StandIn", "install"]
@@ -81,6 +82,7 @@ def install(quirks: Quirks) -> None:
     _quirks = quirks
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, StandIn, devices=["cpu"])
+        backends.register(NAME, backends.Traits(is_asynchronous=True, is_abortable=True))
     torch.cpu.synchronize = synchronize
 
 
