@@ -235,10 +235,12 @@ class _Loop:
         with checked_updates(self._raise_if_aborted) if is_asynchronous else contextlib.nullcontext():
             yield from self._steps()
 
-    def _raise_if_aborted(self) -> None:
+    def _raise_if_aborted(self, device: torch.device) -> None:
         """Check the round before an optimizer's step: gradients may come from an aborted reduction."""
-        if self.is_in_step and self._formation.size > 1 and self._world.broken:
-            raise self._world.broken_error()
+        if self.is_in_step and self._formation.size > 1:
+            self._world.wait_for_device(device)
+            if self._world.broken:
+                raise self._world.broken_error()
 
     def _steps(self) -> Iterator[Step]:
         self._enter()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.aborts import wait_for_device
 from lightning_dlrover.rdzv.group.backends import traits_of
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import (
@@ -151,6 +152,9 @@ class AbortedWorld:
         self.broken = False
         self.formation = Formation(RoundRecord(1, ["a", "b"], "", "start", planned=True), {}, 0)
         self.worker_id = "a"
+
+    def wait_for_device(self, device: torch.device) -> None:
+        wait_for_device(device)
 
     def broken_error(self) -> WorldError:
         return WorldError("the round has ended")
