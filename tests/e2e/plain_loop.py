@@ -20,6 +20,7 @@ class PlainSettings:
     num_steps: int = 600
     step_s: float = 0.01
     last_step: int | None = None  # a step that turns out to be the last one
+    backend: str = "gloo"
 
 
 class Count:
@@ -37,7 +38,7 @@ class Count:
 
 def run_plain_loop(recorder: Recorder, settings: PlainSettings) -> None:
     count = Count()
-    with World.from_environment() as world:
+    with World.from_environment(settings.backend) as world:
         for step in world.steps(settings.num_steps, check_interval_s=0.03, count=count):
             with step:
                 assert world.formation is not None

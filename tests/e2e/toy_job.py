@@ -232,6 +232,7 @@ class ToySettings:
     saves_epochs: bool = False  # write a checkpoint at each epoch's end
     resumes: str = ""  # checkpoint to resume from
     limits: dict[str, int] = field(default_factory=dict)  # further arguments of the Trainer
+    ddp: dict[str, Any] = field(default_factory=dict)  # further arguments of the strategy
 
     def write_streams(self, folder: Path) -> None:
         """Write the files that a job in this folder streams."""
@@ -381,6 +382,7 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
             global_batch_size=settings.global_batch_size or settings.batch_size,
             check_interval_s=0.03,
             max_catch_up_s=settings.max_catch_up_s,
+            **settings.ddp,
         ),
         **{"max_epochs": settings.max_epochs, **settings.limits},
         accumulate_grad_batches=settings.accumulate,
