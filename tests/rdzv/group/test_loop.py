@@ -196,6 +196,20 @@ def test_aborted_reduction_is_followed_by_no_update(device: str) -> None:
     assert weight == pytest.approx(0.9)  # changed by the step outside
 
 
+@pytest.mark.parametrize("backend, is_made", [("cpu:gloo,cuda:nccl", False), ("gloo", True)])
+def test_step_without_an_optimizer_can_confirm_its_results(backend: str, is_made: bool) -> None:
+    world: Any = AbortedWorld(backend)
+    loop = OneStepLoop(world, 2, 0, {}, 0.1).run()
+    step = next(loop)
+    changed = False
+    with step:
+        world.broken = True
+        step.confirm(torch.ones(1))
+        changed = True
+    loop.close()  # type: ignore[attr-defined]
+    assert (step.was_made, changed) == (is_made, is_made)
+
+
 @pytest.mark.parametrize("backend, is_aborted", [("cpu:gloo,cuda:nccl", False), ("gloo", True)])
 def test_whole_gradients_are_applied(backend: str, is_aborted: bool) -> None:
     step, weight = attempt_step(backend, "cpu", is_aborted)  # gloo's results are complete unless it raises
