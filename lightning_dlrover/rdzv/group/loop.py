@@ -203,8 +203,8 @@ class Step:
     def confirm(self, *results: torch.Tensor) -> None:
         """Make sure that results of collectives are whole before they change the state; leave the block if they are not.
 
-        Over NCCL a collective of a lost worker ends without an error, and with arbitrary values. PyTorch's optimizers are checked
-        by themselves. Over gloo this returns at once.
+        Over NCCL a collective of a lost worker ends without an error, and with arbitrary values. Updates by PyTorch's own
+        optimizers are checked in any case. Over gloo this returns at once.
         """
         for device in {result.device for result in results}:
             self._loop.check(device)
