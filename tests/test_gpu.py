@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_dlrover.live import resilient
 from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.epoch_metrics import restore_partial
 from lightning_dlrover.live.position import FitPosition
@@ -22,6 +21,7 @@ from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.live.state import seed_for
 from lightning_dlrover.live.update import Update, apply, capture
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.aborts import wait_for_device
 from lightning_dlrover.rdzv.group.meeting import Meeting
 from lightning_dlrover.rdzv.group.purpose import (
     Purpose,
@@ -41,6 +41,10 @@ class AbortedWorld:
     is_asynchronous = True
     worker_id = "a"
 
+    def wait_for_device(self, device: torch.device) -> None:
+        if torch.cuda.is_available():
+            wait_for_device(device)
+
     def broken_error(self) -> WorldError:
         return WorldError("the round has ended")
 
@@ -54,10 +58,8 @@ def world() -> Any:
 
 
 @pytest.fixture
-def collectives(world: Any, monkeypatch: pytest.MonkeyPatch) -> ResilientCollectives:
+def collectives(world: Any) -> ResilientCollectives:
     """Those of one of two workers on a GPU. Without a GPU, on a device that has computed everything at once."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(resilient, "wait_for_device", lambda device: None)
     formation: Any = SimpleNamespace(size=2, rank=0)
 
     def recover() -> bool:

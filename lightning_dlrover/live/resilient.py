@@ -17,7 +17,6 @@ import torch.distributed as dist
 from lightning_dlrover.live.position import FitPosition, Position
 from lightning_dlrover.live.unused_parameters import IncompleteBackwardError
 from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.aborts import wait_for_device
 from lightning_dlrover.rdzv.group.purpose import Purpose, place_of
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.live.member import Formation
@@ -139,7 +138,7 @@ class ResilientCollectives:
     def wait_for_results(self) -> None:
         """Wait until the results of all collectives are there, if their backend does not wait for them itself."""
         if self._world.is_asynchronous:
-            wait_for_device(self._device())
+            self._world.wait_for_device(self._device())
 
     def check_group(self) -> None:
         """Raise if an abort has removed the group: Lightning's collectives would silently do nothing."""
@@ -150,7 +149,7 @@ class ResilientCollectives:
         """Return the result of a collective outside of steps, unless an abort has ended it early."""
         result = run()
         if self._world.is_asynchronous and self._position.size > 1:
-            wait_for_device(self._device())
+            self._world.wait_for_device(self._device())
             if self._world.broken:
                 raise self._world.broken_error()
         return result

@@ -33,7 +33,7 @@ COUNTED = PlainSettings(num_steps=1_000_000, backend=NAME)  # runs until the tes
 
 
 def toy(**settings: Any) -> ToySettings:
-    return ToySettings(**{"max_epochs": 60, "step_s": 0.03, "ddp": LATE, **settings})
+    return ToySettings(**{"max_epochs": 12, "step_s": 0.03, "ddp": LATE, **settings})
 
 
 @dataclass(frozen=True)

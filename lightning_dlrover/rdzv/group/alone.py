@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,6 +76,9 @@ class LoneWorld:
 
     def guard(self, replica: DistributedDataParallel) -> None:
         pass  # there is no peer to lose
+
+    def wait_for_device(self, device: torch.device) -> None:
+        pass  # gradients need no reduction
 
     def listen_for_sigterm(self) -> None:
         pass  # there is no peer that would go on

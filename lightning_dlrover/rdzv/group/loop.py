@@ -200,6 +200,15 @@ class Step:
         self._loop = loop
         self._was_entered = False
 
+    def confirm(self, *results: torch.Tensor) -> None:
+        """Make sure that results of collectives are whole before they change the state; leave the block if they are not.
+
+        Over NCCL a collective of a lost worker ends without an error, and with arbitrary values. Updates by PyTorch's own
+        optimizers are checked in any case. Over gloo this returns at once.
+        """
+        for device in {result.device for result in results}:
+            self._loop.check(device)
+
     def __enter__(self) -> Step:
         self._was_entered = True
         self._loop.is_in_step = True
@@ -232,13 +241,15 @@ class _Loop:
 
     def run(self) -> Iterator[Step]:
         is_asynchronous = self._world.is_asynchronous
-        with checked_updates(self._raise_if_aborted) if is_asynchronous else contextlib.nullcontext():
+        with checked_updates(self.check) if is_asynchronous else contextlib.nullcontext():
             yield from self._steps()
 
-    def _raise_if_aborted(self) -> None:
-        """Check the round before an optimizer's step: gradients may come from an aborted reduction."""
-        if self.is_in_step and self._formation.size > 1 and self._world.broken:
-            raise self._world.broken_error()
+    def check(self, device: torch.device) -> None:
+        """Check the round before the results of its collectives are used: they may come from an aborted one."""
+        if self._world.is_asynchronous and self.is_in_step and self._formation.size > 1:
+            self._world.wait_for_device(device)
+            if self._world.broken:
+                raise self._world.broken_error()
 
     def _steps(self) -> Iterator[Step]:
         self._enter()

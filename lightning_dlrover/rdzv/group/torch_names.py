@@ -158,8 +158,11 @@ def backend_beside_gloo(name: str, store: Store, rank: int, size: int, timeout: 
         options = nccl.Options()
         options.is_high_priority_stream = False
         options._timeout = timeout
-        if torch.cuda.nccl.version()[:2] != (2, 26):  # type: ignore[no-untyped-call]  # whose non-blocking mode hangs, see pytorch issue 153960
-            options.config.blocking = 0  # an abort ends a connecting communicator in this mode only
+        options.global_ranks_in_group = list(range(size))
+        # An abort ends a connecting communicator in non-blocking mode only. That of NCCL 2.26 hangs (pytorch issue 153960).
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        if version[:2] != (2, 26) and "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ:
+            options.config.blocking = 0
         return nccl(store, rank, size, options)
     c10d: Any = dist.distributed_c10d
     plugin = c10d.Backend._plugins[name.upper()]

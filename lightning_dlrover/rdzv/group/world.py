@@ -36,6 +36,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.room import when_there_is_room
 from lightning_dlrover.rdzv.group import torch_names, transfer, waits
+from lightning_dlrover.rdzv.group.aborts import DeviceWait
 from lightning_dlrover.rdzv.group.alone import LoneWorld
 from lightning_dlrover.rdzv.group.backends import prepare_environment, traits_of, with_gloo
 from lightning_dlrover.rdzv.group.communicators import slow_to_connect
@@ -128,6 +129,7 @@ class World:
             BlockingMeans(config, self.membership, reach.silent, self._form, self._destroy, self._reports.wait)
         )
         self._sockets = RoundSockets(self._member, server, config.etcd.endpoints, config.collective_timeout_s)
+        self._device_wait = DeviceWait(config.collective_timeout_s, lambda: self._sockets.sever(self._member.number))
         self._neighbour = Neighbour(self.membership, self._member, self._sockets.sever)
         self._forming = Forming(
             *(config, backend, device or _only_device(backend), can_meet, self.membership, self._member),
@@ -278,6 +280,10 @@ class World:
         """
         if self.formation is not None and self.formation.size > 1 and not self.is_asynchronous:
             waits.guard_replica(replica)
+
+    def wait_for_device(self, device: torch.device) -> None:
+        """Wait until a device has the results of this worker's collectives, or the round was ended: check `broken` then."""
+        self._device_wait.wait(device)
 
     def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
         """Record that the job trains, and which model and data joiners must have.
@@ -468,6 +474,7 @@ class World:
         self._groups.let_go(is_last, self._sockets.are_severed, self._sockets.severed)
         self._num_votes = 0
         if is_last:
+            self._device_wait.close()
             self._forming.abandon()
         self._forming.ended(self._sockets.destroy_group(self._all_leave))
         self._all_leave = False  # a round that does not form after the switch is nobody's agreement

@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "event": (FitFinished(3), "text"),
     "finish": (3,),
     "guard": (None,),
+    "wait_for_device": (torch.device("cpu"),),
     "is_failure": (RuntimeError("Connection closed by peer"),),
     "is_stop": (1,),
     "keep_for_successors": (1, pack({})),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.aborts import wait_for_device
 from lightning_dlrover.rdzv.group.backends import traits_of
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import (
@@ -152,6 +153,9 @@ class AbortedWorld:
         self.formation = Formation(RoundRecord(1, ["a", "b"], "", "start", planned=True), {}, 0)
         self.worker_id = "a"
 
+    def wait_for_device(self, device: torch.device) -> None:
+        wait_for_device(device)
+
     def broken_error(self) -> WorldError:
         return WorldError("the round has ended")
 
@@ -190,6 +194,20 @@ def test_aborted_reduction_is_followed_by_no_update(device: str) -> None:
     step, weight = attempt_step("cpu:gloo,cuda:nccl", device, is_aborted=True)
     assert not step.was_made
     assert weight == pytest.approx(0.9)  # changed by the step outside
+
+
+@pytest.mark.parametrize("backend, is_made", [("cpu:gloo,cuda:nccl", False), ("gloo", True)])
+def test_step_without_an_optimizer_can_confirm_its_results(backend: str, is_made: bool) -> None:
+    world: Any = AbortedWorld(backend)
+    loop = OneStepLoop(world, 2, 0, {}, 0.1).run()
+    step = next(loop)
+    changed = False
+    with step:
+        world.broken = True
+        step.confirm(torch.ones(1))
+        changed = True
+    loop.close()  # type: ignore[attr-defined]
+    assert (step.was_made, changed) == (is_made, is_made)
 
 
 @pytest.mark.parametrize("backend, is_aborted", [("cpu:gloo,cuda:nccl", False), ("gloo", True)])

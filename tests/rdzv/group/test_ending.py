@@ -1,0 +1,111 @@
+"""The end of a round's groups: an abort that blocks, a shutdown that fails or waits for a member that never comes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from lightning_dlrover.rdzv.group import ending
+from lightning_dlrover.rdzv.group.ending import EXIT_STUCK, GroupStuckError, RoundEnd
+
+
+class Group:
+    """A group that takes note of its calls, and holds them up."""
+
+    def __init__(self, calls: list[str], error: Exception | None = None) -> None:
+        self.calls = calls
+        self.error = error
+        self.may_abort, self.may_close = threading.Event(), threading.Event()
+        self.may_abort.set()
+        self.may_close.set()
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        self.may_abort.wait(30)
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+        self.may_close.wait(30)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+def end_of(*groups: Any) -> RoundEnd:
+    return RoundEnd(lambda: groups, "round 3", lambda error: None)
+
+
+def test_groups_are_ended_once_however_many_threads_ask(calls: list[str]) -> None:
+    end = end_of(Group(calls))
+    threads = [threading.Thread(target=call) for call in (end.abort, end.close, end.abort)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    end.wait(10)
+    assert calls in (["abort"], ["shutdown"])
+
+
+def test_abort_that_blocks_holds_up_only_those_who_wait_for_it(calls: list[str]) -> None:
+    group = Group(calls)
+    group.may_abort.clear()
+    end = end_of(group)
+    end.abort()
+    with pytest.raises(GroupStuckError, match=r"round 3: .* its agent has to start it again"):
+        end.wait(0.1)
+    group.may_abort.set()
+    end.wait(10)
+
+
+def test_shutdown_with_an_error_is_followed_by_an_abort(calls: list[str]) -> None:
+    end = end_of(Group(calls, RuntimeError("NCCL error: remote process exited")))
+    end.close()
+    end.wait(10)
+    assert calls == ["shutdown", "abort"]
+
+
+def test_shutdown_that_a_member_has_left_out_is_followed_by_an_abort(calls: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(ending, "CLOSE_S", 0.1)
+    group = Group(calls)
+    group.may_close.clear()
+    end = end_of(group)
+    end.close()
+    deadline = time.monotonic() + 10
+    while "abort" not in calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    group.may_close.set()
+    end.wait(10)
+    assert calls == ["shutdown", "abort"]
+
+
+def test_worker_whose_abort_is_stuck_ends_with_a_reason(calls: list[str], monkeypatch: Any) -> None:
+    codes: list[int] = []
+    reported: list[BaseException] = []
+    has_ended = threading.Event()
+    monkeypatch.setattr(ending, "STUCK_S", 0.1)
+
+    def end_process(code: int) -> None:
+        codes.append(code)
+        has_ended.set()
+
+    monkeypatch.setattr(os, "_exit", end_process)
+    group = Group(calls)
+    group.may_abort.clear()
+    RoundEnd(lambda: [group], "round 3", reported.append).abort()
+    assert has_ended.wait(10)
+    group.may_abort.set()
+    assert codes == [EXIT_STUCK]
+    assert "the device has not returned from the abort" in str(reported[0])
+
+
+def test_groups_that_nobody_ends_hold_up_nobody(calls: list[str]) -> None:
+    end_of(Group(calls)).wait(0.0)
+    assert calls == []
