@@ -1,4 +1,4 @@
-"""Buffers of a model in DDP, such as BatchNorm's means, which all workers take from rank 0."""
+"""Buffers of a model, such as BatchNorm's means. In DDP all workers take them from rank 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["send_buffers", "take_buffers"]
+__all__ = ["BuffersBefore", "send_buffers", "take_buffers"]
+
+
+class BuffersBefore:
+    """A copy of a module's buffers: a forward pass may store what an aborted collective has left, as SyncBatchNorm does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+        for name, buffer in module.named_buffers():
+            kinds.setdefault((buffer.dtype, buffer.device), {})[name] = buffer.detach()
+        # One copy for all buffers of a kind: there may be hundreds of them, in every step.
+        self._kinds = [(kind, torch.cat([buffer.flatten() for buffer in kind.values()])) for kind in kinds.values()]
+
+    def restore(self) -> None:
+        for kind, values in self._kinds:
+            parts = torch.split(values, [buffer.numel() for buffer in kind.values()])
+            take_buffers(self._module, {name: part.view_as(kind[name]) for name, part in zip(kind, parts, strict=True)})
 
 
 def send_buffers(model: Any) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import torch
 import torchmetrics
 
 from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live.buffers import BuffersBefore
 
 if TYPE_CHECKING:
     import lightning as L
@@ -28,9 +29,11 @@ class Before:
     Args:
         metrics: torchmetrics objects of the user's module.
         results: Lightning's logged values.
+        buffers: a copy of the module's buffers; None if they cannot hold garbage.
     """
 
-    def __init__(self, metrics: Iterable[torchmetrics.Metric], results: Any) -> None:
+    def __init__(self, metrics: Iterable[torchmetrics.Metric], results: Any, buffers: BuffersBefore | None = None) -> None:
+        self._buffers = buffers
         self._results = results
         self._logged = {
             key: {name: vars(metric)[name] for name in _FIELDS if name in vars(metric)} for key, metric in results.items()
@@ -48,6 +51,8 @@ class Before:
                 del self._results[key]
         for state in self._metrics:
             state.restore()
+        if self._buffers is not None:
+            self._buffers.restore()
 
 
 class Counts:

@@ -16,6 +16,7 @@ import torchmetrics
 
 from lightning_dlrover.checks.script import BackwardCheck
 from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live.buffers import BuffersBefore
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.redo import Before, Counts, Frozen, call_restart_hooks, metrics_of
@@ -221,8 +222,11 @@ class TrainingSteps:
 
     def _remember(self) -> None:
         """Record the logged values before an accumulation window, in case its batches are computed again."""
-        results = lightning_names.results_of(self._epoch_loop)
-        self._before = Before(self._users_metrics, results) if self._fit.position.size > 1 else None
+        self._before = None
+        if self._fit.position.size > 1:
+            may_hold_garbage = self._fit.world.is_asynchronous and self._fit.strategy.elastic_tables is None
+            buffers = BuffersBefore(self._fit.trainer.lightning_module) if may_hold_garbage else None
+            self._before = Before(self._users_metrics, lightning_names.results_of(self._epoch_loop), buffers)
 
     def _counts_of(self, progress: Any) -> Counts:
         if self._counts is None or self._counts.progress is not progress:
