@@ -152,3 +152,51 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_workers_survive(name: str, make_job: MakeJob) -> None:
     assert CASES[name].problems(make_job) == []
+
+
+@pytest.mark.parametrize(
+    "fault, name",
+    [
+        ("shut_down_instead_of_abort", "one_of_two"),
+        ("use_gradients_without_a_wait", "late"),
+        ("leave_the_watchdog_on", "counted"),
+        ("abort_in_the_callers_thread", "slow_abort"),
+        ("use_aborted_results_outside_of_steps", "validation"),
+        ("connect_in_the_first_collective", "early"),
+    ],
+)
+def test_planted_fault_is_found(fault: str, name: str, make_job: MakeJob) -> None:
+    assert CASES[name].problems(make_job, fault)
+
+
+# --- anything in any order ------------------------------------------------------------------------------------------------------
+
+
+def random_quirks(seed: int) -> Quirks:
+    rng = random.Random(seed)
+    return Quirks(
+        create_s=rng.choice([0.0, 0.0, 0.2, 1.0]),
+        loss=rng.choice(["error", "hang", "either"]),
+        notice_s=rng.choice([0.0, 0.02, 0.2]),
+        abort_s=rng.choice([0.0, 0.0, 0.3]),
+        is_late=rng.random() < 0.5,
+        seed=seed,
+    )
+
+
+def carry_out_over_stand_in(schedule: Schedule, job: Job) -> list[str]:
+    return carry_out(schedule, job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, SCHEDULES, AT_ONCE))
+def test_every_sample_is_trained_on_exactly_once(first: int, make_job: MakeJob) -> None:
+    schedules = [random_schedule(seed) for seed in range(first, min(first + AT_ONCE, SCHEDULES))]
+    schedules = [replace(each, settings=replace(each.settings, ddp=LATE)) for each in schedules]
+    jobs = [
+        make_job(OverStandIn(train_toy, each.settings, random_quirks(each.seed)), script=run_over_stand_in)
+        for each in schedules
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results = list(pool.map(carry_out, schedules, jobs))
+    assert not {each.seed: bad for each, bad in zip(schedules, results, strict=True) if bad}
