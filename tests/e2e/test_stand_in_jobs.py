@@ -21,7 +21,7 @@ from nccl_stand_in import NAME, Quirks
 from plain_loop import PlainSettings, run_plain_loop
 from stand_in_jobs import OverStandIn, run_over_stand_in, train_synced
 from test_plain_loop import assert_everyone_counted_the_same
-from test_schedules import AT_ONCE, MOMENTS, Schedule, carry_out, random_schedule
+from test_schedules import AT_ONCE, MOMENTS, carry_out, random_schedule
 from toy_job import Script, ToySettings, train_toy
 
 SCHEDULES = 100 if os.environ.get("DLROVER_ALL_FAULTS") else 6
@@ -133,19 +133,19 @@ def lose_one_while_aborts_take_seconds(job: Job) -> None:
     job.wait_for_world(2)
 
 
-SLOW_ABORT_S = 6.0
+SLOW_ABORT_S = 4.0
 
 CASES = {
     "each_phase": Case(
         lose_one_in_each_phase, toy(accumulate=2, num_val_rows=20, val_every=6), Quirks(is_late=True, loss="either"), train_synced
     ),
-    "one_of_two": Case(lose_one_of_two, toy()),
-    "counted": Case(lose_one_of_two, COUNTED, Quirks(loss="hang"), run_plain_loop),
+    "one_of_two": Case(lose_one_of_two, toy(), Quirks(notice_s=0.0)),
+    "counted": Case(lose_one_of_two, COUNTED, Quirks(notice_s=0.0), run_plain_loop),
     "late": Case(grow_to_three, toy(), Quirks(is_late=True)),
-    "validation": Case(lose_one_in_a_validation, toy(num_val_rows=20, val_every=6)),
+    "validation": Case(lose_one_in_a_validation, toy(num_val_rows=20, val_every=6), Quirks(loss="hang")),
     "rank_0": Case(move_rank_0_and_drain, toy(), Quirks(create_s=0.5)),
     "early": Case(lose_one_before_its_first_collective, COUNTED, Quirks(), run_plain_loop),
-    "slow_abort": Case(lose_one_while_aborts_take_seconds, COUNTED, Quirks(abort_s=SLOW_ABORT_S), run_plain_loop),
+    "slow_abort": Case(lose_one_while_aborts_take_seconds, COUNTED, Quirks(loss="hang", abort_s=SLOW_ABORT_S), run_plain_loop),
 }
 
 
@@ -182,10 +182,6 @@ def random_quirks(seed: int) -> Quirks:
         is_late=rng.random() < 0.5,
         seed=seed,
     )
-
-
-def carry_out_over_stand_in(schedule: Schedule, job: Job) -> list[str]:
-    return carry_out(schedule, job)
 
 
 @pytest.mark.long
