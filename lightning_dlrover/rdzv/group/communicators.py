@@ -108,11 +108,14 @@ class Communicators:
         try:
             if self._former is not None:
                 self._former.wait()
+            module: Any = torch.get_device_module(self._device)
             if self._device.type != "cpu":
-                torch.get_device_module(self._device).set_device(self._device)  # a thread begins with the first device
+                module.set_device(self._device)  # a thread begins with the first device
             store = self._open_store()
-            for name in dict.fromkeys(self._names.values()):
-                self._connect(name, PrefixStore(name, store))
+            # All threads share the default stream: the steps of the former round would wait for this one's reduction.
+            with module.stream(module.Stream()):
+                for name in dict.fromkeys(self._names.values()):
+                    self._connect(name, PrefixStore(name, store))
         except BaseException as error:
             log.info("round %d: its communicators did not connect: %s", self.round.number, error)
             self._error = error
