@@ -311,6 +311,11 @@ ROWS: list[Row] = [
         ),
         ("Schedule-free optimizers", "works", f"{_STRANGERS}[schedule_free]"),
         (
+            "Buffers that the forward pass changes (BatchNorm, queues, averages), with losses",
+            "works: up to 64 MiB each",
+            f"{_FEATURES}::test_buffers_see_each_batch_once[buffered]",
+        ),
+        (
             "Gradient accumulation and clipping",
             "works",
             f"{_FEATURES}::test_accumulation_and_clipping_match_an_unresized_run",
