@@ -326,6 +326,16 @@ ROWS: list[Row] = [
             f"{_FEATURES}::test_script_that_cannot_be_right_is_refused",
         ),
         (
+            "DDP communication hooks with a state (PowerSGD, post-localSGD)",
+            "refused",
+            f"{_UNIT}/checks/test_script_checks.py::test_hook_with_a_state_is_refused",
+        ),
+        (
+            "`torch.cuda.make_graphed_callables`",
+            "refused",
+            f"{_UNIT}/checks/test_script_checks.py::test_module_with_torchs_graphed_forward_is_refused",
+        ),
+        (
             "`torch.compile` with `DLRoverCallback`",
             "works",
             f"{_UNIT}/test_compiled_models.py::test_callback_leaves_compilation_alone",
@@ -344,6 +354,11 @@ ROWS: list[Row] = [
             "Tables: Adam on CPU, momentum, weight decay, no optimizer",
             "refused",
             f"{_OPTIMIZERS}::test_optimizer_without_a_kernel_is_refused",
+        ),
+        (
+            'Tables: `precision="16-mixed"`',
+            "refused",
+            f"{_OPTIMIZERS}::test_scaled_gradients_are_refused",
         ),
         ("Tables: `sync_batchnorm`", "works", f"{_OPTIMIZERS}::test_sync_batchnorm_holds_beside_tables"),
     ),

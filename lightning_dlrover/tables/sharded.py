@@ -110,13 +110,20 @@ class ShardedTables:
             return set()
         names = set()
         for name, _, parameter in self._templates.parameters():
-            constraint = self._constraints.get(name.split(".")[-2])
-            is_whole = constraint is not None and constraint.sharding_types == ["data_parallel"]
             if not self.is_built:  # the user's `configure_optimizers` applied it
                 copy_applied_optimizer(self.module.get_parameter(name), parameter)
-            if not is_whole and not applied_optimizer(parameter):
+            if not self._is_whole(name) and not applied_optimizer(parameter):
                 names.add(name)
         return names
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether every worker holds all tables, so that none is trained in the backward pass."""
+        return all(self._is_whole(name) for name, _, _ in self._templates.parameters())
+
+    def _is_whole(self, name: str) -> bool:
+        constraint = self._constraints.get(name.split(".")[-2])
+        return constraint is not None and constraint.sharding_types == ["data_parallel"]
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
         """Set the learning rates of tables trained in the backward pass, by parameter name."""

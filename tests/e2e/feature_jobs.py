@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from torchmetrics import CatMetric, MeanMetric
@@ -701,6 +702,9 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     options: dict[str, Any] = {}
     strategy: Any = DLRoverStrategy(check_interval_s=0.03)
     match feature.name:
+        case "hook_state":
+            state: Any = PowerSGDState(process_group=None)
+            strategy = DLRoverStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
         case "toggling":
             strategy = DLRoverStrategy(check_interval_s=0.03, find_unused_parameters=True)
         case "clipping":

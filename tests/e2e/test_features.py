@@ -525,6 +525,7 @@ def test_early_stopping_ends_all_workers_in_the_same_epoch(make_job: MakeJob) ->
         ("raw_backward", 1, "call self.manual_backward(loss) instead"),
         ("zero", 2, "ZeroRedundancyOptimizer spreads its state over the ranks"),
         ("single_sample", 2, "BatchNorm cannot train on one sample"),
+        ("hook_state", 1, "ddp_comm_state=PowerSGDState belongs to the workers of one round"),
     ],
 )
 def test_script_that_cannot_be_right_is_refused(name: str, num_workers: int, message: str, make_job: MakeJob) -> None:
