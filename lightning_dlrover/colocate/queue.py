@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules, end_former
-from lightning_dlrover.colocate.gpus import GpuWatch, find_gpus, load_nvml
+from lightning_dlrover.colocate.gpus import GpuWatch, find_gpus
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
@@ -16,6 +16,7 @@ from lightning_dlrover.colocate.page import write_report
 from lightning_dlrover.colocate.places import gpus_of, places_of
 from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.summary import Summary, summarize
+from lightning_dlrover.observe.nvml import load_nvml
 
 __all__ = ["REPORT", "run_queue"]
 
