@@ -57,7 +57,7 @@ class GpuSums:
 
     at_s: float = 0.0
     busy_s: float = 0.0  # time in which a kernel ran
-    traffic_bytes: float = 0.0  # read from and written to the GPU's memory
+    memory_busy_s: float = 0.0  # time in which its memory was read or written, however few bytes these were
     pcie_bytes: float = 0.0  # in both directions
 
     def rates_since(self, then: GpuSums) -> dict[str, float]:
@@ -67,7 +67,7 @@ class GpuSums:
             return {}
         return {
             "gpu": (self.busy_s - then.busy_s) / seconds,
-            "gpu_memory_bandwidth": (self.traffic_bytes - then.traffic_bytes) / seconds,
+            "gpu_memory_busy": (self.memory_busy_s - then.memory_busy_s) / seconds,
             "pcie": (self.pcie_bytes - then.pcie_bytes) / seconds,
         }
 
@@ -119,7 +119,7 @@ def _read(nvml: Any, index: int) -> Gpu:
     if known(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):
         raise ValueError("it is divided by MIG")
     uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
-    return Gpu(index, uuid, name, int(memory.total), int(memory.free), {"gpu": 1.0, **_bandwidths(nvml, handle)})
+    return Gpu(index, uuid, name, int(memory.total), int(memory.free), _limits(nvml, handle))
 
 
 def _visible(gpus: Mapping[int, Gpu], entries: str) -> list[int]:
@@ -179,7 +179,6 @@ class GpuWatch:
     def __init__(self, nvml: Any, gpus: Collection[Gpu]) -> None:
         self._nvml = nvml
         self._handles = {gpu.index: nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus}
-        self._bandwidth = {gpu.index: gpu.limits.get("gpu_memory_bandwidth", 0.0) for gpu in gpus}
         self._has_pcie = {gpu.index: "pcie" in gpu.limits for gpu in gpus}
         self.used_before = {gpu.index: gpu.total_bytes - gpu.free_bytes for gpu in gpus}
         self._uses = {gpu.index: GpuUse(GpuSums(time.monotonic())) for gpu in gpus}
@@ -244,20 +243,15 @@ class GpuWatch:
         sums = GpuSums(
             now,
             then.busy_s + passed * busy,
-            then.traffic_bytes + passed * memory_busy * self._bandwidth[index],
+            then.memory_busy_s + passed * memory_busy,
             then.pcie_bytes + passed * (pcie or 0.0),
         )
         return replace(self._memory(index), sums=sums)
 
 
-def _bandwidths(nvml: Any, handle: Any) -> dict[str, float]:
-    """Return the peak bandwidths of a GPU's memory and of its link in bytes/s, as far as NVML knows them."""
-    found: dict[str, float] = {}
-    # Two transfers for each cycle: nvidia-smi's clock of the memory is that of its bus.
-    clock_mhz = known(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM))
-    width_bits = known(nvml, lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle))
-    if clock_mhz and width_bits:
-        found["gpu_memory_bandwidth"] = 2e6 * clock_mhz * width_bits / 8
+def _limits(nvml: Any, handle: Any) -> dict[str, float]:
+    """Return the largest use of each resource: all of the time, and the bytes/s of its link, as far as NVML knows them."""
+    found = {"gpu": 1.0, "gpu_memory_busy": 1.0}
     generation = known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
     lanes = known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
     if lanes and generation in PCIE_BYTES_PER_LANE_S and known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) is not None:

@@ -45,7 +45,7 @@ class FakeNvml:
         total_bytes: memory of each GPU.
         busy: percent of the time in which kernels run, while any process has memory there.
         knows_processes: False as in a container with process ids of its own.
-        has_counters: False for a GPU that reports neither its clocks nor its link.
+        has_counters: False for a GPU that does not report its link.
     """
 
     NVMLError = NVMLError
@@ -54,7 +54,7 @@ class FakeNvml:
     NVMLError_FunctionNotFound = NVMLError_FunctionNotFound
     NVMLError_NotFound = NVMLError_NotFound
     NVML_GPU_UTILIZATION_SAMPLES = 1
-    NVML_CLOCK_MEM, NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 2, 0, 1
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
 
     def __init__(
         self,
@@ -123,12 +123,6 @@ class FakeNvml:
             assert self.hangs.wait(60)
         busy = self.busy if self._processes(handle) else 0
         return SimpleNamespace(gpu=busy, memory=busy // 2)
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
-        return self._counter(1000)
-
-    def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
-        return self._counter(4096)
 
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
         return self._counter(4)
