@@ -109,7 +109,7 @@ class WatchedJob:
     def look_at_gpu(self, sums: GpuSums, gpu_bytes: int) -> None:
         """Take the newest measurement of its GPU, and its own memory there."""
         self.gpu_sums, self.gpu_bytes = sums, gpu_bytes
-        # A host may sleep during a long kernel. NVML does not tell whose kernel runs: beside others a hung command is found late.
+        # The host may sleep during a kernel. NVML does not tell whose kernel runs: beside others a hung command is found late.
         if not self.reports and sums.busy_s - self._gpu_busy_s >= max(LEAST_BUSY_S, BUSY * (self._looked_s - self.moved_s)):
             self._has_moved()
         self._see("gpu", max(gpu_bytes, sum(report.gpu_peak_bytes for report in self.reports)))
