@@ -89,7 +89,7 @@ def run_queue(
 
 
 def _used_devices(devices: Sequence[str], jobs: Sequence[JobSpec]) -> Sequence[str]:
-    """Return the devices, without `cpu` if no job asks for it: jobs of any device run on GPUs, which get its share of the host."""
+    """Leave `cpu` out if no job asks for it: jobs of any device run on the GPUs, which then get its share of the host."""
     if "cpu" not in devices or not gpus_of(devices) or any(job.device == "cpu" for job in jobs):
         return devices
     log.warning("no job has `device: cpu`: the GPUs' jobs get all cores")
