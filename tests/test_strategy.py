@@ -109,9 +109,16 @@ def test_plain_script_validates_tests_and_predicts(tmp_path: Path) -> None:
 
 def test_a_plain_script_has_no_live_job(tmp_path: Path) -> None:
     strategy = DLRoverStrategy()
-    strategy.times.start(HostMark)
-    train(tmp_path, strategy)
+    marks = []
+
+    def mark() -> HostMark:
+        marks.append(HostMark())
+        return marks[-1]
+
+    strategy.times.start(mark)
+    model = train(tmp_path, strategy)
     assert strategy.live is None
+    assert len(marks) == 8 * len(model.losses)  # each is an event on a GPU
     seconds = strategy.times.end_step().seconds()
     assert seconds is not None
     assert min(seconds["forward"], seconds["backward"], seconds["optimizer"]) > 0

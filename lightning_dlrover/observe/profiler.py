@@ -105,6 +105,7 @@ class StepProfiler:
 
     def close(self) -> None:
         self._memory.close()
+        self._times.stop()
 
     def pause(self) -> None:
         """Stop the clock during validation, a checkpoint or anything else that is no step."""

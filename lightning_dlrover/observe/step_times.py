@@ -108,9 +108,14 @@ class StepTimes:
         self._unread: deque[StepParts] = deque()  # the device has not reached their ends yet
 
     def start(self, new_mark: Callable[[], Mark]) -> None:
-        """Record marks from now on. `end_step` must be called after each step."""
+        """Record marks until `stop`. `end_step` must be called after each step."""
+        self.stop()
         self._new_mark = new_mark
-        self._marks.clear()
+
+    def stop(self) -> None:
+        """Record nothing any more, and forget what was not read."""
+        self._new_mark = None
+        self._marks = []
         self._unread.clear()
 
     @contextmanager
