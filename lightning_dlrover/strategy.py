@@ -136,7 +136,7 @@ class DLRoverStrategy(EitherStrategy):
         self._forward_redirection: Any = ForwardRedirection(self._forward_redirection)
         self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
-        self.clock = OwnClock()
+        self.clock = OwnClock(self.times)
         self._watch: AbstractContextManager[Any] | None = None
         self._global_batch_size = global_batch_size
         self.has_global_batch_size = global_batch_size is not None
@@ -386,7 +386,7 @@ class DLRoverStrategy(EitherStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         live = self.live
-        with self.times.measure("forward_s", self.clock):
+        with self.times.measure("forward"):
             if self.tables is not None:
                 self.tables.optimizers.pass_on_rates(self.optimizers)
             try:
@@ -401,7 +401,7 @@ class DLRoverStrategy(EitherStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any | None, *args: Any, **kwargs: Any) -> Tensor:
         live = self.live
-        with self.times.measure("backward_s", self.clock):
+        with self.times.measure("backward"):
             if live is not None:
                 if (weight := live.loaders.current_loss_weight) != 1.0:
                     closure_loss = closure_loss * weight
