@@ -71,6 +71,8 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    if not to:
+        return  # torch refuses empty lists
     with torch.no_grad():
         torch._foreach_copy_(to, values)  # few kernels for all buffers on a GPU
 

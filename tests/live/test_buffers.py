@@ -74,6 +74,12 @@ def test_copies_keep_their_memory_from_step_to_step() -> None:
     assert {copy.data_ptr() for copy in copies._copies} == addresses
 
 
+def test_model_without_buffers_needs_no_copies() -> None:
+    copies = BufferCopies(nn.Linear(2, 1))
+    copies.keep()
+    copies.restore()
+
+
 def test_large_buffer_is_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(buffers, "MAX_COPIED_BYTES", 8)
     model = Model()
