@@ -51,7 +51,7 @@ class BufferCopies:
         _copy(self._tensors(), self._copies)
 
     def _tensors(self) -> list[Tensor]:
-        return [buffer for _, _, buffer in self._kept if buffer is not None]
+        return [buffer for _, _, buffer in self._kept if buffer is not None and not _is_expanded(buffer)]
 
     def _is_copied(self, name: str, buffer: Tensor) -> bool:
         if buffer.nbytes <= MAX_COPIED_BYTES:
@@ -64,6 +64,13 @@ class BufferCopies:
                 *(name, buffer.nbytes / 2**20),
             )
         return False
+
+
+def _is_expanded(buffer: Tensor) -> bool:
+    """Whether several elements share memory. Nothing can be written to such a tensor."""
+    return 0 in buffer.stride() and any(
+        size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+    )
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

@@ -27,6 +27,7 @@ class Model(nn.Module):
         self.register_buffer("queue", torch.zeros(4))
         self.register_buffer("center", torch.zeros(2), persistent=False)
         self.register_buffer("cache", None)
+        self.register_buffer("expanded", torch.zeros(1).expand(4))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.queue.data[1:] = self.queue[:-1].clone()  # no version counter shows it
