@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BufferCopies", "send_buffers", "take_buffers"]
+__all__ = ["BufferCopies", "is_expanded", "send_buffers", "take_buffers"]
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class BufferCopies:
         _copy(self._tensors(), self._copies)
 
     def _tensors(self) -> list[Tensor]:
-        return [buffer for _, _, buffer in self._kept if buffer is not None and not _is_expanded(buffer)]
+        return [buffer for _, _, buffer in self._kept if buffer is not None and not is_expanded(buffer)]
 
     def _is_copied(self, name: str, buffer: Tensor) -> bool:
         if buffer.nbytes <= MAX_COPIED_BYTES:
@@ -66,11 +66,10 @@ class BufferCopies:
         return False
 
 
-def _is_expanded(buffer: Tensor) -> bool:
+def is_expanded(buffer: Tensor) -> bool:
     """Whether several elements share memory. Nothing can be written to such a tensor."""
-    return 0 in buffer.stride() and any(
-        size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True)
-    )
+    strides = buffer.stride()
+    return 0 in strides and any(size > 1 and step == 0 for size, step in zip(buffer.shape, strides, strict=True))
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
