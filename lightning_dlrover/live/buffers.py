@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BufferCopies", "send_buffers", "take_buffers"]
+__all__ = ["BufferCopies", "is_expanded", "send_buffers", "take_buffers"]
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class BufferCopies:
         _copy(self._tensors(), self._copies)
 
     def _tensors(self) -> list[Tensor]:
-        return [buffer for _, _, buffer in self._kept if buffer is not None]
+        return [buffer for _, _, buffer in self._kept if buffer is not None and not is_expanded(buffer)]
 
     def _is_copied(self, name: str, buffer: Tensor) -> bool:
         if buffer.nbytes <= MAX_COPIED_BYTES:
@@ -66,11 +66,19 @@ class BufferCopies:
         return False
 
 
+def is_expanded(buffer: Tensor) -> bool:
+    """Whether several elements share memory. Nothing can be written to such a tensor."""
+    strides = buffer.stride()
+    return 0 in strides and any(size > 1 and step == 0 for size, step in zip(buffer.shape, strides, strict=True))
+
+
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
 def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    if not to:
+        return  # torch refuses empty lists
     with torch.no_grad():
         torch._foreach_copy_(to, values)  # few kernels for all buffers on a GPU
 

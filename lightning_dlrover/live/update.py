@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dlrover.live.buffers import is_expanded
+
 if TYPE_CHECKING:
     import lightning as L
 
@@ -47,7 +49,8 @@ def apply(trainer: L.Trainer, update: Update) -> None:
     with torch.no_grad():
         for name, value in _tensors_of(trainer.lightning_module).items():
             sent = update.model.get(name)
-            if sent is not None and sent.shape == value.shape:  # else a cache that has grown on one worker alone
+            # Another shape: a cache has grown on one worker alone.
+            if sent is not None and sent.shape == value.shape and not is_expanded(value):
                 value.copy_(sent)
     for optimizer, state, kept in zip(trainer.optimizers, update.optimizers, update.groups, strict=True):
         # The rates are left out: this worker's schedulers have not seen the update yet and will set them.

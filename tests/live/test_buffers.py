@@ -27,6 +27,7 @@ class Model(nn.Module):
         self.register_buffer("queue", torch.zeros(4))
         self.register_buffer("center", torch.zeros(2), persistent=False)
         self.register_buffer("cache", None)
+        self.register_buffer("expanded", torch.zeros(1).expand(4))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.queue.data[1:] = self.queue[:-1].clone()  # no version counter shows it
@@ -72,6 +73,12 @@ def test_copies_keep_their_memory_from_step_to_step() -> None:
     model.cache = None
     copies.keep()
     assert {copy.data_ptr() for copy in copies._copies} == addresses
+
+
+def test_model_without_buffers_needs_no_copies() -> None:
+    copies = BufferCopies(nn.Linear(2, 1))
+    copies.keep()
+    copies.restore()
 
 
 def test_large_buffer_is_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
