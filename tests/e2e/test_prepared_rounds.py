@@ -1,10 +1,9 @@
-"""Rounds whose communicators take a second: they are made while the former round trains, and members are lost meanwhile."""
+"""Rounds whose communicators take a second: they are made while the former round trains, and members are lost during that."""
 
 from __future__ import annotations
 
 import signal
 
-import pytest
 from forked_jobs import MakeJob
 from harness import Job, violations
 from nccl_stand_in import Quirks
@@ -13,7 +12,7 @@ from toy_job import ToySettings, train_toy
 
 CREATE_S = 1.0
 
-SETTINGS = ToySettings(max_epochs=12, step_s=0.03, ddp={"process_group_backend": "stand_in"})
+SETTINGS = ToySettings(max_epochs=10, step_s=0.08, ddp={"process_group_backend": "stand_in"})
 
 
 def start(make_job: MakeJob, size: int) -> Job:
@@ -24,44 +23,34 @@ def start(make_job: MakeJob, size: int) -> Job:
     return job
 
 
-def wait_for_plan(job: Job) -> None:
-    """Wait until a further round is planned; it cannot begin before its communicators are there."""
+def prepare_another(job: Job) -> None:
+    """Start a worker, and wait until a round with it is planned; that cannot begin before its communicators are there."""
     number = job.round_number
-    job.wait_until(lambda: job.round_number > number, "a further round")
+    job.start()
+    job.wait_until(lambda: job.round_number > number and len(job.members) == 3, "a further round of three")
 
 
-def test_planned_change_does_not_wait_for_communicators(make_job: MakeJob) -> None:
+def test_planned_changes_do_not_wait_for_communicators(make_job: MakeJob) -> None:
     job = start(make_job, 1)
     job.start()
     job.wait_for_world(2)
-    job.start()
-    job.wait_for_world(3)
-    job.workers[0].terminate()
+    prepare_another(job)
+    job.workers[0].terminate()  # rank 0 leaves after a round with it has formed
     job.wait_for_world(2)
     assert job.finish() == [0, 0, 0]
     assert violations(job, SETTINGS) == []
     pauses = [float(event.text.split()[2]) for event in job.events("stall")]
-    assert len(pauses) == 3
+    assert len(pauses) >= 2
     assert max(pauses) < CREATE_S / 2, pauses
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_member_of_a_round_in_preparation_is_lost(make_job: MakeJob, victim: int) -> None:
+def test_members_of_rounds_in_preparation_may_be_lost(make_job: MakeJob) -> None:
     job = start(make_job, 2)
-    job.start()
-    wait_for_plan(job)
-    job.workers[victim].kill()
-    job.start()
+    prepare_another(job)
+    job.workers[2].kill()  # the joiner
+    prepare_another(job)
+    job.workers[0].kill()  # rank 0, which serves the former round
+    prepare_another(job)
     job.wait_for_world(3)
-    assert sorted(job.finish()) == [-signal.SIGKILL, 0, 0, 0]
-    assert violations(job, SETTINGS) == []
-
-
-def test_worker_leaves_a_round_in_preparation(make_job: MakeJob) -> None:
-    job = start(make_job, 2)
-    job.start()
-    wait_for_plan(job)
-    job.workers[0].terminate()
-    assert job.workers[0].wait() == 0
-    assert job.finish() == [0, 0, 0]
+    assert sorted(job.finish()) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0, 0]
     assert violations(job, SETTINGS) == []
