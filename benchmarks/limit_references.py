@@ -110,7 +110,7 @@ def main() -> int:
         folder = Path(temporary)
 
         def ours(name: str) -> Callable[[], float]:
-            return lambda: statistics.median(measure_limit(name, threads, folder, "cpu"))
+            return lambda: statistics.median(measure_limit(name, threads, folder))
 
         pairs = {
             "copy": (ours("copy"), stream_copy(folder)),

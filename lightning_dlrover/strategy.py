@@ -28,12 +28,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.checks.arguments import check_arguments
-from lightning_dlrover.checks.script import check_optimizers, explain_single_sample
+from lightning_dlrover.checks.script import (
+    check_capture,
+    check_graphs,
+    check_hook_state,
+    check_optimizers,
+    check_precision_of_tables,
+    explain_single_sample,
+)
 from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.live import listed_names
 from lightning_dlrover.live.checkpoints import TABLES_FOLDER, saving_file, saving_folder, trainer_file, when_written
 from lightning_dlrover.live.collectives import Collectives
-from lightning_dlrover.live.ddp_names import ForwardRedirection, apply_layer_sync, without_model
+from lightning_dlrover.live.ddp_names import (
+    ForwardRedirection,
+    apply_layer_sync,
+    comm_hook_state,
+    in_ddp_on_this_stream,
+    without_model,
+)
 from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
 from lightning_dlrover.live.place_in_job import PlaceInJob
@@ -123,7 +136,7 @@ class DLRoverStrategy(EitherStrategy):
         self._forward_redirection: Any = ForwardRedirection(self._forward_redirection)
         self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
-        self.clock = OwnClock()
+        self.clock = OwnClock(self.times)
         self._watch: AbstractContextManager[Any] | None = None
         self._global_batch_size = global_batch_size
         self.has_global_batch_size = global_batch_size is not None
@@ -215,11 +228,14 @@ class DLRoverStrategy(EitherStrategy):
         else:
             super().setup(trainer)
             if is_fitting:
-                self._check_optimizers()
+                self._check_script()
 
-    def _check_optimizers(self) -> None:
+    def _check_script(self) -> None:
+        assert self.lightning_module is not None
         if self.live is not None:
             check_optimizers(self.optimizers)
+            check_hook_state(comm_hook_state(self))
+            check_graphs(self.lightning_module)
         self.replica.note_optimizers()
 
     def _setup_alone(self, trainer: L.Trainer) -> None:
@@ -247,8 +263,10 @@ class DLRoverStrategy(EitherStrategy):
             self.tables.take_over()
         tables, is_new = self.tables, had_none and self.tables.is_new
         if is_fitting:
+            if not tables.sharded.are_whole:
+                check_precision_of_tables(self.precision_plugin)
             self.setup_optimizers(trainer)
-            self._check_optimizers()
+            self._check_script()
             try:
                 tables.optimizers.move_to_backward(self.optimizers, is_new)
             except TableOptimizerError:
@@ -270,7 +288,9 @@ class DLRoverStrategy(EitherStrategy):
         )
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        return self.replica.wrap(model, super()._setup_model, self._job.world if self._job is not None else None)
+        if self._job is None:
+            return self.replica.wrap(model, super()._setup_model, None)
+        return self.replica.wrap(model, partial(in_ddp_on_this_stream, self), self._job.world)
 
     def configure_ddp(self) -> None:
         live = self.live
@@ -366,7 +386,7 @@ class DLRoverStrategy(EitherStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         live = self.live
-        with self.times.measure("forward_s", self.clock):
+        with self.times.measure("forward"):
             if self.tables is not None:
                 self.tables.optimizers.pass_on_rates(self.optimizers)
             try:
@@ -381,10 +401,11 @@ class DLRoverStrategy(EitherStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any | None, *args: Any, **kwargs: Any) -> Tensor:
         live = self.live
-        with self.times.measure("backward_s", self.clock):
+        with self.times.measure("backward"):
             if live is not None:
                 if (weight := live.loaders.current_loss_weight) != 1.0:
                     closure_loss = closure_loss * weight
+                check_capture()
                 live.steps.backward_begins()
                 live.steps.backwards.backward()
             self.clock.backward_begins(closure_loss)

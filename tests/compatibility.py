@@ -311,6 +311,12 @@ ROWS: list[Row] = [
         ),
         ("Schedule-free optimizers", "works", f"{_STRANGERS}[schedule_free]"),
         (
+            "Buffers that the forward pass changes (BatchNorm, queues, averages), with losses",
+            "works",
+            f"{_FEATURES}::test_buffers_see_each_batch_once[buffered]",
+            "up to 64 MiB each",
+        ),
+        (
             "Gradient accumulation and clipping",
             "works",
             f"{_FEATURES}::test_accumulation_and_clipping_match_an_unresized_run",
@@ -319,6 +325,30 @@ ROWS: list[Row] = [
             "`loss.backward()`, `ZeroRedundancyOptimizer`, BatchNorm on one sample",
             "refused",
             f"{_FEATURES}::test_script_that_cannot_be_right_is_refused",
+        ),
+        (
+            "DDP communication hooks with a state (PowerSGD, post-localSGD)",
+            "refused",
+            f"{_UNIT}/checks/test_script_checks.py::test_hook_with_a_state_is_refused",
+        ),
+        (
+            "`torch.cuda.make_graphed_callables`",
+            "refused",
+            f"{_UNIT}/checks/test_script_checks.py::test_module_with_torchs_graphed_forward_is_refused",
+        ),
+        (
+            '`precision="bf16-mixed"`, BatchNorm',
+            "works",
+            f"{_FEATURES}::test_workers_agree_across_growth_loss_and_move_of_rank_0_with[bf16]",
+        ),
+        ("`static_graph=True`", "works", f"{_TABLE}[static_graph]"),
+        ("`gradient_as_bucket_view=True`, weights in `channels_last`", "works", f"{_TABLE}[channels_last]"),
+        ("`torch.compile` of a part of the model", "works", f"{_TABLE}[compiled]"),
+        (
+            "A compiled function with a collective",
+            "works",
+            f"{_UNIT}/test_compiled_models.py::test_graph_with_a_collective_is_compiled_again_for_the_next_round",
+            "it is compiled again after each change",
         ),
         (
             "`torch.compile` with `DLRoverCallback`",
@@ -339,6 +369,11 @@ ROWS: list[Row] = [
             "Tables: Adam on CPU, momentum, weight decay, no optimizer",
             "refused",
             f"{_OPTIMIZERS}::test_optimizer_without_a_kernel_is_refused",
+        ),
+        (
+            'Tables: `precision="16-mixed"`',
+            "refused",
+            f"{_OPTIMIZERS}::test_scaled_gradients_are_refused",
         ),
         ("Tables: `sync_batchnorm`", "works", f"{_OPTIMIZERS}::test_sync_batchnorm_holds_beside_tables"),
     ),

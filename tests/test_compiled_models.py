@@ -1,4 +1,4 @@
-"""`torch.compile` compiles the same frames with the callback as without it, wherever a script uses it."""
+"""`torch.compile` compiles the same frames with the callback as without it, and follows the process group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -103,3 +104,22 @@ def test_callback_leaves_compilation_alone(place: Place) -> None:
     assert trained(place, [callback]) == plain
     # Observations of a compiled model do not describe it.
     assert (callback._descriptors == Descriptors()) == (place != "nowhere")
+
+
+def test_graph_with_a_collective_is_compiled_again_for_the_next_round() -> None:
+    """Dynamo keeps the process group in the graph, and compares it before each call."""
+    backend = Counter()
+
+    @torch.compile(backend=backend)
+    def total(rows: Tensor) -> Tensor:
+        summed = rows * 2
+        dist.all_reduce(summed)
+        return summed
+
+    for number in (1, 2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        try:
+            assert torch.equal(total(torch.ones(2)), torch.full((2,), 2.0))
+        finally:
+            dist.destroy_process_group()
+        assert backend.num_graphs == number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_dlrover.live.collectives import Collectives
+from lightning_dlrover.live.ddp_names import in_ddp_on_this_stream
 from lightning_dlrover.live.epoch_metrics import restore_partial
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.resilient import ResilientCollectives
@@ -171,6 +173,32 @@ def test_seed_of_the_job_rules_the_device(device: str) -> None:
     assert draw((5, 0)) == draw((5, 0))
     assert draw((5, 0)) != draw((5, 1))
     assert draw((5, 0)) != draw((6, 0))
+
+
+# --- streams ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_gradients_are_accumulated_on_the_stream_of_the_step() -> None:
+    """DDP keeps the nodes that accumulate gradients, on the stream on which it was made."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    strategy: Any = SimpleNamespace(determine_ddp_device_ids=lambda: [0], _ddp_kwargs={"init_sync": False})
+    module = nn.Linear(64, 64).cuda()
+    torch.set_warn_always(True)  # else torch warns once in a process
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*AccumulateGrad node's stream")
+            for _ in range(2):  # two rounds
+                replica = in_ddp_on_this_stream(strategy, module)
+                replica(torch.ones(2, 64, device="cuda")).mean().backward()
+                del replica  # it keeps the nodes
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # as Lightning does: the test sees what it looks for
+                replica = in_ddp_on_this_stream(strategy, module)
+            with pytest.raises(UserWarning, match="AccumulateGrad node's stream"):
+                replica(torch.ones(2, 64, device="cuda")).mean().backward()
+    finally:
+        torch.set_warn_always(False)
+        dist.destroy_process_group()
 
 
 # --- votes --------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.live.place_in_job import PlaceInJob
+from lightning_dlrover.observe.step_times import HostMark
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
 
@@ -108,9 +109,19 @@ def test_plain_script_validates_tests_and_predicts(tmp_path: Path) -> None:
 
 def test_a_plain_script_has_no_live_job(tmp_path: Path) -> None:
     strategy = DLRoverStrategy()
-    train(tmp_path, strategy)
+    marks = []
+
+    def mark() -> HostMark:
+        marks.append(HostMark())
+        return marks[-1]
+
+    strategy.times.start(mark)
+    model = train(tmp_path, strategy)
     assert strategy.live is None
-    assert strategy.times.run_s >= strategy.times.forward_s + strategy.times.backward_s > 0
+    assert len(marks) == 8 * len(model.losses)  # each is an event on a GPU
+    seconds = strategy.times.end_step().seconds()
+    assert seconds is not None
+    assert min(seconds["forward"], seconds["backward"], seconds["optimizer"]) > 0
 
 
 def test_the_strategy_is_known_by_name() -> None:

@@ -102,10 +102,10 @@ class Crew:
             reference_s=first.reference_s,
         )
 
-    def limit(self, name: str, threads: int, device: str) -> Limit:
+    def limit(self, name: str, threads: int) -> Limit:
         began, at = time.monotonic(), time.time()
         num_workers = NEEDS_WORKERS.get(name, 1)
-        request = replace(self._request(num_workers), limit=name, threads=threads, device=device)
+        request = replace(self._request(num_workers), limit=name, threads=threads)
         try:
             blocks = tuple(float(value) for value in self._ask(request, num_workers)[0]["blocks"])
         except CrewError as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from lightning_dlrover.observe.nvml import handle_of, load_nvml
 
 __all__ = ["POWERCAP", "EnergyMeter"]
 
@@ -69,10 +69,9 @@ def _is_readable(zone: Path) -> bool:
 
 def _gpu_counter() -> Callable[[], float] | None:
     try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        nvml = load_nvml()
+        handle = handle_of(nvml)
         nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except Exception:  # not installed, no driver, or a GPU older than Volta
+    except Exception:  # not installed, no driver, a slice of a GPU (MIG), or a GPU older than Volta
         return None
     return lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3

@@ -87,18 +87,17 @@ def _where_time_goes(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _bandwidth(evidence: Evidence) -> Iterator[Finding]:
-    attainable = evidence.limits.get(("rows", evidence.cores))
-    if attainable is None:
-        return
     for result in evidence.of("devices"):
-        if not result.point.num_sparse or result.point.device != "cpu" or result.lookup_bytes_per_s is None:
+        attainable = evidence.limits.get(("gpu_rows" if result.point.device == "cuda" else "rows", evidence.cores))
+        # Tables on the CPU of a model on the GPU also wait for the link, which the limit leaves out.
+        if attainable is None or result.point.device == "mix" or result.lookup_bytes_per_s is None:
             continue
         fraction = result.lookup_bytes_per_s / 1e9 / attainable
         share = result.share("embedding") + result.share("optimizer")
         text = (
-            f"Tables of the {result.point.workload} model move {result.lookup_bytes_per_s / 1e9:.2g} GB/s of rows, "
-            f"{fraction:.0%} "
-            f"of the {attainable:.2g} GB/s that random lookups read here, in {share:.0%} of a step"
+            f"On {_device(result.point)}, tables of the {result.point.workload} model move "
+            f"{result.lookup_bytes_per_s / 1e9:.2g} GB/s of rows, {fraction:.0%} "
+            f"of the {attainable:.2g} GB/s that random lookups read there, in {share:.0%} of a step"
         )
         if fraction >= CLOSE_TO_LIMIT:
             text += ": they are bandwidth-bound, so more cores will not help, fewer or shorter lookups will."
@@ -113,9 +112,7 @@ def _bandwidth(evidence: Evidence) -> Iterator[Finding]:
 
 def _multiply(evidence: Evidence) -> Iterator[Finding]:
     best, torchs = (evidence.limits.get((name, evidence.cores)) for name in ("multiply", "multiply_torch"))
-    if best is None or torchs is None:
-        return
-    if torchs < best / 1.1:
+    if best is not None and torchs is not None and torchs < best / 1.1:
         yield Finding(
             "mlp",
             f"Torch's matrix multiply reaches {torchs:.0f} of the {best:.0f} GFLOP/s that another BLAS reaches on this "
@@ -123,16 +120,21 @@ def _multiply(evidence: Evidence) -> Iterator[Finding]:
             f"a torch built with that BLAS would gain up to {best / torchs - 1:.0%} in large MLPs.",
             "the faster of torch.mm and numpy's product, against torch.mm alone",
         )
-    wide = [r for r in evidence.of("mlp") if r.mlp_flops_per_s and r.point.device == "cpu"]
-    if wide:
-        small, large = (choose(wide, key=lambda r: r.point.width * 1000 + r.point.depth) for choose in (min, max))
-        assert small.mlp_flops_per_s is not None
-        assert large.mlp_flops_per_s is not None
+    measured = [r for r in evidence.of("mlp") if r.mlp_flops_per_s]
+    if not measured:
+        return
+    small, large = (choose(measured, key=lambda r: r.point.width * 1000 + r.point.depth) for choose in (min, max))
+    assert small.mlp_flops_per_s is not None
+    assert large.mlp_flops_per_s is not None
+    # The study runs on one device.
+    limit = evidence.limits.get(("gpu_multiply" if large.point.device == "cuda" else "multiply_torch", evidence.cores))
+    if limit is not None:
         yield Finding(
             "mlp",
-            f"MLPs of width {large.point.width} and depth {large.point.depth} reach {large.mlp_flops_per_s / 1e9:.0f} GFLOP/s, "
-            f"{large.mlp_flops_per_s / 1e9 / torchs:.0%} of torch's matrix multiply; at width {small.point.width} and depth "
-            f"{small.point.depth} it is {small.mlp_flops_per_s / 1e9 / torchs:.0%}. Throughput falls by a factor of "
+            f"MLPs of width {large.point.width} and depth {large.point.depth} on {_device(large.point)} reach "
+            f"{large.mlp_flops_per_s / 1e9:.0f} GFLOP/s, {large.mlp_flops_per_s / 1e9 / limit:.0%} of torch's matrix multiply; "
+            f"at width {small.point.width} and depth "
+            f"{small.point.depth} it is {small.mlp_flops_per_s / 1e9 / limit:.0%}. Throughput falls by a factor of "
             f"{small.samples_per_s / large.samples_per_s:.1f} between the two.",
             "FLOPs of both MLPs over the time of their parts",
         )
@@ -171,6 +173,8 @@ def _batch(evidence: Evidence) -> Iterator[Finding]:
             "the HPCA'21 study's shape for CPUs, a peak at small batches, does not appear: a step's fixed cost, about "
             f"{_ms(_fixed_s(line))} ms, is large on this machine"
         )
+    if last.point.device != "cpu":
+        study = f"a step's fixed cost is about {_ms(_fixed_s(line))} ms"
     yield Finding(
         "batch",
         f"A batch of {enough.point.batch} reaches {ENOUGH:.0%} of the best throughput ({best.samples_per_s:,.0f} "

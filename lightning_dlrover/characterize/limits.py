@@ -1,7 +1,8 @@
-"""Limits of the machine, measured in a worker: memory, matrix multiply, all-reduce and disk."""
+"""Limits of the machine, measured in a worker: memory and matrix multiply of each device, all-reduce and disk."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch.nn import functional as F
 
-__all__ = ["LIMITS", "NEEDS_WORKERS", "measure_limit"]
+__all__ = ["GPU", "LIMITS", "NEEDS_WORKERS", "measure_limit"]
 
+GPU = "gpu_"
+"""Begin of the names of a GPU's limits."""
 BLOCK_S = 0.12
 NUM_BLOCKS = 5
 COPY_BYTES = 256 * 2**20
@@ -24,18 +27,22 @@ ROWS_BYTES = 512 * 2**20
 ROW_VALUES = 32
 DISK_BYTES = 64 * 2**20
 ALL_REDUCE_BYTES = 16 * 2**20
-MATRIX = 1536
+MATRIX, GPU_MATRIX = 1536, 8192  # a smaller one does not fill a GPU
+BAGS, LOOKUPS = 4096, 32
+NUM_IDS = ROWS_BYTES // (4 * ROW_VALUES)
+"""Different lookups: as many as the table has rows, so that they come back to a row only once it has left all caches."""
 
 
-def measure_limit(name: str, threads: int, folder: Path, device: str) -> tuple[float, ...]:
+def measure_limit(name: str, threads: int, folder: Path) -> tuple[float, ...]:
     """Return the limit in each block, in the unit that `LIMITS` names.
 
     Raises:
         OSError: the disk refuses.
     """
     torch.set_num_threads(threads)
+    device = torch.device("cuda" if name.startswith(GPU) else "cpu")
     with threadpool_limits(threads):
-        return _MEASURES[name](threads, folder, torch.device(device))
+        return _MEASURES[name.removeprefix(GPU)](threads, folder, device)
 
 
 def _copy(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
@@ -52,11 +59,13 @@ def _copy(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]
 
 def _rows(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
     """Bytes of random table rows that lookups read."""
-    rows = ROWS_BYTES // (4 * ROW_VALUES)
-    table = torch.ones(rows, ROW_VALUES, device=device)
-    ids = torch.randint(rows, (4096, 32), generator=torch.Generator().manual_seed(0)).to(device)
+    table = torch.ones(NUM_IDS, ROW_VALUES, device=device)
+    ids = torch.randint(NUM_IDS, (NUM_IDS // LOOKUPS, LOOKUPS), generator=torch.Generator().manual_seed(0)).to(device)
+    # The start of a GPU's kernel takes longer than a small one.
+    batches = itertools.cycle([ids] if device.type == "cuda" else torch.split(ids, BAGS))
+    num_read = NUM_IDS if device.type == "cuda" else BAGS * LOOKUPS
     with torch.no_grad():
-        return _rates(lambda: F.embedding_bag(ids, table, mode="sum"), ids.numel() * ROW_VALUES * 4 / 1e9, device)
+        return _rates(lambda: F.embedding_bag(next(batches), table, mode="sum"), num_read * ROW_VALUES * 4 / 1e9, device)
 
 
 def _multiply(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
@@ -70,8 +79,9 @@ def _multiply(threads: int, folder: Path, device: torch.device) -> tuple[float, 
 
 
 def _multiply_in_torch(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
-    one, other = (torch.rand(MATRIX, MATRIX, device=device) for _ in range(2))
-    return _rates(lambda: torch.mm(one, other), 2 * MATRIX**3 / 1e9, device)
+    size = GPU_MATRIX if device.type == "cuda" else MATRIX
+    one, other = (torch.rand(size, size, device=device) for _ in range(2))
+    return _rates(lambda: torch.mm(one, other), 2 * size**3 / 1e9, device)
 
 
 def _all_reduce(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
@@ -165,6 +175,9 @@ LIMITS = {
     "all_reduce_latency": ("all-reduce of 8 bytes, two workers", "us"),
     "disk_write": ("disk, written through", "GB/s"),
     "disk_read": ("disk, read without cache", "GB/s"),
+    "gpu_copy": ("GPU memory copy, read and written", "GB/s"),
+    "gpu_rows": ("random table rows read by the GPU", "GB/s"),
+    "gpu_multiply": ("matrix multiply on the GPU, 32-bit", "GFLOP/s"),
 }
 """Meaning and unit of each limit."""
 

@@ -20,6 +20,7 @@ from lightning_dlrover.characterize.inputs import Batches
 from lightning_dlrover.characterize.model import Clock, LocalTables, Model, Tables
 from lightning_dlrover.characterize.point import Point
 from lightning_dlrover.characterize.reference import ReferenceProgram
+from lightning_dlrover.observe.gpu_memory import GpuPeak
 from lightning_dlrover.observe.resources import MemoryWatch
 
 __all__ = ["Effort", "Share", "measure"]
@@ -68,6 +69,7 @@ def _measured(point: Point, global_rank: int, effort: Effort, folder: Path) -> S
     dense_device = torch.device("cuda" if cuda else "cpu")
     table_device = torch.device("cuda" if point.device == "cuda" else "cpu")
     local_batch = point.batch // point.num_workers
+    gpu_peak = GpuPeak(dense_device)
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(MemoryWatch())
         batches = stack.enter_context(contextlib.closing(Batches(point, local_batch, global_rank, folder)))
@@ -83,7 +85,7 @@ def _measured(point: Point, global_rank: int, effort: Effort, folder: Path) -> S
             model.cut_step(batch, clock)
 
         reference = ReferenceProgram(dense_device)
-        return _run(point, effort, step, cut_step, reference, memory, cuda)
+        return _run(point, effort, step, cut_step, reference, memory, gpu_peak, cuda)
 
 
 def _tables(point: Point, device: torch.device, stack: contextlib.ExitStack) -> Tables | None:
@@ -103,6 +105,7 @@ def _run(
     cut_step: Callable[[Clock], None],
     reference: ReferenceProgram,
     memory: MemoryWatch,
+    gpu_peak: GpuPeak,
     cuda: bool,
 ) -> Share:
     num_steps = _warm_up(point, effort, step, cut_step, cuda)
@@ -130,7 +133,6 @@ def _run(
         took_s = _synced(point, cuda) - began
         cpu_s, spent = _cpu_s() - cpu_before, energy.joules()
     part_s, forward_s = _relative_parts(whole, parts, num_steps)
-    gpu_bytes = torch.cuda.max_memory_allocated() if cuda else 0
     per_step = None
     if spent is not None and spent_before is not None:
         of_steps = max(0.0, 1 - reference_total_s / took_s)  # the reference program takes its share
@@ -141,7 +143,7 @@ def _run(
         forward_s=forward_s,
         peak_memory_bytes=memory.take().peak_bytes,
         cpu_percent=100 * cpu_s / took_s,
-        gpu_memory_bytes=gpu_bytes,
+        gpu_memory_bytes=gpu_peak.take(),
         joules_per_step=per_step,
         reference_s=tuple(reference_s),
     )

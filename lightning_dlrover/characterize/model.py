@@ -7,9 +7,8 @@ part's forward and backward pass run by themselves, and the times of the parts c
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from lightning_dlrover.characterize.inputs import Batch
 from lightning_dlrover.characterize.point import PARTS, Point
 from lightning_dlrover.characterize.work import layers
+from lightning_dlrover.observe.step_times import Mark, marks_of
 
 __all__ = ["LEARNING_RATE", "Clock", "LocalTables", "Model", "Tables"]
 
@@ -30,8 +30,9 @@ class Clock:
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
+        self._now = marks_of(torch.device("cuda" if cuda else "cpu"))
         self._is_forward = False
-        self._marks: list[tuple[str, bool, object]] = []
+        self._marks: list[tuple[str, bool, Mark]] = []
 
     def begin(self) -> None:
         self._is_forward = True
@@ -44,13 +45,6 @@ class Clock:
         """Begin the backward pass."""
         self._is_forward = False
 
-    def _now(self) -> object:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
     def seconds(self) -> tuple[dict[str, float], float]:
         """Return the seconds of each part, and those that the forward pass computed in them."""
         if self._cuda:
@@ -58,13 +52,10 @@ class Clock:
         found, forward_s = dict.fromkeys(PARTS, 0.0), 0.0
         for (_, _, before), (part, is_forward, after) in itertools.pairwise(self._marks):
             if part:
-                took_s = self._between(before, after)
+                took_s = after.seconds_since(before)
                 found[part] += took_s
                 forward_s += took_s if is_forward and part not in ("data", "communication") else 0.0
         return found, forward_s
-
-    def _between(self, before: Any, after: Any) -> float:
-        return float(before.elapsed_time(after) / 1e3 if self._cuda else after - before)
 
 
 class Tables(Protocol):

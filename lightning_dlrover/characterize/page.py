@@ -76,6 +76,9 @@ def _facts(
         ("rows", "Random rows"),
         ("multiply", "Matrix multiply"),
         ("all_reduce", "All-reduce"),
+        ("gpu_copy", "GPU memory copy"),
+        ("gpu_rows", "GPU random rows"),
+        ("gpu_multiply", "GPU matrix multiply"),
     ):
         if (value := limits.get((name, scope.cores))) is not None:
             facts.append((label, f"{value:.3g} {LIMITS[name][1]}", ""))

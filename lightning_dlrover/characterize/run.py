@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_dlrover.characterize.budget import Aim, in_order, next_point, seconds_left
 from lightning_dlrover.characterize.crew import Crew
-from lightning_dlrover.characterize.limits import LIMITS
+from lightning_dlrover.characterize.limits import GPU, LIMITS
 from lightning_dlrover.characterize.measure import Effort
 from lightning_dlrover.characterize.point import Point
 from lightning_dlrover.characterize.store import Store
@@ -96,13 +96,13 @@ def _measure_limits(
         if time.monotonic() >= deadline:
             break
         progress.show(LIMITS[name][0], deadline - time.monotonic() + later_s)
-        store.add(crew.limit(name, threads, scope.device))
+        store.add(crew.limit(name, threads))
     return time.monotonic() - began
 
 
 def _missing_limits(store: Store, scope: Scope, visits: int) -> list[tuple[str, int]]:
     known = Counter((limit.name, limit.threads) for limit in store.found.limits)
-    wanted = [(name, scope.cores) for name in LIMITS]
+    wanted = [(name, scope.cores) for name in LIMITS if scope.device == "cuda" or not name.startswith(GPU)]
     wanted += [(name, 1) for name in ("copy", "rows", "multiply", "multiply_torch")]
     return [each for each in dict.fromkeys(wanted) if known[each] < visits]
 

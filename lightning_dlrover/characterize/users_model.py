@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_dlrover.characterize.measure import Effort, Share
 from lightning_dlrover.characterize.point import Point
+from lightning_dlrover.observe.gpu_memory import GpuPeak
 from lightning_dlrover.observe.resources import MemoryWatch
 from lightning_dlrover.packages import package_of
 
@@ -82,6 +83,7 @@ def measure_users_model(point: Point, effort: Effort) -> Share:
     module = _made(point.model)
     lightning = importlib.import_module(package_of(module))
     watch = _watch(lightning, effort, point.device != "cpu")
+    gpu_peak = GpuPeak(torch.device("cpu" if point.device == "cpu" else "cuda"))
     with MemoryWatch() as memory:
         trainer = lightning.Trainer(
             accelerator="gpu" if point.device != "cpu" else "cpu",
@@ -102,8 +104,7 @@ def measure_users_model(point: Point, effort: Effort) -> Share:
     if not watch.blocks:
         raise ValueError(f"its data ended before {WARM_STEPS + 1} steps")
     part_s = {name: seconds / watch.num_measured for name, seconds in watch.part_s.items()}
-    gpu_bytes = torch.cuda.max_memory_allocated() if point.device != "cpu" else 0
-    return Share(tuple(watch.blocks), part_s, part_s["forward"], peak, cpu, gpu_bytes, None)
+    return Share(tuple(watch.blocks), part_s, part_s["forward"], peak, cpu, gpu_peak.take(), None)
 
 
 def _watch(lightning: Any, effort: Effort, cuda: bool) -> Any:

@@ -41,7 +41,6 @@ class Request:
     point: Point | None = None
     limit: str = ""
     threads: int = 1
-    device: str = "cpu"
 
 
 def main() -> None:
@@ -67,7 +66,7 @@ def _answer(request: Request) -> dict[str, Any]:
     folder = Path(request.folder)
     with _group(request):
         if request.point is None:
-            return {"blocks": measure_limit(request.limit, request.threads, folder, request.device)}
+            return {"blocks": measure_limit(request.limit, request.threads, folder)}
         point = request.point
         if point.model:
             from lightning_dlrover.characterize.users_model import measure_users_model

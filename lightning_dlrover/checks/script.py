@@ -15,7 +15,11 @@ from lightning_dlrover.packages import EarlyStopping, ModelCheckpoint
 __all__ = [
     "BackwardCheck",
     "UnsupportedScriptError",
+    "check_capture",
+    "check_graphs",
+    "check_hook_state",
     "check_optimizers",
+    "check_precision_of_tables",
     "different_callbacks",
     "different_rates",
     "explain_single_sample",
@@ -45,6 +49,61 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
                 "ZeroRedundancyOptimizer spreads its state over the ranks of one round, so a part would go with each worker "
                 "that leaves. Use the optimizer that it wraps by itself; to save memory, shard large embedding tables instead"
             )
+
+
+def check_hook_state(state: object | None) -> None:
+    """Check the state of DDP's communication hook at the start of a job that can change.
+
+    Raises:
+        UnsupportedScriptError: the hook has a state, which holds a group or gradients of one round's buckets and workers.
+    """
+    if state is not None:
+        raise UnsupportedScriptError(
+            f"ddp_comm_state={type(state).__name__} belongs to the workers of one round: after a change its group is gone, its "
+            "residual gradients have other sizes, and a joiner would begin with other collectives. Use a hook without a state, "
+            "such as fp16_compress_hook or bf16_compress_hook, or none"
+        )
+
+
+def check_graphs(module: torch.nn.Module) -> None:
+    """Check for modules that replay CUDA graphs, at the start of a job that can change.
+
+    Raises:
+        UnsupportedScriptError: a graph holds for one size of batches, and each worker's share changes with the workers.
+    """
+    for name, part in module.named_modules():
+        if getattr(vars(part).get("forward"), "__module__", "") == "torch.cuda.graphs":
+            raise UnsupportedScriptError(
+                f"module {name or type(part).__name__!r} comes from torch.cuda.make_graphed_callables: its graph holds for one "
+                "number of samples, and each worker's share changes with the workers. Use torch.compile(module, "
+                'mode="reduce-overhead") instead, which records a graph for each number'
+            )
+
+
+def check_capture() -> None:
+    """Check, in a job that can change, that a backward pass is not being captured.
+
+    Raises:
+        UnsupportedScriptError: a replay would reduce gradients with the workers of the round of its capture.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise UnsupportedScriptError(
+            "this backward pass is captured into a CUDA graph, which reduces gradients with the present workers for ever. Use "
+            'torch.compile(module, mode="reduce-overhead") instead, which leaves the reduction out of its graphs'
+        )
+
+
+def check_precision_of_tables(precision: Any) -> None:
+    """Check Lightning's precision plugin of a model with tables that are trained in their backward pass.
+
+    Raises:
+        UnsupportedScriptError: it scales the loss, and nothing could undo that before the tables' rows are updated.
+    """
+    if getattr(precision, "scaler", None) is not None:
+        raise UnsupportedScriptError(
+            f"precision={getattr(precision, 'precision', '16-mixed')!r} scales the loss, and embedding tables are updated in "
+            "the backward pass, by the scaled gradients: use precision='bf16-mixed', which needs no scaling"
+        )
 
 
 def monitoring(callbacks: Iterable[Any]) -> list[str]:

@@ -62,7 +62,7 @@ class Rules:
     Args:
         probe_s: a command that reports nothing is measured for this long before its memory counts as known.
         grace_s: seconds between SIGTERM and SIGKILL.
-        hang_s: a job without a step and without use of a core for this long has failed.
+        hang_s: a job without a step and without use of a core, or a command without use of its GPU, for this long has failed.
         max_evictions: a job that had to give its memory back more often has failed.
     """
 
@@ -276,7 +276,8 @@ class Dispatcher:
             job.grace_over_s = now
             _kill(job)
         if job.phase in ("starting", "running") and now - job.moved_s > self._rules.hang_s:
-            reason = f"no step and no use of a core for {self._rules.hang_s:.0f} s: it hangs"
+            used = "a core" if self.places[job.device].gpu is None else "a core or its GPU"
+            reason = f"no step and no use of {used} for {self._rules.hang_s:.0f} s: it hangs"
             self._act(End(job.spec.name, "failed", reason), now)
 
     def _is_probed(self, job: WatchedJob, now: float) -> bool:

@@ -7,7 +7,6 @@ no other job accounts for.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import threading
@@ -17,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Gpu", "GpuSums", "GpuUse", "GpuWatch", "JobOnGpu", "bytes_of_jobs", "find_gpus", "load_nvml"]
+from lightning_dlrover.observe.nvml import known
+
+__all__ = ["Gpu", "GpuSums", "GpuUse", "GpuWatch", "JobOnGpu", "bytes_of_jobs", "find_gpus"]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class GpuSums:
 
     at_s: float = 0.0
     busy_s: float = 0.0  # time in which a kernel ran
-    traffic_bytes: float = 0.0  # read from and written to the GPU's memory
+    memory_busy_s: float = 0.0  # time in which its memory was read or written, however few bytes these were
     pcie_bytes: float = 0.0  # in both directions
 
     def rates_since(self, then: GpuSums) -> dict[str, float]:
@@ -66,7 +67,7 @@ class GpuSums:
             return {}
         return {
             "gpu": (self.busy_s - then.busy_s) / seconds,
-            "gpu_memory_bandwidth": (self.traffic_bytes - then.traffic_bytes) / seconds,
+            "gpu_memory_busy": (self.memory_busy_s - then.memory_busy_s) / seconds,
             "pcie": (self.pcie_bytes - then.pcie_bytes) / seconds,
         }
 
@@ -85,23 +86,6 @@ class GpuUse:
     used_bytes: int = 0
     of_processes: Mapping[int, int] = field(default_factory=dict)
     read_s: float = 0.0
-
-
-def load_nvml() -> Any:
-    """Return NVML's module, ready for use.
-
-    Raises:
-        ValueError: the module or the driver is missing.
-    """
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError as error:
-        raise ValueError("GPUs are measured with NVML: pip install 'lightning-dlrover[gpu]'") from error
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        raise ValueError(f"NVML finds no GPU: {error}; install NVIDIA's driver, or use --devices cpu") from error
-    return nvml
 
 
 def find_gpus(nvml: Any, wanted: Collection[int], visible: str | None = None) -> dict[int, Gpu]:
@@ -132,10 +116,10 @@ def find_gpus(nvml: Any, wanted: Collection[int], visible: str | None = None) ->
 def _read(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    if _known(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):
+    if known(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):
         raise ValueError("it is divided by MIG")
     uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
-    return Gpu(index, uuid, name, int(memory.total), int(memory.free), {"gpu": 1.0, **_bandwidths(nvml, handle)})
+    return Gpu(index, uuid, name, int(memory.total), int(memory.free), _limits(nvml, handle))
 
 
 def _visible(gpus: Mapping[int, Gpu], entries: str) -> list[int]:
@@ -195,7 +179,6 @@ class GpuWatch:
     def __init__(self, nvml: Any, gpus: Collection[Gpu]) -> None:
         self._nvml = nvml
         self._handles = {gpu.index: nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus}
-        self._bandwidth = {gpu.index: gpu.limits.get("gpu_memory_bandwidth", 0.0) for gpu in gpus}
         self._has_pcie = {gpu.index: "pcie" in gpu.limits for gpu in gpus}
         self.used_before = {gpu.index: gpu.total_bytes - gpu.free_bytes for gpu in gpus}
         self._uses = {gpu.index: GpuUse(GpuSums(time.monotonic())) for gpu in gpus}
@@ -245,38 +228,33 @@ class GpuWatch:
         """Read a GPU's memory, in less than a millisecond."""
         nvml, handle, now = self._nvml, self._handles[index], time.monotonic()
         used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-        processes = _known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+        processes = known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
         sizes = {process.pid: int(process.usedGpuMemory or 0) for process in processes}
         return GpuUse(self._uses[index].sums, used, sizes, now)
 
     def _measured(self, index: int) -> GpuUse:
         """Read a GPU's memory and how busy it is. The counters of its link take 40 ms."""
         nvml, handle, then = self._nvml, self._handles[index], self._uses[index].sums
-        rates = _known(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        rates = known(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         busy, memory_busy = (rates.gpu / 100, rates.memory / 100) if rates is not None else (0.0, 0.0)
-        pcie = _known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) if self._has_pcie[index] else None
+        pcie = known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) if self._has_pcie[index] else None
         now = time.monotonic()
         passed = now - then.at_s
         sums = GpuSums(
             now,
             then.busy_s + passed * busy,
-            then.traffic_bytes + passed * memory_busy * self._bandwidth[index],
+            then.memory_busy_s + passed * memory_busy,
             then.pcie_bytes + passed * (pcie or 0.0),
         )
         return replace(self._memory(index), sums=sums)
 
 
-def _bandwidths(nvml: Any, handle: Any) -> dict[str, float]:
-    """Return the peak bandwidths of a GPU's memory and of its link in bytes/s, as far as NVML knows them."""
-    found: dict[str, float] = {}
-    # Two transfers for each cycle: nvidia-smi's clock of the memory is that of its bus.
-    clock_mhz = _known(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM))
-    width_bits = _known(nvml, lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle))
-    if clock_mhz and width_bits:
-        found["gpu_memory_bandwidth"] = 2e6 * clock_mhz * width_bits / 8
-    generation = _known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
-    lanes = _known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
-    if lanes and generation in PCIE_BYTES_PER_LANE_S and _known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) is not None:
+def _limits(nvml: Any, handle: Any) -> dict[str, float]:
+    """Return the largest use of each resource: all of the time, and the bytes/s of its link, as far as NVML knows them."""
+    found = {"gpu": 1.0, "gpu_memory_busy": 1.0}
+    generation = known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+    lanes = known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+    if lanes and generation in PCIE_BYTES_PER_LANE_S and known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) is not None:
         found["pcie"] = 2 * lanes * PCIE_BYTES_PER_LANE_S[generation]
     return found
 
@@ -284,14 +262,6 @@ def _bandwidths(nvml: Any, handle: Any) -> dict[str, float]:
 def _pcie_bytes_per_s(nvml: Any, handle: Any) -> float:
     counters = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
     return 1e3 * sum(int(nvml.nvmlDeviceGetPcieThroughput(handle, counter)) for counter in counters)
-
-
-def _known(nvml: Any, ask: Any) -> Any:
-    """Return an answer; None where this GPU or this driver has none."""
-    try:
-        return ask()
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound):
-        return None
 
 
 def _text(value: str | bytes) -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules, end_former
-from lightning_dlrover.colocate.gpus import GpuWatch, find_gpus, load_nvml
+from lightning_dlrover.colocate.gpus import GpuWatch, find_gpus
 from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Journal
+from lightning_dlrover.colocate.journal import Added, Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.page import write_report
 from lightning_dlrover.colocate.places import gpus_of, places_of
 from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.summary import Summary, summarize
+from lightning_dlrover.observe.nvml import load_nvml
 
 __all__ = ["REPORT", "run_queue"]
+
+log = logging.getLogger(__name__)
 
 REPORT = "report.html"
 
@@ -65,6 +69,7 @@ def run_queue(
         journal = stack.enter_context(Journal(folder))
         end_former(journal.queue)  # their memory is free for this queue
         gpus = find_gpus(nvml, wanted) if nvml is not None else {}
+        devices = _used_devices(devices, [*jobs, *(record.spec for record in journal.records if isinstance(record, Added))])
         places = places_of(devices, memory_bytes, at_once, jobs_per_core(policy), gpus=gpus)
         knowledge = Knowledge(device_kinds={place.name: place.kind for place in places})
         for earlier in learn_from:
@@ -81,3 +86,11 @@ def run_queue(
             shown(dispatcher)
             write_report(folder / REPORT, journal.records)
         return summarize(journal.records)
+
+
+def _used_devices(devices: Sequence[str], jobs: Sequence[JobSpec]) -> Sequence[str]:
+    """Leave `cpu` out if no job asks for it: jobs of any device run on the GPUs, which then get its share of the host."""
+    if "cpu" not in devices or not gpus_of(devices) or any(job.device == "cpu" for job in jobs):
+        return devices
+    log.warning("no job has `device: cpu`: the GPUs' jobs get all cores")
+    return [device for device in devices if device != "cpu"]

@@ -16,8 +16,9 @@ from lightning_dlrover.observe.seat import SeatReport, has_reported, read_report
 
 __all__ = ["Moment", "WatchedJob"]
 
-BUSY_CORES = 0.05
-LEAST_CPU_S = 0.2
+BUSY = 0.05
+"""Part of the time in which a core, or its GPU, is busy with a job that does not hang; and seconds at the least."""
+LEAST_BUSY_S = 0.2
 SHRINK_S = 60.0
 """Seconds in which an elastic job must have given up a process."""
 MEASURE_S = 0.25
@@ -77,6 +78,7 @@ class WatchedJob:
     phase_since_s: float = 0.0
     moved_s: float = 0.0  # when it last made a step, or used its share of a core
     _moved: tuple[int, float] = (0, 0.0)
+    _gpu_busy_s: float = 0.0  # busy time of its GPU when it last moved
     _measured_s: float = -1.0
     _looked_s: float = 0.0
 
@@ -100,14 +102,20 @@ class WatchedJob:
         steps, cpu_s = self._moved
         used_s = self.use.cpu_s - cpu_s
         # Threads that look for something a few times a second use less.
-        is_busy = used_s >= LEAST_CPU_S and used_s >= BUSY_CORES * (now - self.moved_s)
+        is_busy = used_s >= LEAST_BUSY_S and used_s >= BUSY * (now - self.moved_s)
         if self.num_steps > steps or is_busy or self.phase in ("paused", "asks"):
-            self._moved, self.moved_s = (self.num_steps, self.use.cpu_s), now
+            self._has_moved()
 
     def look_at_gpu(self, sums: GpuSums, gpu_bytes: int) -> None:
         """Take the newest measurement of its GPU, and its own memory there."""
         self.gpu_sums, self.gpu_bytes = sums, gpu_bytes
+        # The host may sleep during a kernel. NVML does not tell whose kernel runs: beside others a hung command is found late.
+        if not self.reports and sums.busy_s - self._gpu_busy_s >= max(LEAST_BUSY_S, BUSY * (self._looked_s - self.moved_s)):
+            self._has_moved()
         self._see("gpu", max(gpu_bytes, sum(report.gpu_peak_bytes for report in self.reports)))
+
+    def _has_moved(self) -> None:
+        self._moved, self._gpu_busy_s, self.moved_s = (self.num_steps, self.use.cpu_s), self.gpu_sums.busy_s, self._looked_s
 
     def _see(self, memory: Memory, peak_bytes: int) -> None:
         self.peaks[memory] = max(self.peaks.get(memory, 0), peak_bytes)

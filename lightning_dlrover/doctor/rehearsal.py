@@ -182,13 +182,8 @@ def _note_checks(notes: Notes) -> None:
 
     users_loaders.UsersLoaders.replaced = replaced_or_noted
     users_loaders.check_step_signature = signature_or_note
-    check_optimizers = strategy.check_optimizers
-
-    def check_or_note(optimizers: Any) -> None:
-        with _noting(notes, "optimizers", UnsupportedScriptError):
-            check_optimizers(optimizers)
-
-    strategy.check_optimizers = check_or_note
+    for check, of in (("check_optimizers", "optimizers"), ("check_hook_state", "strategy"), ("check_graphs", "model")):
+        setattr(strategy, check, _or_noted(notes, of, UnsupportedScriptError, getattr(strategy, check)))
     optimizer_step = BackwardCheck.optimizer_step
 
     def step_or_note(self: BackwardCheck, optimizer: Any, closure: Any) -> None:
@@ -196,6 +191,14 @@ def _note_checks(notes: Notes) -> None:
             optimizer_step(self, optimizer, closure)
 
     BackwardCheck.optimizer_step = step_or_note  # type: ignore[method-assign]
+
+
+def _or_noted(notes: Notes, of: str, kind: type[Exception], check: Callable[[Any], None]) -> Callable[[Any], None]:
+    def check_or_note(part: Any) -> None:
+        with _noting(notes, of, kind):
+            check(part)
+
+    return check_or_note
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.packages import package_of, submodule
 
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ForwardRedirection",
     "apply_layer_sync",
+    "comm_hook_state",
     "ddp_arguments",
     "expect_static_graph_call",
     "has_comm_hook",
     "in_ddp",
+    "in_ddp_on_this_stream",
     "register_comm_hook",
     "without_model",
 ]
@@ -61,6 +64,20 @@ def ddp_arguments(strategy: DDPStrategy, **changed: Any) -> Iterator[None]:
 def in_ddp(strategy: DDPStrategy, module: nn.Module) -> nn.Module:
     """Return the module in a `DistributedDataParallel` with the strategy's arguments."""
     return strategy._setup_model(module)
+
+
+def in_ddp_on_this_stream(strategy: DDPStrategy, module: nn.Module) -> DistributedDataParallel:
+    """Return the module in a `DistributedDataParallel`, made on the current CUDA stream.
+
+    DDP keeps the nodes that accumulate gradients, and each runs on the stream of its creation. Lightning makes DDP on a side
+    stream, for scripts that capture whole steps. Each gradient then waits for another stream, and autograd warns of it.
+    """
+    return DistributedDataParallel(module, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
+
+
+def comm_hook_state(strategy: DDPStrategy) -> object | None:
+    """Return the state that the user has given to DDP's communication hook."""
+    return strategy._ddp_comm_state
 
 
 def has_comm_hook(strategy: DDPStrategy) -> bool:

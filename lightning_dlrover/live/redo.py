@@ -1,7 +1,7 @@
-"""Undo logged values before a computation is repeated, so that it counts once in every mean and metric.
+"""Undo logged values and buffers before a computation is repeated, so that it counts once in every mean and metric.
 
-`Before` records a worker's logged values and the state of its torchmetrics objects. It is cheap enough for every step:
-Lightning replaces the tensors that it accumulates in, and only those of torchmetrics are changed in place.
+`Before` records a worker's logged values, its module's buffers and the state of its torchmetrics objects. It is cheap enough
+for every step: Lightning replaces the tensors that it accumulates in, and only buffers and torchmetrics' are changed in place.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 import torchmetrics
 
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.buffers import BuffersBefore
 
 if TYPE_CHECKING:
     import lightning as L
+
+    from lightning_dlrover.live.buffers import BufferCopies
 
 __all__ = ["Before", "Counts", "Frozen", "call_restart_hooks", "metrics_of"]
 
@@ -24,17 +25,19 @@ _FIELDS = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_com
 
 
 class Before:
-    """A record of the logged values and metrics at the time of its creation.
+    """A record of the logged values, metrics and buffers at the time of its creation.
 
     Args:
         metrics: torchmetrics objects of the user's module.
         results: Lightning's logged values.
-        buffers: a copy of the module's buffers; None if they cannot hold garbage.
+        buffers: takes the copies of the module's buffers; None where no step is repeated.
     """
 
-    def __init__(self, metrics: Iterable[torchmetrics.Metric], results: Any, buffers: BuffersBefore | None = None) -> None:
-        self._buffers = buffers
+    def __init__(self, metrics: Iterable[torchmetrics.Metric], results: Any, buffers: BufferCopies | None = None) -> None:
         self._results = results
+        self._buffers = buffers
+        if buffers is not None:
+            buffers.keep()
         self._logged = {
             key: {name: vars(metric)[name] for name in _FIELDS if name in vars(metric)} for key, metric in results.items()
         }
@@ -51,6 +54,10 @@ class Before:
                 del self._results[key]
         for state in self._metrics:
             state.restore()
+        self.restore_buffers()
+
+    def restore_buffers(self) -> None:
+        """Restore the buffers alone."""
         if self._buffers is not None:
             self._buffers.restore()
 

@@ -1,8 +1,9 @@
 """Run Lightning's training steps, and repeat one when a worker is lost in it.
 
 A step is repeated with this worker's new share of the same batch, after all that its first attempt has changed was taken back:
-logged values, gradients, and weights where an optimizer moves them more than once in a step. With gradient accumulation, the
-earlier batches of the window are computed again first, because the lost worker's share of their gradients is missing.
+logged values, buffers, gradients, and weights where an optimizer moves them more than once in a step. With gradient
+accumulation, the earlier batches of the window are computed again first, because the lost worker's share of their gradients is
+missing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torchmetrics
 
 from lightning_dlrover.checks.script import BackwardCheck
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.buffers import BuffersBefore
+from lightning_dlrover.live.buffers import BufferCopies
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.redo import Before, Counts, Frozen, call_restart_hooks, metrics_of
@@ -39,6 +40,7 @@ class TrainingSteps:
         self.window = ManualWindow(fit.trainer)
         self.window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
         self._users_metrics: list[torchmetrics.Metric] = []  # torchmetrics objects of the user's module
+        self._buffers: BufferCopies | None = None  # None with sharded tables: a loss brings back a snapshot
         self._before: Before | None = None  # record from before the open accumulation window
         self._undo: Update | None = None
         self._counts: Counts | None = None
@@ -54,6 +56,7 @@ class TrainingSteps:
     def enter_loops(self) -> None:
         """Look at the user's module, which is complete now."""
         self._users_metrics = metrics_of(self._fit.trainer.lightning_module)
+        self._buffers = BufferCopies(self._fit.trainer.lightning_module) if self._fit.strategy.elastic_tables is None else None
 
     @property
     def is_in_window(self) -> bool:
@@ -117,7 +120,7 @@ class TrainingSteps:
             self._begin_manual_batch()
             before = counts.take()
             skip = False
-            if (done := self._fit.collectives.attempt(run, kwargs)) is not None:
+            if (done := self._fit.collectives.attempt(self._checked, run, kwargs)) is not None:
                 result = done[0]
                 break
             skip = self._fit.collectives.recover()
@@ -149,6 +152,14 @@ class TrainingSteps:
         self._metrics.agree_on_step()
         return result
 
+    def _checked(self, run: Callable[..., Any], kwargs: Any) -> Any:
+        """Run a batch of manual optimization. Check gradients and buffers that it leaves to the next batches."""
+        result = run(kwargs)
+        has_stepped = self._epoch_loop.manual_optimization.optim_step_progress.total.completed > 0
+        if self._manual_steps == 0 and has_stepped:  # else the user may have stepped optimizers that Lightning has not wrapped
+            self._fit.collectives.check_gradients()
+        return result
+
     def before_optimizer_step(self, optimizer: Any, closure: Any) -> None:
         """Manual optimization: keep the state that a batch's first update will overwrite, if the batch may hold several."""
         if not self._fit.position.in_step or self._fit.trainer.lightning_module.automatic_optimization:
@@ -169,6 +180,8 @@ class TrainingSteps:
         self.window_is_stale = True
         if self._fit.position.in_step and self._frozen is not None:
             self._frozen.restore()  # before the next wrap: DDP reduces the parameters that are trainable then
+        if self._before is not None and not self._fit.position.validation:
+            self._before.restore_buffers()  # before a survivor that missed the last update receives this worker's
 
     def redo_window(self) -> None:
         """Between two batches: compute the open window's gradients again if a lost worker took its share of them."""
@@ -221,12 +234,9 @@ class TrainingSteps:
         return steps[-1] if inside else None
 
     def _remember(self) -> None:
-        """Record the logged values before an accumulation window, in case its batches are computed again."""
-        self._before = None
-        if self._fit.position.size > 1:
-            may_hold_garbage = self._fit.world.is_asynchronous and self._fit.strategy.elastic_tables is None
-            buffers = BuffersBefore(self._fit.trainer.lightning_module) if may_hold_garbage else None
-            self._before = Before(self._users_metrics, lightning_names.results_of(self._epoch_loop), buffers)
+        """Record logged values and buffers before an accumulation window, in case its batches are computed again."""
+        results = lightning_names.results_of(self._epoch_loop)
+        self._before = Before(self._users_metrics, results, self._buffers) if self._fit.position.size > 1 else None
 
     def _counts_of(self, progress: Any) -> Counts:
         if self._counts is None or self._counts.progress is not progress:

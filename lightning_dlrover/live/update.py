@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dlrover.live.buffers import is_expanded
+
 if TYPE_CHECKING:
     import lightning as L
 
@@ -20,7 +22,7 @@ _SET_BY_SCHEDULERS = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas",
 class Update:
     """Everything that one optimizer update changed; sent to a survivor that missed it."""
 
-    model: dict[str, torch.Tensor]
+    model: dict[str, torch.Tensor]  # buffers that no checkpoint holds included
     optimizers: list[dict[str, Any]]
     groups: list[list[dict[str, Any]]]  # each optimizer's own values in its parameter groups, without hyperparameters
     scaler: dict[str, Any]  # mixed precision's loss scaler
@@ -34,7 +36,7 @@ def capture(trainer: L.Trainer) -> Update:
     """Return the current state of all that an update changes. Its tensors are those in use."""
     module = trainer.lightning_module
     return Update(
-        model={name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)},
+        model=_tensors_of(module),
         optimizers=[optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
         groups=[[_kept_in(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
         scaler=trainer.precision_plugin.state_dict(),
@@ -45,9 +47,11 @@ def capture(trainer: L.Trainer) -> Update:
 def apply(trainer: L.Trainer, update: Update) -> None:
     """Bring weights, optimizers and scaler to the state after another worker's update, or before a failed one."""
     with torch.no_grad():
-        for name, value in trainer.lightning_module.state_dict().items():
-            if isinstance(value, torch.Tensor):
-                value.copy_(update.model[name])
+        for name, value in _tensors_of(trainer.lightning_module).items():
+            sent = update.model.get(name)
+            # Another shape: a cache has grown on one worker alone.
+            if sent is not None and sent.shape == value.shape and not is_expanded(value):
+                value.copy_(sent)
     for optimizer, state, kept in zip(trainer.optimizers, update.optimizers, update.groups, strict=True):
         # The rates are left out: this worker's schedulers have not seen the update yet and will set them.
         groups = [{**own, **new} for own, new in zip(optimizer.state_dict()["param_groups"], kept, strict=True)]
@@ -101,6 +105,11 @@ class ManualWindow:
     def _set(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._trainer.lightning_module.parameters(), gradients, strict=False):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+
+def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: buffer.detach() for name, buffer in module.named_buffers()} | state
 
 
 def _kept_in(group: Mapping[str, Any]) -> dict[str, Any]:

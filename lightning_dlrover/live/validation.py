@@ -31,7 +31,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.buffers import send_buffers, take_buffers
+from lightning_dlrover.live.buffers import BufferCopies, send_buffers, take_buffers
 from lightning_dlrover.live.epoch_metrics import adopt, entry_of, set_computed, value_of
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
@@ -139,11 +139,19 @@ class Validation:
         """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
         if self._fit.position.size > 1:
-            sent = self._fit.collectives.exchange(
-                "the broadcast of buffers before a validation", lambda: send_buffers(self._fit.strategy.model)
-            )
-            assert self._fit.strategy.lightning_module is not None
-            take_buffers(self._fit.strategy.lightning_module, sent)  # they may come from another worker's result
+            module = self._fit.strategy.lightning_module
+            assert module is not None
+            own = BufferCopies(module) if self._fit.strategy.elastic_tables is None else None
+
+            def send() -> dict[str, torch.Tensor]:
+                if own is not None:
+                    own.restore()  # an aborted attempt may have left anything in them, and this worker may be rank 0 now
+                return send_buffers(self._fit.strategy.model)
+
+            if own is not None:
+                own.keep()
+            sent = self._fit.collectives.exchange("the broadcast of buffers before a validation", send)
+            take_buffers(module, sent)  # they may come from another worker's result
         combined = lightning_names.combined_loader(loop)
         if not self._is_under_way or combined is None or lightning_names.hands_out_iterator(loop):
             return

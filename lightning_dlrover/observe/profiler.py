@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from lightning_dlrover.observe.descriptors import Descriptors
+from lightning_dlrover.observe.gpu_memory import GpuPeak
+from lightning_dlrover.observe.nvml import BusyTime
 from lightning_dlrover.observe.resources import (
     CpuUse,
     MemoryWatch,
@@ -20,8 +23,8 @@ from lightning_dlrover.observe.resources import (
     memory_limit_bytes,
     own_memory_limit_bytes,
 )
-from lightning_dlrover.observe.step_times import StepTimes
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.observe.step_times import Part, StepParts, StepTimes, marks_of
+from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 
 __all__ = ["Model", "Place", "StepProfiler"]
 
@@ -61,8 +64,10 @@ class Model:
     embedding_bytes: int  # bytes of all tables of the job
 
 
-PARTS = ("data_wait", "forward", "backward", "communication", "run")
-"""Fields of `StepTimes`, without their unit."""
+@dataclass(frozen=True)
+class _Step:
+    seconds: float
+    parts: StepParts
 
 
 @dataclass
@@ -72,8 +77,7 @@ class _Window:
     started: float
     use: CpuUse
     to_settle: int = 0  # first steps still to leave out
-    step_times_s: list[float] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    steps: list[_Step] = field(default_factory=list)
 
 
 class StepProfiler:
@@ -88,17 +92,20 @@ class StepProfiler:
         self._worker_id = worker_id
         self._device = device
         self._times = times
+        times.start(marks_of(device))
         self._window: _Window | None = None
         self._last_end: float | None = None
         self._newest_step_s: float | None = None
         self._paused_s = 0.0
         self._paused_at: float | None = None
         self._memory = MemoryWatch()
+        self._gpu_peak, self._busy_time = GpuPeak(device), BusyTime(device)
         self._memory_limit_bytes = memory_limit_bytes(os.environ)
         self._own_memory_limit_bytes = own_memory_limit_bytes(os.environ) or self._memory_limit_bytes
 
     def close(self) -> None:
         self._memory.close()
+        self._times.stop()
 
     def pause(self) -> None:
         """Stop the clock during validation, a checkpoint or anything else that is no step."""
@@ -118,25 +125,25 @@ class StepProfiler:
         """
         now = time.perf_counter()
         self.resume()
-        times = self._times
+        parts = self._times.end_step()
         window = self._window
         if self._last_end is not None:
             self._newest_step_s = max(0.0, now - self._last_end - self._paused_s)
+        if window is None or window.place != place or window.to_settle:
+            self._gpu_peak.take()  # a step before the window has no part in its peak
         if window is None or window.place != place:
+            self._busy_time.take()
             self._window = _Window(place, step, now, cpu_use(self._memory.children), place.settling_steps - 1)
         elif window.to_settle:
             window.to_settle -= 1
             window.first_step, window.started = step, now
         elif self._newest_step_s is not None:
-            window.step_times_s.append(self._newest_step_s)
-            for part in PARTS:
-                window.parts[part] += getattr(times, f"{part}_s")
-        times.reset()
+            window.steps.append(_Step(self._newest_step_s, parts))
         self._last_end, self._paused_s = now, 0.0
 
     @property
     def num_steps(self) -> int:
-        return len(self._window.step_times_s) if self._window else 0
+        return len(self._window.steps) if self._window else 0
 
     @property
     def newest_step_s(self) -> float | None:
@@ -159,15 +166,11 @@ class StepProfiler:
             return None
         place = window.place
         # The mean leaves out steps hit by something rare on this machine: a file written, a page cache flushed.
-        ordered = sorted(window.step_times_s)
-        kept = ordered[: max(1, round(0.95 * num_steps))]
-        step_time_s = sum(kept) / len(kept)
-        scale = step_time_s / (sum(ordered) / num_steps) if sum(ordered) else 1.0
-        data_wait, forward, backward, communication, run = (window.parts[part] / num_steps * scale for part in PARTS)
-        computed = forward + backward + communication
+        kept = sorted(window.steps, key=lambda step: step.seconds)[: max(1, round(0.95 * num_steps))]
+        step_time_s = sum(step.seconds for step in kept) / len(kept)
         use, memory = cpu_use(self._memory.children), self._memory.take()
         elapsed = max(1e-9, use.at - window.use.at)
-        gpu_memory, gpu_percent = _gpu_use(self._device)
+        gpu_memory, gpu_percent = self._gpu_peak.take(), self._busy_time.take()
         self._window = _Window(place, step, time.perf_counter(), use)
         return StepProfile(
             worker_id=self._worker_id,
@@ -187,12 +190,7 @@ class StepProfiler:
             cores=available_cores(),
             device="cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
             step_time_s=step_time_s,
-            data_wait_s=data_wait,
-            forward_s=forward,
-            backward_s=backward,
-            communication_s=communication,
-            optimizer_s=max(0.0, run - computed),
-            other_s=max(0.0, step_time_s - data_wait - max(run, computed)),
+            **_mean_parts(kept, step_time_s),
             samples_per_s=place.global_batch / step_time_s if step_time_s else 0.0,
             memory_bytes=memory.resident_bytes,
             peak_memory_bytes=memory.peak_bytes,
@@ -208,12 +206,14 @@ class StepProfiler:
         )
 
 
-def _gpu_use(device: torch.device) -> tuple[int, float]:
-    """Return peak memory in bytes and utilisation in percent of the accelerator; zeros without one."""
-    if device.type != "cuda":
-        return 0, 0.0
-    try:
-        percent = float(torch.cuda.utilization(device))
-    except Exception:
-        percent = 0.0  # NVML is missing, or has no figure for a slice of a device; its errors share no base class
-    return torch.cuda.max_memory_allocated(device), percent
+def _mean_parts(steps: Sequence[_Step], step_time_s: float) -> dict[str, float]:
+    """Return the fields of all parts of a step; zeros if the device has reached the end of none of these steps."""
+    read = [(step, seconds) for step in steps if (seconds := step.parts.seconds()) is not None]
+    if not read:
+        return {f"{part}_s": 0.0 for part in STEP_PARTS}
+    scale = step_time_s / max(1e-9, sum(step.seconds for step, _ in read))
+    names: tuple[Part, ...] = ("forward", "backward", "communication", "optimizer")
+    found = {f"{name}_s": scale * sum(seconds[name] for _, seconds in read) for name in names}
+    # A wait of the host that a GPU has spent computing delays nothing.
+    found["data_wait_s"] = scale * sum(min(step.parts.data_wait_s, seconds["between"]) for step, seconds in read)
+    return {**found, "other_s": max(0.0, step_time_s - sum(found.values()))}

@@ -5,7 +5,8 @@ Each worker therefore has a clock that pauses while it is blocked in one (`OwnCl
 the vote that the workers take between steps anyway (`Pulse`, `World.wishes`). One step later every worker has the times of all,
 without an additional message.
 
-With an accelerator the times are those of the host's thread, so a slow device is not detected here.
+With an accelerator the host waits for the device once per step. From that wait the clock leaves out the time in which the
+device itself waited for others (`StepTimes.late_s`), one step late.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders
+from lightning_dlrover.observe.step_times import StepTimes
 from lightning_dlrover.perf.samples import OwnTimes
 
 __all__ = ["OwnClock", "OwnTime", "Pulse", "Throttling"]
@@ -47,9 +49,14 @@ class OwnTime(NamedTuple):
 
 
 class OwnClock:
-    """A clock that pauses while the thread that created it is blocked in a collective."""
+    """A clock that pauses while the thread that created it is blocked in a collective.
 
-    def __init__(self) -> None:
+    Args:
+        times: record the begin and the end of each such wait; None: nothing does.
+    """
+
+    def __init__(self, times: StepTimes | None = None) -> None:
+        self._times = times or StepTimes()
         self._thread = threading.get_ident()
         self._schedstat = -1
         with suppress(OSError):  # some kernels are built without it
@@ -64,13 +71,8 @@ class OwnClock:
             self._descriptor()
             self._schedstat = -1
 
-    @property
-    def blocked_s(self) -> float:
-        """Seconds that the clock has paused so far."""
-        return self._blocked.busy_s
-
     def read(self) -> OwnTime:
-        return self._now().since(self._blocked)
+        return self._now().since(OwnTime(self._blocked.busy_s + self._times.late_s, self._blocked.queued_s))
 
     def _now(self) -> OwnTime:
         queued_s = 0.0
@@ -79,19 +81,26 @@ class OwnClock:
                 queued_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
         return OwnTime(time.perf_counter(), queued_s)
 
+    def _stop(self) -> OwnTime:
+        self.is_stopped = True
+        self._times.wait_begins()
+        return self._now()
+
     def _was_blocked_since(self, start: OwnTime) -> None:
         self.is_stopped = False
         blocked = self._now().since(start)
+        self._times.wait_ends(blocked.busy_s)
         self._blocked = OwnTime(self._blocked.busy_s + blocked.busy_s, self._blocked.queued_s + blocked.queued_s)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop the clock while its thread waits for a collective from Python, such as torchrec's exchanges."""
-        if threading.get_ident() != self._thread or self.is_stopped:
+        # On a GPU autograd has threads of its own. The clock's thread waits for them.
+        is_own = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        if not is_own or self.is_stopped:
             yield
             return
-        started = self._now()
-        self.is_stopped = True
+        started = self._stop()
         try:
             yield
         finally:
@@ -105,8 +114,7 @@ class OwnClock:
         its_model = weakref.ref(model)
 
         def timed_sync() -> None:
-            started = self._now()
-            self.is_stopped = True
+            started = self._stop()
             try:
                 DistributedDataParallel._sync_buffers(its_model())  # type: ignore[arg-type,no-untyped-call]
             finally:
@@ -130,8 +138,7 @@ class OwnClock:
         torch.autograd.Variable._execution_engine.queue_callback(self._note)
 
     def _note(self) -> None:
-        self._computed = self._now()
-        self.is_stopped = True
+        self._computed = self._stop()
 
 
 def _close(fd: int) -> None:

@@ -39,15 +39,15 @@ class StepProfile:
     data_wait_s: float
     forward_s: float
     backward_s: float  # excludes communication that backward does not hide
-    communication_s: float
+    communication_s: float  # waits for other workers in both passes; on a GPU, those of the stream that computes
     optimizer_s: float
     other_s: float
     samples_per_s: float  # throughput of the whole job
     memory_bytes: int  # resident set of the worker, its loader workers included
     cpu_percent: float  # percent of one core, loader workers included
     dense_bytes: int = 0  # gradient bytes reduced per step
-    gpu_memory_bytes: int = 0
-    gpu_percent: float = 0.0
+    gpu_memory_bytes: int = 0  # most bytes of tensors at once in the window
+    gpu_percent: float = 0.0  # percent of the time in which a kernel of any process ran, mean of the window
     at: float = 0.0  # seconds since the epoch, end of the window
     prefetch_factor: int = 0  # batches that each loader worker prepares ahead
     peak_memory_bytes: int = 0  # highest resident set of the worker and its loader workers seen in the window; 0: unknown

@@ -28,6 +28,7 @@ from lightning_dlrover.tables.sharded import ShardedTables
 
 __all__ = ["CheckpointError", "load_tables", "save_tables"]
 
+_COUNTER = "counter/"
 _COLUMNS = re.compile(r"^(?P<name>.*)\[(?P<col0>\d+):(?P<col1>\d+)\]$")
 
 
@@ -94,7 +95,8 @@ def save_tables(tables: ShardedTables, folder: Path) -> None:
     """Write all tables. All workers of the default group must call this, and see the same folder."""
     assert tables.plan is not None
     state = {name: _Values(shape, chunks) for name, (shape, chunks) in _named(tables.blocks(), tables.plan).items()}
-    save({**state, **_counters(tables)}, checkpoint_id=folder, planner=_SavePlanner(), no_dist=dist.get_world_size() == 1)
+    counters = {_COUNTER + table: torch.tensor(number) for table, number in tables.counters().items()}
+    save({**state, **counters}, checkpoint_id=folder, planner=_SavePlanner(), no_dist=dist.get_world_size() == 1)
 
 
 def load_tables(tables: ShardedTables, folder: Path) -> None:
@@ -148,7 +150,9 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
             wanted[name] = [chunk for chunk in chunks if chunk is not taken[chunk.offsets]]
             state[name] = _Values(shapes[name], list(taken.values()))
         load(state, checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
-    load(_counters(tables, saved), checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
+    counters = {name: torch.tensor(0) for table in tables.counters() if (name := _COUNTER + table) in saved}
+    load(dict(counters), checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
+    tables.set_counters({name.removeprefix(_COUNTER): int(number) for name, number in counters.items()})
     for block, parts in composed:
         if len(parts) == 1:
             block.values.copy_(parts[0][1])
@@ -171,9 +175,3 @@ def _named(blocks: Sequence[Block], plan: Mapping[str, TablePlan]) -> dict[str, 
             _, chunks = found.setdefault(f"{name}[{region.col0}:{region.col1}]", ((table.rows,), []))
             chunks.append(_Chunk((region.row0,), block.values))
     return found
-
-
-def _counters(tables: ShardedTables, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {
-        f"counter/{name}": value for name, value in tables.counters().items() if saved is None or f"counter/{name}" in saved
-    }

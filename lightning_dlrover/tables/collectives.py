@@ -1,4 +1,4 @@
-"""Collective operations of a round's members beside an exchange: meet, gather plain data, send to each other."""
+"""Collective operations of a round's members beside an exchange: meet, gather plain data, compare, send to each other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import transfer, waits
 from lightning_dlrover.rdzv.live.member import Formation
 
-__all__ = ["all_gather", "meet", "swap"]
+__all__ = ["all_gather", "largest", "meet", "swap"]
 
 SWAP_S = 300.0
 """Seconds until a message to or from a neighbour fails. gloo does not notice a peer's loss in the middle of one."""
@@ -28,6 +29,16 @@ def all_gather(formation: Formation, obj: Any) -> list[Any]:
 def meet(group: Any) -> None:
     if group is not None:
         waits.wait_for(group.allreduce([torch.zeros(1)]))
+
+
+def largest(group: Any, values: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest of all workers' values, by name. The names must be the same on all of them."""
+    numbers = torch.tensor(list(values.values()), dtype=torch.int64)
+    if group is not None and len(numbers):
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        waits.wait_for(group.allreduce([numbers], options))
+    return dict(zip(values, numbers.tolist(), strict=True))
 
 
 def swap(group: Any, mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torch.Tensor]) -> None:

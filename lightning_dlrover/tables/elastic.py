@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError, UnreachableError
 from lightning_dlrover.tables.arena import warm
-from lightning_dlrover.tables.collectives import all_gather, meet
+from lightning_dlrover.tables.collectives import all_gather, largest, meet
 from lightning_dlrover.tables.exchange import ExchangeStats, exchange
 from lightning_dlrover.tables.layout import Move, Shard, plan_moves
 from lightning_dlrover.tables.placement import Plan, TablePlan, layout_of, plan_from_dict, plan_to_dict, replan
@@ -140,9 +140,11 @@ class ElasticTables:
         union = _union(members, old_plan)
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
         old = self.tables.blocks() if self.tables.is_built else []
+        counters = self._counters(old_plan) if self.tables.is_built else dict.fromkeys(sorted(old_plan), 0)
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
         self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), self.tables.release)
+        self.tables.set_counters(largest(group, counters))
         meet(group)  # keeps each connection open until its last reader is done
         self.tables.drop_former()
         self._tell(formation, moves, time.perf_counter() - started)
@@ -192,6 +194,7 @@ class ElasticTables:
         moves = plan_moves(layout_of(plan), layout_of(replan(plan, target.members)))
         try:
             exchange(group, union, self._me, moves, self.tables.blocks(), [])
+            largest(group, self._counters(plan))
             meet(group)
         except RuntimeError as error:
             log.warning("worker %s leaves; handing over its tables failed: %s", self._me, str(error).splitlines()[0])
@@ -241,11 +244,17 @@ class ElasticTables:
         group = dist.group.WORLD
         self.last_exchange = exchange(group, members, self._me, moves, blocks, self.tables.blocks())
         self.tables.drop_former()
+        found_here = [part.header.counters for part in mine.values()]
+        self.tables.set_counters(_largest_of(each for of_worker in all_gather(formation, found_here) for each in of_worker))
         restored = self._states(formation, mine, reader, name[1])
         assert self._snapshots is not None
         self._snapshots.rolled_back_to(name)
         self._is_whole(formation)
         return module, restored
+
+    def _counters(self, plan: Plan) -> dict[str, int]:
+        """Return this worker's counters with all tables of the plan, in an order that all workers share."""
+        return dict.fromkeys(sorted(plan), 0) | self.tables.counters()
 
     def _tell_lost(self, formation: Formation, held: Mapping[str, Sequence[PartHeader]]) -> None:
         """Log the lost parts of the newest snapshot found, where none is complete."""
@@ -381,6 +390,13 @@ def _union(members: Sequence[str], plan: Plan) -> list[str]:
     """Return all workers of an exchange: the new members in rank order, then workers that only give."""
     owners = {shard.owner for table in plan.values() for shard in table.shards}
     return [*members, *sorted(owners - set(members))]
+
+
+def _largest_of(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in counters:
+        found |= {table: max(number, found.get(table, 0)) for table, number in each.items()}
+    return found
 
 
 def _named(round_: int, batch: int, owner: str, members: Sequence[str]) -> PartHeader:

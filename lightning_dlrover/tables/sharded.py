@@ -110,13 +110,20 @@ class ShardedTables:
             return set()
         names = set()
         for name, _, parameter in self._templates.parameters():
-            constraint = self._constraints.get(name.split(".")[-2])
-            is_whole = constraint is not None and constraint.sharding_types == ["data_parallel"]
             if not self.is_built:  # the user's `configure_optimizers` applied it
                 copy_applied_optimizer(self.module.get_parameter(name), parameter)
-            if not is_whole and not applied_optimizer(parameter):
+            if not self._is_whole(name) and not applied_optimizer(parameter):
                 names.add(name)
         return names
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether every worker holds all tables, so that none is trained in the backward pass."""
+        return all(self._is_whole(name) for name, _, _ in self._templates.parameters())
+
+    def _is_whole(self, name: str) -> bool:
+        constraint = self._constraints.get(name.split(".")[-2])
+        return constraint is not None and constraint.sharding_types == ["data_parallel"]
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
         """Set the learning rates of tables trained in the backward pass, by parameter name."""
@@ -284,15 +291,24 @@ class ShardedTables:
         """Track from now on which rows are trained, until the next `build`."""
         return TouchedRows(list(self._templates.kernels()), self.blocks())
 
-    def counters(self) -> dict[str, torch.Tensor]:
-        """Return counters of fused optimizers, such as Adam's steps: equal on all workers, part of the replicated state."""
-        found = {}
+    def counters(self) -> dict[str, int]:
+        """Return the steps that kernels have counted, by table: Adam's and LAMB's corrections of their means depend on them.
+
+        Only of tables that this worker holds a shard of; all owners of a table have counted the same.
+        """
+        found: dict[str, int] = {}
         for path, kernel in self._templates.kernels():
-            for name in ("iter", "iter_cpu"):
-                counter = getattr(kernel.emb_module, name, None)
-                if isinstance(counter, torch.Tensor):
-                    found[f"{path}/{'/'.join(t.name for t in kernel.config.embedding_tables)}/{name}"] = counter
+            if counters := _counters_of(kernel):
+                number = max(int(counter) for counter in counters)
+                found |= {key_of(path, table.name): number for table in kernel.config.embedding_tables}
         return found
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Set what `counters` has returned, on any workers. A new `build` begins to count at 0."""
+        for path, kernel in self._templates.kernels():
+            number = max((counters.get(key_of(path, t.name), 0) for t in kernel.config.embedding_tables), default=0)
+            for counter in _counters_of(kernel):
+                counter.fill_(number)
 
     def parameter_names(self) -> set[str]:
         """Return the names of all tables in the module's state dict, independent of their sharding."""
@@ -310,3 +326,9 @@ class ShardedTables:
 
     def close(self) -> None:
         self._arena.close()
+
+
+def _counters_of(kernel: Any) -> list[torch.Tensor]:
+    """Return a kernel's counter, which fbgemm keeps on the host and on the device."""
+    found = [getattr(kernel.emb_module, name, None) for name in ("iter_cpu", "iter")]
+    return [counter for counter in found if isinstance(counter, torch.Tensor)]

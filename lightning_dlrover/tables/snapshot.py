@@ -18,7 +18,7 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class PartHeader:
         plan: the plan of all tables, as plain data.
         blocks: the owner's shards.
         state_offset, state_bytes: position of the packed rest of the state.
+        counters: the owner's `ShardedTables.counters`.
     """
 
     batch: int
@@ -91,6 +92,7 @@ class PartHeader:
     blocks: tuple[Place, ...]
     state_offset: int
     state_bytes: int
+    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:

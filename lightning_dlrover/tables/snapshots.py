@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,8 +263,11 @@ class Snapshots:
         assert tables.plan is not None
         blocks, state = tables.blocks(), pack_state()
         round_ = self._formation.round
-        header = part_header(
-            batch, round_.number, round_.members, self._world.worker_id, plan_to_dict(tables.plan), blocks, len(state)
+        header = replace(
+            part_header(
+                batch, round_.number, round_.members, self._world.worker_id, plan_to_dict(tables.plan), blocks, len(state)
+            ),
+            counters=tables.counters(),
         )
         self._name = header.name
         writer = self.store.begin(header, self._keep)

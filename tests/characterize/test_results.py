@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from characterize_points import SCOPE, visit
@@ -128,6 +129,35 @@ def test_long_parts_are_written_in_whole_milliseconds() -> None:
 def test_tables_are_bandwidth_bound_only_close_to_the_limit(limit: float, expected: str) -> None:
     study = sweep("devices", "workload", [WORKLOADS["memory"]])
     assert expected in texts(evidence(study, [visit(WORKLOADS["memory"], 0.1)], rows=limit))
+
+
+def test_models_are_compared_with_the_limits_of_the_device_on_which_they_ran() -> None:
+    on_cpu = WORKLOADS["memory"]
+    points = [replace(on_cpu, device="cpu"), replace(on_cpu, device="cuda"), replace(on_cpu, device="mix")]
+    study = sweep("devices", "workload", points)
+    found = texts(evidence(study, [visit(point, 0.1) for point in points], rows=0.001, gpu_rows=1000.0))
+    assert re.search(r"On the CPU, tables of the memory model .* 0.001 GB/s .* bandwidth-bound", found)
+    assert re.search(r"On the GPU, tables of the memory model .* 1e\+03 GB/s .* bound by instructions", found)
+    assert found.count("tables of the memory model") == 2
+    assert "bandwidth-bound" not in texts(evidence(study, [visit(points[1], 0.1)], rows=0.001))
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", "50%"), ("cuda", "5%")])
+def test_mlps_are_compared_with_the_multiply_of_their_device(device: Literal["cpu", "cuda"], share: str) -> None:
+    points = [replace(WORKLOADS["compute"], device=device, width=width) for width in (64, 256)]
+    study = sweep("mlp", "width", points)
+    visits = [visit(point, 0.1) for point in points]
+    flops = results_of(visits)[points[1]].mlp_flops_per_s
+    assert flops is not None
+    found = texts(evidence(study, visits, multiply=flops / 5e8, multiply_torch=flops / 5e8, gpu_multiply=flops / 5e7))
+    assert f"GFLOP/s, {share} of torch's matrix multiply" in found
+
+
+def test_batches_on_a_gpu_are_not_compared_with_a_study_of_cpus() -> None:
+    points = [replace(POINT, batch=b, device="cuda") for b in (32, 128)]
+    found = texts(evidence(sweep("batch", "batch", points), [visit(p, 0.1) for p in points]))
+    assert "fixed cost is about" in found
+    assert "CPU" not in found
 
 
 def test_slower_torch_multiply_is_found_and_an_equal_one_is_not() -> None:

@@ -118,6 +118,22 @@ def test_jobs_on_a_gpu_and_on_cores_share_a_queue_and_see_their_own_devices(nvml
     assert not {*output["cores"].strip("[]").split(", ")} & {*output["gpu"].partition("[")[2].strip("]").split(", ")}
 
 
+def test_device_that_no_job_asks_for_takes_no_cores(nvml: FakeNvml, tmp_path: Path) -> None:
+    run_queue([python("any", "import os; print(*sorted(os.sched_getaffinity(0)))")], tmp_path / "out", devices=["cpu", "gpu:0"])
+    output = (tmp_path / "out/jobs/any/1/output.log").read_text()
+    assert {*map(int, output.split())} == os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(("busy", "result"), [(40, "done"), (0, "failed")])
+def test_command_hangs_only_if_its_gpu_is_idle_too(busy: int, result: str, nvml: FakeNvml, tmp_path: Path) -> None:
+    nvml.busy = busy
+    waits = f"import os, time; open({str(nvml.folder / '0')!r} + f'/{{os.getpid()}}', 'w').write('1000'); time.sleep(2.5)"
+    run_queue([python("job", waits)], tmp_path / "out", devices=["gpu:0"], rules=Rules(probe_s=0.2, grace_s=1.0, hang_s=1.0))
+    (end,) = ends(tmp_path / "out")["job"]
+    assert end.result == result
+    assert ("it hangs" in end.reason) == (result == "failed")
+
+
 def test_profile_of_a_kind_holds_the_time_in_which_the_gpu_was_busy(nvml: FakeNvml, tmp_path: Path) -> None:
     jobs = [on_gpu(seated("long", 50, 20, steps=500), nvml.folder, 500, 400)]
     run_queue(jobs, tmp_path / "out", devices=["gpu:0"], rules=RULES)

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from torchmetrics import CatMetric, MeanMetric
@@ -132,6 +133,44 @@ class Normed(ToyModel):
     def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
         super().__init__(recorder, step_s)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+class Buffered(ToyModel):
+    """Has buffers whose values show how many forward passes have written them, whatever the samples."""
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.norm = nn.BatchNorm1d(8, affine=False)
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norm(torch.full_like(batch[0], 10.0).repeat(2, 1))  # more than one row
+        self.passes: Tensor = self.passes + 1
+        return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.recorder.moment(f"backward_{self.trainer.fit_loop.epoch_loop.batch_idx % 3}")
+
+    def record_done(self) -> None:
+        super().record_done()
+        tracked, mean = int(self.norm.num_batches_tracked), self.norm.running_mean.tolist()  # type: ignore[arg-type, union-attr]
+        self.recorder.write("buffers", **self._share, tracked=tracked, mean=mean, passes=int(self.passes))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.01)
+
+
+class BufferedManual(Buffered):
+    """Steps once in three batches by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 3 == 2:
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+        return None  # type: ignore[return-value]
 
 
 class RawBackward(Manual):
@@ -640,6 +679,9 @@ MODELS: dict[str, type[ToyModel]] = {
     "dataloader_iter": Fetching,
     "counted": Counted,
     "counted_windows": Counted,
+    "buffered": Buffered,
+    "buffered_windows": Buffered,
+    "buffered_manual": BufferedManual,
     "toggling": Toggling,
     "hourly": RarelyRead,
     "each_moment": RarelyRead,
@@ -660,11 +702,14 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
     options: dict[str, Any] = {}
     strategy: Any = DLRoverStrategy(check_interval_s=0.03)
     match feature.name:
+        case "hook_state":
+            state: Any = PowerSGDState(process_group=None)
+            strategy = DLRoverStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
         case "toggling":
             strategy = DLRoverStrategy(check_interval_s=0.03, find_unused_parameters=True)
         case "clipping":
             options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-        case "counted_windows":
+        case "counted_windows" | "buffered_windows":
             options = {"accumulate_grad_batches": 3}
         case "gathering_windows":
             options = {"accumulate_grad_batches": 5}

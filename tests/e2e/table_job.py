@@ -158,7 +158,8 @@ class TableModel(ToyModel):
             for b in tables.blocks()
             if b.values.numel()
         ]
-        self.recorder.write("tables", **self.where(), when=when, step=self.trainer.global_step, blocks=blocks)
+        kept = {"blocks": blocks, "counters": tables.counters()}
+        self.recorder.write("tables", **self.where(), when=when, step=self.trainer.global_step, **kept)
 
     def on_train_epoch_end(self) -> None:
         mean = float(self.trainer.callback_metrics["mean_loss"])

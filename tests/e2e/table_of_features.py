@@ -44,6 +44,7 @@ class Run:
 
     name: str
     step_s: float = 0.0
+    backend: str | None = None  # process groups' backend; None: the strategy's choice
 
 
 # --- models -------------------------------------------------------------------------------------------------------------------
@@ -143,6 +144,35 @@ class Unfreeze(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01)
 
 
+class Net(nn.Sequential):
+    """Dynamo leaves torch's own modules alone when they are compiled in place."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Compiled(Plain):
+    """Compiles its network, whose shares of a batch have several sizes."""
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.net = Net(*self.net)
+        self.net.compile(backend="eager")  # runs Dynamo's graphs and guards, without the time of a compiler
+
+
+class ChannelsLast(Plain):
+    """Keeps the weights of a convolution, and its inputs, with their channels last."""
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        layers = nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32, 1)
+        self.net = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def on_train_end(self) -> None:
+        assert all(p.is_contiguous(memory_format=torch.channels_last) for p in self.net[1].parameters() if p.dim() == 4)
+
+
 # --- the table ----------------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +183,7 @@ class Setup:
     model: type[ToyModel] = Plain
     callbacks: Callable[[Path], list[Any]] = lambda folder: []
     options: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy
     epochs: int = 4
     follows_clock: bool = False  # the number of validations differs from run to run
 
@@ -184,6 +215,9 @@ FEATURES: dict[str, Setup] = {
     "epoch_hooks": Setup(Curriculum),
     "torchmetrics": Setup(Metrics),
     "objects": Setup(Objects),
+    "static_graph": Setup(ddp={"static_graph": True}),
+    "channels_last": Setup(ChannelsLast, ddp={"gradient_as_bucket_view": True}),
+    "compiled": Setup(Compiled),
     "clock": Setup(
         callbacks=lambda folder: [Timer(duration="00:01:00:00")],
         options={"val_check_interval": "00:00:00:01"},
@@ -202,7 +236,7 @@ def run_feature_of_table(recorder: Recorder, run: Run) -> None:
     callbacks = setup.callbacks(folder)
     trainer = make_trainer(
         recorder.place.folder,
-        strategy=DLRoverStrategy(check_interval_s=0.03),
+        strategy=DLRoverStrategy(check_interval_s=0.03, process_group_backend=run.backend, **setup.ddp),
         max_epochs=setup.epochs,
         callbacks=callbacks,
         enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),

@@ -90,7 +90,24 @@ def judge(job: Job, settings: TableSettings, reference: Job, after: int = 0, rea
                 f"epoch {record['epoch']}, rank {record['rank']} of {record['world']}: mean loss {record['mean_loss']:.6f}, "
                 f"{epoch_of['mean_loss']:.6f} in the undisturbed run"
             )
-    return [*bad, *_bad_tables(job, reference), *_bad_validation(job, settings, reference, after)]
+    return [
+        *bad,
+        *_bad_tables(job, reference),
+        *_bad_counters(job, reference),
+        *_bad_validation(job, settings, reference, after),
+    ]
+
+
+def _bad_counters(job: Job, reference: Job) -> list[str]:
+    """Problems with the steps that the tables' kernels have counted."""
+    expected = {table: n for r in reference.records("tables") if r["when"] == "end" for table, n in r["counters"].items()}
+    return [
+        f"rank {record['rank']}: table {table} counts {number} steps, {expected[table]} in the undisturbed run"
+        for record in job.records("tables")
+        if record["when"] == "end"
+        for table, number in record["counters"].items()
+        if number != expected[table]
+    ]
 
 
 def assembled(job: Job, when: str, settings: TableSettings) -> dict[str, Tensor]:

@@ -277,6 +277,20 @@ def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> No
         assert {key: metrics[key] for key in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["buffered", "buffered_windows", "buffered_manual"])
+def test_buffers_see_each_batch_once(name: str, make_job: MakeJob) -> None:
+    job, _ = grown_to(make_job, Feature(name, epochs=2), 3)
+    for size, moment in ((3, "backward_0"), (2, "backward_1")):  # a window's first batch and its second one
+        job.wait_for_world(size)
+        job.workers[size - 1].arm(moment)
+    assert job.finish() == [0, -9, -9], job.report()
+    assert {record["world"] for record in job.records("buffers")} == {1, 2, 3}
+    for record in job.records("buffers"):
+        number = record["epoch"] * STEPS_PER_EPOCH + record["batch"] + 1
+        assert (record["tracked"], record["passes"]) == (number, number), record
+        assert record["mean"] == pytest.approx([10 * (1 - 0.9**number)] * 8), record
+
+
 def test_frozen_halves_and_manual_windows_survive_losses(make_job: MakeJob) -> None:
     job = grown_and_killed(make_job, Feature("toggling", epochs=4), "toggled_0", "toggled_1")
     assert_all_agree(job, 4 * STEPS_PER_EPOCH)
@@ -511,6 +525,7 @@ def test_early_stopping_ends_all_workers_in_the_same_epoch(make_job: MakeJob) ->
         ("raw_backward", 1, "call self.manual_backward(loss) instead"),
         ("zero", 2, "ZeroRedundancyOptimizer spreads its state over the ranks"),
         ("single_sample", 2, "BatchNorm cannot train on one sample"),
+        ("hook_state", 1, "ddp_comm_state=PowerSGDState belongs to the workers of one round"),
     ],
 )
 def test_script_that_cannot_be_right_is_refused(name: str, num_workers: int, message: str, make_job: MakeJob) -> None:

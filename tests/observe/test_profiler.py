@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlrover.observe import profiler as profiler_module
-from lightning_dlrover.observe import resources
+from lightning_dlrover.observe import resources, step_times
 from lightning_dlrover.observe.descriptors import Descriptors
 from lightning_dlrover.observe.profiler import (
     Model,
@@ -46,6 +46,10 @@ class Bench:
         self.times = StepTimes()
         self.profiler = StepProfiler("worker", torch.device("cpu"), self.times)
 
+    def use_clock(self, patch: pytest.MonkeyPatch) -> None:
+        for module in (profiler_module, step_times):
+            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, time=lambda: self.now))
+
     def train(
         self,
         forward: float = 0.01,
@@ -55,12 +59,17 @@ class Bench:
         place: Place = PLACE,
         communication: float = 0.0,
     ) -> None:
-        self.times.forward_s += forward
-        self.times.backward_s += backward
-        self.times.communication_s += communication
-        self.times.run_s += forward + backward + communication + rest
-        self.times.data_wait_s += wait
-        self.now += forward + backward + communication + rest + wait
+        self.times.data_wait_s = wait
+        self.now += wait
+        with self.times.measure("optimizer"):
+            with self.times.measure("forward"):
+                self.now += forward
+            with self.times.measure("backward"):
+                self.now += backward
+                self.times.wait_begins()
+                self.now += communication
+                self.times.wait_ends(communication)
+            self.now += rest
         self.step += 1
         self.profiler.step_ended(place, self.step)
 
@@ -73,7 +82,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made = Bench()
-    monkeypatch.setattr(profiler_module, "time", SimpleNamespace(perf_counter=lambda: made.now, time=lambda: made.now))
+    made.use_clock(monkeypatch)
     yield made
     made.profiler.close()
 
@@ -91,7 +100,7 @@ part = st.floats(min_value=1e-5, max_value=1.0)
 def test_the_parts_of_a_step_add_up_to_its_time(steps: list[tuple[float, float, float, float, float]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         bench = Bench()
-        patch.setattr(profiler_module, "time", SimpleNamespace(perf_counter=lambda: bench.now, time=lambda: bench.now))
+        bench.use_clock(patch)
         for forward, backward, rest, wait, communication in steps:
             bench.train(forward, backward, rest, wait, communication=communication)
         profile = bench.close()
@@ -184,10 +193,12 @@ def test_a_pause_is_no_part_of_a_step(bench: Bench) -> None:
     assert bench.close().step_time_s == pytest.approx(0.03)
 
 
-def test_one_slow_step_in_many_does_not_count(bench: Bench) -> None:
+def test_one_slow_step_in_many_counts_in_no_part(bench: Bench) -> None:
     for number in range(41):
         bench.train(rest=5.0 if number == 20 else 0.0)
-    assert bench.close().step_time_s == pytest.approx(0.03)
+    profile = bench.close()
+    assert [profile.step_time_s, profile.forward_s] == pytest.approx([0.03, 0.01])
+    assert profile.optimizer_s == pytest.approx(0.0, abs=1e-9)
 
 
 def test_windows_follow_each_other_without_a_gap(bench: Bench) -> None:
@@ -199,18 +210,6 @@ def test_windows_follow_each_other_without_a_gap(bench: Bench) -> None:
     second = bench.close()
     assert (first.num_steps, second.num_steps) == (3, 4)
     assert second.first_step == first.first_step + first.num_steps
-
-
-def test_device_without_known_utilisation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NVMLError(Exception):
-        """As raised by pynvml on a slice of a device (MIG)."""
-
-    def unknown(device: torch.device) -> int:
-        raise NVMLError("Not Supported")
-
-    monkeypatch.setattr(torch.cuda, "utilization", unknown)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * MIB)
-    assert profiler_module._gpu_use(torch.device("cuda")) == (5 * MIB, 0.0)
 
 
 def test_a_window_without_steps_is_none(bench: Bench) -> None:

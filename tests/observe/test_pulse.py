@@ -22,7 +22,9 @@ from lightning_dlrover.observe.pulse import (
     Pulse,
     Throttling,
 )
+from lightning_dlrover.observe.step_times import StepTimes, marks_of
 from lightning_dlrover.rdzv.group import waits
+from lightning_dlrover.rdzv.group.aborts import wait_for_device
 
 SLOW_S = 0.3
 PARTS = ("forward", "backward", "collective")
@@ -33,63 +35,92 @@ class _Round:
         return 1, False
 
 
-def _train(rank: int, store: str, results: str) -> None:
-    """Measure this worker's own time in all cases, and write it by part and guard."""
+def _train(rank: int, store: str, results: str, device: str) -> None:
+    """Measure this worker's own time and communication in all cases, and write them by part and guard."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    # To NCCL, two ranks on one GPU are two hosts.
+    os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     round_ = _Round()
-    clock = OwnClock()
+    times = StepTimes()
+    times.start(marks_of(torch.device(device)))
+    clock = OwnClock(times)
     waits.time_with(clock.stopped)
-    own = {}
-    for is_guarded in (False, True):  # once guarded, a process stays so
+    measured = {}
+    for is_guarded in (False, True) if device == "cpu" else (False,):  # once guarded, a process stays so
         if is_guarded:
             waits.end_waits_with(weakref.WeakMethod(round_.now))
         for part in PARTS:
-            own[f"{part} {is_guarded}"] = _own_time_s(clock, part, is_guarded, SLOW_S if rank == 1 else 0.0)
-    Path(results, str(rank)).write_text(json.dumps(own))
+            slow_s = SLOW_S if rank == 1 else 0.0
+            measured[f"{part} {is_guarded}"] = _own_and_communication_s(clock, times, part, is_guarded, slow_s, device)
+    Path(results, str(rank)).write_text(json.dumps(measured))
     dist.destroy_process_group()
 
 
-def _own_time_s(clock: OwnClock, part: str, is_guarded: bool, slow_s: float) -> float:
-    """Run three steps of DDP with buffers, sleep in one part of each, and return the median of the own times."""
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+def _own_and_communication_s(
+    clock: OwnClock, times: StepTimes, part: str, is_guarded: bool, slow_s: float, device: str
+) -> tuple[float, float]:
+    """Run steps of DDP with buffers, sleep in one part of the last three, and return the medians of these."""
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(device))
     clock.stop_in_forward(model)
     if is_guarded:
         waits.guard_replica(model)
-    own = []
-    for _ in range(3):
-        dist.barrier()
+    own, steps = [], []
+    for number in range(5):
+        sleep_s = slow_s if number > 1 else 0.0  # before, NCCL connects, and DDP agrees on its buckets
+        dist.all_reduce(torch.zeros(1))
         started = clock.read()
-        time.sleep(slow_s if part == "forward" else 0)
-        loss = model(torch.randn(8, 4)).sum()
-        if part == "backward":
-            loss.register_hook(lambda gradient: time.sleep(slow_s))
-        clock.backward_begins(loss)
-        loss.backward()
-        clock.backward_ended()
-        if part == "collective":
-            time.sleep(slow_s)
-            dist.all_reduce(torch.ones(1))
+        with times.measure("optimizer"):
+            with times.measure("forward"):
+                time.sleep(sleep_s if part == "forward" else 0)
+                loss = model(torch.randn(8, 4, device=device)).sum()
+            if part == "backward":
+                loss.register_hook(lambda gradient, seconds=sleep_s: time.sleep(seconds))
+            with times.measure("backward"):
+                clock.backward_begins(loss)
+                loss.backward()
+                clock.backward_ended()
+            if part == "collective":
+                time.sleep(sleep_s)
+                dist.all_reduce(torch.ones(1))
+            wait_for_device(torch.device(device))  # as before each optimizer step
         own.append(clock.read().since(started).busy_s)
-    return sorted(own)[1]
+        steps.append(times.end_step())
+    if device != "cpu":
+        torch.cuda.synchronize()
+    seconds = [found["communication"] for step in steps[2:] if (found := step.seconds()) is not None]
+    return sorted(own[2:])[1], sorted(seconds)[1]
 
 
-@pytest.fixture(scope="module")
-def own_times_s(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    """Own times of a fast and a slow worker."""
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def times_s(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+    """Own time and communication of a fast and a slow worker."""
     folder = tmp_path_factory.mktemp("pulse")
-    mp.spawn(_train, (str(folder / "store"), str(folder)), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.spawn(_train, (str(folder / "store"), str(folder), request.param), nprocs=2)  # type: ignore[no-untyped-call]
     return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("is_guarded", [False, True])
 @pytest.mark.parametrize("part", PARTS)
 def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(
-    own_times_s: list[dict[str, float]], part: str, is_guarded: bool
+    times_s: list[dict[str, list[float]]], part: str, is_guarded: bool
 ) -> None:
-    fast, slow = (own[f"{part} {is_guarded}"] for own in own_times_s)
-    assert 0 < fast < SLOW_S / 2
-    assert slow > SLOW_S * 0.95
+    if f"{part} {is_guarded}" in times_s[0]:
+        fast, slow = (times[f"{part} {is_guarded}"][0] for times in times_s)
+        assert fast < SLOW_S / 2
+        assert slow > SLOW_S * 0.95
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_waiting_for_a_slow_worker_in_a_pass_is_communication(
+    times_s: list[dict[str, list[float]]], part: str, is_guarded: bool
+) -> None:
+    if f"{part} {is_guarded}" in times_s[0]:
+        fast, slow = (times[f"{part} {is_guarded}"][1] for times in times_s)
+        assert SLOW_S * 0.9 < fast < SLOW_S * 1.5
+        assert 0 < slow < SLOW_S / 2
 
 
 @pytest.mark.parametrize(

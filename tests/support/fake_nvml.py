@@ -8,6 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+import torch
+
 
 class NVMLError(Exception):
     """Base of NVML's errors."""
@@ -25,6 +28,15 @@ class NVMLError_FunctionNotFound(NVMLError):
     pass
 
 
+class NVMLError_NotFound(NVMLError):
+    pass
+
+
+def use_gpu(patch: pytest.MonkeyPatch, uuid: str) -> None:
+    """Let CUDA see one GPU alone, as by `CUDA_VISIBLE_DEVICES`."""
+    patch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(uuid=uuid))
+
+
 class FakeNvml:
     """GPUs of one machine. Handles are indices.
 
@@ -33,14 +45,16 @@ class FakeNvml:
         total_bytes: memory of each GPU.
         busy: percent of the time in which kernels run, while any process has memory there.
         knows_processes: False as in a container with process ids of its own.
-        has_counters: False for a GPU that reports neither its clocks nor its link.
+        has_counters: False for a GPU that does not report its link.
     """
 
     NVMLError = NVMLError
     NVMLError_NotSupported = NVMLError_NotSupported
     NVMLError_NoPermission = NVMLError_NoPermission
     NVMLError_FunctionNotFound = NVMLError_FunctionNotFound
-    NVML_CLOCK_MEM, NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 2, 0, 1
+    NVMLError_NotFound = NVMLError_NotFound
+    NVML_GPU_UTILIZATION_SAMPLES = 1
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
 
     def __init__(
         self,
@@ -55,6 +69,8 @@ class FakeNvml:
         self.folder, self.total_bytes, self.busy = folder, total_bytes, busy
         self.knows_processes, self.has_counters, self.mig = knows_processes, has_counters, mig
         self.names = names
+        self.samples: list[tuple[int, int]] = []  # microseconds and percent, of the first GPU
+        self.joules = [0.0] * len(total_bytes)
         self.is_lost = False
         self.hangs, self.is_asked = threading.Event(), threading.Event()  # it hangs while the first is clear
         self.hangs.set()
@@ -67,6 +83,23 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        for handle in range(len(self.total_bytes)):
+            if uuid == self.nvmlDeviceGetUUID(handle):
+                return handle
+        raise NVMLError_NotFound
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        return round(1e3 * self.joules[handle])
+
+    def nvmlDeviceGetSamples(self, handle: int, kind: int, newer_than_us: int) -> tuple[int, list[SimpleNamespace]]:
+        assert (handle, kind) == (0, self.NVML_GPU_UTILIZATION_SAMPLES)
+        self._check()
+        found = [(at, percent) for at, percent in self.samples if at > newer_than_us]
+        if not found:
+            raise NVMLError_NotFound
+        return 0, [SimpleNamespace(timeStamp=at, sampleValue=SimpleNamespace(uiVal=percent)) for at, percent in found]
 
     def nvmlDeviceGetUUID(self, handle: int) -> str:
         return f"GPU-{handle}abc"
@@ -90,12 +123,6 @@ class FakeNvml:
             assert self.hangs.wait(60)
         busy = self.busy if self._processes(handle) else 0
         return SimpleNamespace(gpu=busy, memory=busy // 2)
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
-        return self._counter(1000)
-
-    def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
-        return self._counter(4096)
 
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
         return self._counter(4)

@@ -63,3 +63,14 @@ def test_a_state_is_read_as_it_was_written_or_its_checkpoint_is_refused(tmp_path
         return
     load_tables(tables, tmp_path)
     assert [bool((b.values == float(i + 1)).all()) for i, b in enumerate(tables.blocks())] == [True] * len(tables.blocks())
+
+
+def test_counted_steps_come_back_with_the_tables(tmp_path: Path) -> None:
+    """Row-wise Adagrad is the one optimizer that counts on CPU; on a GPU Adam and LAMB do."""
+    tables = built("rowwise_adagrad")
+    tables.set_counters({"tables.t": 7})
+    save_tables(tables, tmp_path)
+    again = built("rowwise_adagrad")
+    assert again.counters() == {"tables.t": 0}
+    load_tables(again, tmp_path)
+    assert again.counters() == {"tables.t": 7}

@@ -70,6 +70,20 @@ def train(tables: ShardedTables, seed: int, backward: bool = True, of_b: Sequenc
         out.pow(2).sum().backward()
 
 
+def test_kernels_of_a_new_build_count_from_0_until_their_counters_are_set(tables: ShardedTables) -> None:
+    assert set(tables.counters()) == {f"tables.{name}" for name, kind in KINDS.items() if kind != "data_parallel"}
+    for seed in range(3):
+        train(tables, seed)
+    counted = tables.counters()
+    assert set(counted.values()) == {3}
+    assert tables.plan is not None
+    tables.build(tables.plan, ["w"])
+    assert set(tables.counters().values()) == {0}
+    tables.set_counters(counted)
+    train(tables, 3)
+    assert set(tables.counters().values()) == {4}
+
+
 def test_changed_rows_are_noted_and_hardly_any_other(tables: ShardedTables, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dlrover.tables.touched.MAX_CHANGED", 1.0)
     touched = tables.track()

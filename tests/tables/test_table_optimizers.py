@@ -12,6 +12,7 @@ pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim import SGD, Adagrad, Adam, AdamW
@@ -21,6 +22,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.checks.script import UnsupportedScriptError
 from lightning_dlrover.tables.optimizers import (
     TableOptimizerError,
     in_backward,
@@ -238,3 +240,8 @@ def test_sync_batchnorm_holds_beside_tables(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
         train(tmp_path, DLRoverStrategy(), model, sync_batchnorm=True)
     assert any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+
+
+def test_scaled_gradients_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedScriptError, match="precision='16-mixed' scales the loss"):
+        train(tmp_path, DLRoverStrategy(), Model(one_group(SGD, lr=0.1)), plugins=[MixedPrecision("16-mixed", "cpu")])

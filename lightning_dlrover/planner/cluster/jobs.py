@@ -19,8 +19,12 @@ __all__ = ["HOST_RESOURCES", "RESOURCES", "Allocation", "Device", "Job", "Profil
 HOST_RESOURCES = ("cores", "memory_bandwidth", "input")
 """Resources that all devices of a node share. A device of the node that lists a limit states the node's limit."""
 
-RESOURCES = (*HOST_RESOURCES, "gpu", "gpu_memory_bandwidth", "pcie")
-"""Measured resources: cores in cores, bandwidths in bytes/s, "input" and "gpu" in busy fractions."""
+RESOURCES = (*HOST_RESOURCES, "gpu", "gpu_memory_busy", "pcie")
+"""Measured resources: cores in cores, "memory_bandwidth" and "pcie" in bytes/s, the others in fractions of the time.
+
+"gpu" is the time in which a kernel runs, "gpu_memory_busy" the time in which the GPU's memory is read or written. It is no
+bandwidth: kernels that wait for memory one word at a time keep it as busy as a copy.
+"""
 
 Allocation = Mapping[str, tuple[str, ...]]
 """Device names by job name, all running jobs included.

@@ -68,7 +68,7 @@ class Communicators:
         self._report = report
         self._backends: dict[str, Any] = {}
         self._lock = threading.Lock()
-        self._is_abandoned = False
+        self.is_abandoned = False
         self._error: BaseException | None = None
         self._is_done = threading.Event()
         self._began = time.monotonic()
@@ -80,9 +80,9 @@ class Communicators:
         """Whether they are connected, or have failed to."""
         return self._is_done.is_set()
 
-    def wait(self) -> None:
-        """Wait until they are connected, or have failed to. The caller limits the wait."""
-        self._is_done.wait()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until they are connected, or have failed to; return whether they have. Without a limit the caller sets one."""
+        return self._is_done.wait(timeout_s)
 
     def connected(self) -> dict[str, Any]:
         """Return the backends by name.
@@ -99,7 +99,7 @@ class Communicators:
     def abandon(self) -> None:
         """Abort what is connected or connecting. Never blocks."""
         with self._lock:
-            self._is_abandoned = True
+            self.is_abandoned = True
             backends, self._backends = self._backends, {}
         if backends:
             RoundEnd(lambda: list(backends.values()), f"round {self.round.number}", self._report).abort()
@@ -108,11 +108,14 @@ class Communicators:
         try:
             if self._former is not None:
                 self._former.wait()
+            module: Any = torch.get_device_module(self._device)
             if self._device.type != "cpu":
-                torch.get_device_module(self._device).set_device(self._device)  # a thread begins with the first device
+                module.set_device(self._device)  # a thread begins with the first device
             store = self._open_store()
-            for name in dict.fromkeys(self._names.values()):
-                self._connect(name, PrefixStore(name, store))
+            # All threads share the default stream: the steps of the former round would wait for this one's reduction.
+            with module.stream(module.Stream()):
+                for name in dict.fromkeys(self._names.values()):
+                    self._connect(name, PrefixStore(name, store))
         except BaseException as error:
             log.info("round %d: its communicators did not connect: %s", self.round.number, error)
             self._error = error
@@ -125,7 +128,7 @@ class Communicators:
         size = len(self.round.members)
         backend = torch_names.backend_beside_gloo(name, store, self._rank, size, self._timeout)
         with self._lock:
-            if self._is_abandoned:
+            if self.is_abandoned:
                 raise CommunicatorError("the round was given up")
             self._backends[name] = backend  # from here on it can be aborted
         backend.eager_connect_single_device(self._device)

@@ -196,7 +196,15 @@ class Forming:
                 self._patience,
                 self._report,
             )
+            watch = functools.partial(self._watch_members, self._communicators)
+            threading.Thread(target=watch, name="dlrover-watch-members", daemon=True).start()
             return self._communicators
+
+    def _watch_members(self, communicators: Communicators) -> None:
+        """Look for members that have died while others connect with them: these train on, and would not notice."""
+        patrol = Patrol(self._membership, communicators.round.members, PROBE_INTERVAL_S).pause()
+        while not communicators.wait(PROBE_INTERVAL_S) and not communicators.is_abandoned:
+            patrol.look()
 
     def is_prepared(self, target: RoundRecord) -> bool:
         """Whether this worker has done all that it can do for a round before the switch to it."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import waits
 from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.purpose import tensors_in
 
 __all__ = ["MESSAGES", "OPERATIONS", "compare_with"]
 
@@ -68,7 +69,10 @@ def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., An
         meeting = find() if find is not None else None
         if meeting is not None:
             meeting.before(self, name, args)
-        return original(self, *args, **kwargs)
+        work = original(self, *args, **kwargs)
+        if meeting is not None and not waits.guards_all() and {tensor.device.type for tensor in tensors_in(args)} == {"cpu"}:
+            waits.is_of_host(work)
+        return work
 
     return begin
 

@@ -66,6 +66,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.distributed:ProcessGroup": ("_get_backend", "_register_backend", "_set_default_backend"),
     "torch.distributed:ProcessGroupGloo": ("_get_sequence_number_for_group", "_Options"),
     "torch.distributed:ProcessGroupGloo._Options": ("_devices", "_threads", "_timeout"),
+    "torch": ("_foreach_copy_",),
+    "torch.nn:Module": ("_buffers",),
     "torch._C": ("_current_graph_task_id", "_remove_worker_pids"),
     "torch.autograd:Variable._execution_engine": ("queue_callback",),
     "torch.nn.parallel:DistributedDataParallel": ("_comm_hooks", "_distributed_broadcast_coalesced", "_sync_buffers"),

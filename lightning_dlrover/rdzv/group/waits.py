@@ -35,6 +35,7 @@ __all__ = [
     "end_waits_with",
     "guard_replica",
     "guards_all",
+    "is_of_host",
     "let_go",
     "time_with",
     "wait_for",
@@ -53,6 +54,7 @@ Round = tuple[int, bool]
 
 _find_round: Callable[[], Callable[[], Round] | None] = lambda: None  # noqa: E731
 _guards_all = False
+_of_host: weakref.WeakSet[Any] = weakref.WeakSet()
 _timer: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
@@ -62,18 +64,24 @@ def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits
     Args:
         round_: returns the number of this process's round, and whether its group was severed so long ago that gloo has woken
             every waiter that it will wake. Raises the reason if an error ended the round.
-        all_waits: False limits this to waits in `wait_for`, because the host does not wait for NCCL.
+        all_waits: False limits this to waits in `wait_for`, and to those noted by `is_of_host`, because the host does not wait
+            for NCCL, and a wait in slices would abort its communicators.
     """
     global _find_round, _guards_all
     _find_round = round_
-    if all_waits:
-        _guards_all = True
-        _install()
+    _guards_all = _guards_all or all_waits
+    _install()
 
 
 def guards_all() -> bool:
     """Whether every wait begun from Python ends with its round, not only those in `wait_for`."""
     return _guards_all
+
+
+def is_of_host(work: Any) -> None:
+    """Note that the host waits for a collective, as for all of gloo's, so that the wait ends with its round."""
+    if not _guards_all and work is not None:
+        _of_host.add(work)
 
 
 def time_with(timer: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
@@ -117,7 +125,8 @@ def _install() -> None:
 
     def watched_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _timer():
-            return wait_in(self, wait) if _guards_all and not args and not kwargs else wait(self, *args, **kwargs)
+            is_guarded = (_guards_all or self in _of_host) and not args and not kwargs
+            return wait_in(self, wait) if is_guarded else wait(self, *args, **kwargs)
 
     work.wait = watched_wait
 

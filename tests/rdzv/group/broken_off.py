@@ -62,7 +62,7 @@ def once_begun(values: torch.Tensor, act: Callable[[], object]) -> None:
 def lose(scenario: str) -> None:
     """Run the worker that is lost."""
     values = torch.zeros(NUM_VALUES)
-    if scenario == "broadcast":
+    if scenario in ("broadcast", "of_host"):
         dist.broadcast(values.fill_(1), 1)
     elif scenario == "receive":
         dist.send(values.fill_(1), 0)
@@ -100,10 +100,11 @@ def wait_for_the_lost(scenario: str, peer: int, round_: Round, found: dict[str, 
         found["forward"] = "done"
         loss.backward()
         return
-    if scenario == "broadcast":
+    if scenario in ("broadcast", "of_host"):
         once_begun(values, kill)
         work = dist.broadcast(values, 1, async_op=True)
         assert work is not None
+        waits.is_of_host(work)
         os.waitpid(peer, 0)
         try:
             work.wait(timedelta(seconds=1))
@@ -141,7 +142,9 @@ def gradients() -> list[list[float]]:
 
 def outcome(scenario: str, peer: int, is_dropped: bool) -> dict[str, Any]:
     round_ = Round()
-    waits.end_waits_with(weakref.WeakMethod(round_.now), all_waits=scenario != "gather")  # wait settings as beside NCCL
+    waits.end_waits_with(
+        weakref.WeakMethod(round_.now), all_waits=scenario not in ("gather", "of_host")
+    )  # else as in jobs with NCCL
     found: dict[str, Any] = {}
     if scenario == "gradients":
         plain, guarded, plain_view, guarded_view = gradients()

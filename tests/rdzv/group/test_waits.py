@@ -32,6 +32,7 @@ def outcome(folder: Path, *arguments: str) -> dict[str, Any]:
     [
         ("broadcast", ""),
         ("broadcast", "drop"),
+        ("of_host", ""),
         ("receive", ""),
         ("receive", "drop"),
         ("send", ""),
