@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import nccl_stand_in
 import torch
 import torch.distributed as dist
-from nccl_stand_in import Quirks
+from nccl_stand_in import Quirks, StandIn
 from toy_job import Recorder, Script, ToyModel, ToySettings, train_toy
 
 from lightning_dlrover.live import resilient
 from lightning_dlrover.rdzv.group import aborts, forming, world
 from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.gloo import RoundSockets
+from lightning_dlrover.rdzv.group.torch_names import is_in_backward
 
-__all__ = ["FAULTS", "OverStandIn", "run_over_stand_in", "train_synced"]
+__all__ = ["FAULTS", "OverStandIn", "run_over_stand_in", "train_counted", "train_synced"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,22 @@ class OverStandIn:
 def run_over_stand_in(recorder: Recorder, over: OverStandIn) -> None:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torch's elastic agent does
     nccl_stand_in.install(over.quirks)
+    _let_die_in_a_reduction(recorder)
     if over.fault:
         FAULTS[over.fault]()
     over.script(recorder, over.settings)
+
+
+def _let_die_in_a_reduction(recorder: Recorder) -> None:
+    """Let a worker die in a reduction that is not one of gradients, after all that precedes it: the moment `reduction`."""
+    reduce = StandIn.allreduce
+
+    def allreduce(self: StandIn, *args: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and not is_in_backward():
+            recorder.moment("reduction")
+        return reduce(self, *args)
+
+    StandIn.allreduce = allreduce
 
 
 class Synced(ToyModel):
@@ -57,6 +72,18 @@ class Synced(ToyModel):
 
 def train_synced(recorder: Recorder, settings: ToySettings) -> None:
     train_toy(recorder, settings, Synced)
+
+
+class Counted(ToyModel):
+    """A script that reduces a value of its own after each validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        num_workers = float(self.trainer.strategy.reduce(torch.ones(1), reduce_op="sum"))
+        self.recorder.write("reduced", num_workers=num_workers, world=self.trainer.world_size)
+
+
+def train_counted(recorder: Recorder, settings: ToySettings) -> None:
+    train_toy(recorder, settings, Counted)
 
 
 # --- planted faults -----------------------------------------------------------------------------------------------------------

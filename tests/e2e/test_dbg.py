@@ -18,5 +18,5 @@ def test_dbg(make_job):
             if r["kind"] in ("killed", "after_fit", "fit_start", "val_start", "val_done","entered") or last is None or r["at"] - last > 0.5 or (r["kind"]=="done" and r["step"]%50==0):
                 print(round(r["at"] - t, 2), {k: v for k, v in r.items() if k in ("kind", "moment", "step", "round", "world", "metric", "rank")})
             last = r["at"]
-        print(w.output[-3000:])
+        print(w.output[-6000:])
     print([ (e.kind, e.data) for k in ("round","loss","stall","stalled") for e in job.events(k)])

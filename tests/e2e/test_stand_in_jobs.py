@@ -19,7 +19,7 @@ from forked_jobs import MakeJob
 from harness import Job, violations
 from nccl_stand_in import NAME, Quirks
 from plain_loop import PlainSettings, run_plain_loop
-from stand_in_jobs import OverStandIn, run_over_stand_in, train_synced
+from stand_in_jobs import OverStandIn, run_over_stand_in, train_counted, train_synced
 from test_plain_loop import assert_everyone_counted_the_same
 from test_schedules import AT_ONCE, MOMENTS, carry_out, random_schedule
 from toy_job import Script, ToySettings, train_toy
@@ -59,6 +59,7 @@ class Case:
         if isinstance(self.settings, ToySettings):
             found += violations(job, self.settings)
             found += [f"{record}" for record in job.records("val_done") if not math.isfinite(record["metric"])]
+            found += [f"{record}" for record in job.records("reduced") if record["num_workers"] != record["world"]]
         else:
             assert_everyone_counted_the_same(job, job.step)
         return found
@@ -90,7 +91,7 @@ def lose_one_in_a_validation(job: Job) -> None:
     job.wait_for_step(1)
     second = job.start()
     job.wait_for_world(2)
-    second.arm("validation_end")
+    second.arm("reduction")
     job.wait_for_world(1)
 
 
@@ -142,7 +143,7 @@ CASES = {
     "one_of_two": Case(lose_one_of_two, toy(), Quirks(notice_s=0.0)),
     "counted": Case(lose_one_of_two, COUNTED, Quirks(notice_s=0.0), run_plain_loop),
     "late": Case(grow_to_three, toy(), Quirks(is_late=True)),
-    "validation": Case(lose_one_in_a_validation, toy(num_val_rows=20, val_every=6), Quirks(loss="hang")),
+    "validation": Case(lose_one_in_a_validation, toy(num_val_rows=20, val_every=6), Quirks(loss="hang"), train_counted),
     "rank_0": Case(move_rank_0_and_drain, toy(), Quirks(create_s=0.5)),
     "early": Case(lose_one_before_its_first_collective, COUNTED, Quirks(), run_plain_loop),
     "slow_abort": Case(lose_one_while_aborts_take_seconds, COUNTED, Quirks(loss="hang", abort_s=SLOW_ABORT_S), run_plain_loop),
