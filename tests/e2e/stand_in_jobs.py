@@ -15,7 +15,7 @@ from nccl_stand_in import Quirks, StandIn
 from toy_job import Recorder, Script, ToyModel, ToySettings, train_toy
 
 from lightning_dlrover.live import resilient
-from lightning_dlrover.rdzv.group import aborts, forming, world
+from lightning_dlrover.rdzv.group import aborts, forming, torch_names, world
 from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.gloo import RoundSockets
 from lightning_dlrover.rdzv.group.torch_names import is_in_backward
@@ -43,13 +43,14 @@ def run_over_stand_in(recorder: Recorder, over: OverStandIn) -> None:
 
 
 def _let_die_in_a_reduction(recorder: Recorder) -> None:
-    """Let a worker die in a reduction that is not one of gradients, after all that precedes it: the moment `reduction`."""
+    """Let a worker die in a script's own reduction, after all that precedes it: the moment `reduction`."""
     reduce = StandIn.allreduce
 
-    def allreduce(self: StandIn, *args: Any) -> Any:
-        if threading.current_thread() is threading.main_thread() and not is_in_backward():
+    def allreduce(self: StandIn, tensors: Any, *options: Any) -> Any:
+        # A barrier has no options, and communicators are warmed in another thread.
+        if options and threading.current_thread() is threading.main_thread() and not is_in_backward():
             recorder.moment("reduction")
-        return reduce(self, *args)
+        return reduce(self, tensors, *options)
 
     StandIn.allreduce = allreduce
 
@@ -96,7 +97,12 @@ def shut_down_instead_of_abort() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def shut_down(groups: Sequence[Any]) -> None:
+        for group in groups:
+            group.shutdown()
+
     RoundSockets.destroy_group = destroy_group  # type: ignore[method-assign]
+    torch_names.abort = shut_down
 
 
 def use_gradients_without_a_wait() -> None:
