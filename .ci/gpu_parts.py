@@ -4,7 +4,7 @@
 
 `run.sh` starts this in the folder that `gpu_bundle.py` has built, with the machine's own Python. It installs the wheels that
 this Python lacks into `site/`, without a network, and then runs the parts. The most informative ones come first. A part that
-fails or exceeds its time is ended with all its processes, and the next one starts. On a CPU, parts that need a GPU are left out.
+fails or exceeds its time is ended with all its processes, and the next one starts. Parts that need a GPU are left out on a CPU.
 
 Results are in `results/`, and in $OUT if that is set: the output of each part, and `results.json` with its exit code (124: its
 time was over), seconds and figures. The last line has all figures: `gpu_bundle name=value ...`.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -58,7 +59,7 @@ if shutil.which("nvidia-smi"):
 subprocess.run([sys.executable, "-m", "pip", "check"])
 import lightning_dlrover
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-print(sys.version, lightning_dlrover.__file__, torch.__config__.show(), sep="\\n")
+print(lightning_dlrover.__file__)
 gpus = torch.cuda.device_count()
 print("GPUs:", [torch.cuda.get_device_name(i) for i in range(gpus)])
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else "none"
@@ -110,12 +111,14 @@ def parts_for(device: str, results: Path) -> list[Part]:
     characterize += ["--budget", "0.8" if device == "cuda" else "0.4", "--out", str(results / "characterize")]
     colocation = ["--gpu=0", "--copies=2", "--rounds=1", "--job-seconds=2.5"]
     colocation += ["--policies", "sequential", "rmixer", "complementary"]
+    kills = ["--jobs=1", "--plain-live-jobs=1", "--stock-jobs=0", "--stock-plain-jobs=0", "--rounds=1", "--kills=2"]
+    kills += ["--steps=200", "--restart-steps=60", "--deadline=60"]
     return [
         Part("look", [sys.executable, "-c", LOOK, device], 60.0),
         Part("faults", benchmark("gpu_faults", on_device), 150.0),
         Part("tests", tests, 150.0),
-        Part("live_resize", benchmark("live_resize", "--quick", on_device), 90.0),
-        Part("kill_recovery", benchmark("kill_recovery", "--quick", on_device), 90.0),
+        Part("live_resize", benchmark("live_resize", "--quick", on_device), 120.0),
+        Part("kill_recovery", benchmark("kill_recovery", *kills, on_device), 120.0),
         Part("overhead", benchmark("overhead", "--quick", on_device), 90.0),
         Part("colocation", benchmark("colocation", *colocation), 180.0, needs_gpu=True),
         Part("characterize", characterize, 90.0),
@@ -263,7 +266,11 @@ def install(site: Path) -> None:
     wheels = missing_wheels(BUNDLE / "wheels")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
     command += ["--root-user-action=ignore", "--disable-pip-version-check", *map(str, wheels)]
-    subprocess.run(command, check=True, env={**os.environ, "PIP_CONFIG_FILE": os.devnull})
+    if subprocess.run(command, env={**os.environ, "PIP_CONFIG_FILE": os.devnull}, check=False).returncode:
+        version = ".".join(map(str, sys.version_info[:2]))
+        sys.exit(
+            f"error: pip cannot install the bundle's wheels for Python {version}; build it with make gpu-bundle PY={version}"
+        )
     print("installed:", *(wheel.name for wheel in wheels), flush=True)
     for name, folder in (("PYTHONPATH", site), ("PATH", site / "bin")):
         os.environ[name] = os.pathsep.join([str(folder), *filter(None, [os.environ.get(name)])])
@@ -281,6 +288,8 @@ def last_line(results: Sequence[Result], device: str, seconds: float) -> str:
 
 def main() -> int:
     began = time.monotonic()
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(f"error: {sys.executable} has no torch; name a Python that has: PYTHON=/path/to/python bash run.sh")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device of all parts (default: cuda)")
     parser.add_argument("--minutes", type=float, default=8.0, help="time of all parts together (default: %(default)s)")

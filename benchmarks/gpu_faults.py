@@ -10,8 +10,7 @@ Each worker has an agent of its own, which is a host of its own to NCCL. A job o
     leave    SIGTERM to rank 0, which hands over and ends with its agent
 
 Then the others train to the last step. The pause of a change is the longest time between two steps of a worker that lived
-through it. The last line, printed anew after each job, has the pauses of each N in
-seconds, and sums over all jobs, which must be 0:
+through it. The last line has the pauses of each N in seconds, and sums over all jobs, which must be 0:
 
     lost_workers    workers that were gone after a change that did not concern them
     lost_steps      numbers of steps that no worker made, or that one worker made twice
