@@ -117,7 +117,7 @@ def parts_for(device: str, results: Path) -> list[Part]:
         Part("look", [sys.executable, "-c", LOOK, device], 60.0),
         Part("faults", benchmark("gpu_faults", on_device), 150.0),
         Part("tests", tests, 150.0),
-        Part("live_resize", benchmark("live_resize", "--quick", on_device), 120.0),
+        Part("live_resize", benchmark("live_resize", "--quick", "--without-stock", on_device), 120.0),
         Part("kill_recovery", benchmark("kill_recovery", *kills, on_device), 120.0),
         Part("overhead", benchmark("overhead", "--quick", on_device), 90.0),
         Part("colocation", benchmark("colocation", *colocation), 180.0, needs_gpu=True),

@@ -335,6 +335,7 @@ def main() -> int:
     add_device_options(parser)
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each change")
     parser.add_argument("--quick", action="store_true", help="every kind of change once, with a small model, under 60 s")
+    parser.add_argument("--without-stock", action="store_true", help="leave out the restarts of stock jobs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
     options = parser.parse_args()
@@ -353,11 +354,13 @@ def main() -> int:
                 map_stalls += live_stalls(space, etcd, number, "map", size, dice, options)
             stalls += live_stalls(space, etcd, number, options.data, size, dice, options)
             worlds = [1, 2] if options.quick else [2, 3, 2] if number % 2 else [1, 2, 1]
-            stalls += stock_restarts(space, f"stock-{number}", size, worlds, options)
+            if not options.without_stock:
+                stalls += stock_restarts(space, f"stock-{number}", size, worlds, options)
     print(table(stalls))
-    medians = medians_of(stalls, KINDS)
+    medians = medians_of(stalls, [kind for kind in KINDS if kind != "stock" or not options.without_stock])
     values: dict[str, float | int] = {f"{kind}_s": seconds for kind, seconds in medians.items()}
-    values["ratio"] = medians["stock"] / max(medians[kind] for kind in PLANNED)
+    if not options.without_stock:
+        values["ratio"] = medians["stock"] / max(medians[kind] for kind in PLANNED)
     if map_stalls:
         print(f"the same with map data:\n{table(map_stalls)}")
         of_map = medians_of(map_stalls, PLANNED)
