@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 __all__ = ["Part", "Result", "missing_wheels", "parts_for", "run_parts"]
@@ -44,9 +44,10 @@ MARK = "DLROVER_GPU_PART"
 MIN_S = 15.0
 """Seconds below which no further part starts."""
 
-GRACE_S = 8.0
-"""Seconds that a part has after SIGTERM, to end its processes and report what it has."""
+GRACE_S = 12.0
+"""Seconds that a part has after SIGINT, to end its processes and report what it has."""
 
+MINUTES = 8.0
 TIMED_OUT = 124
 FIGURES = re.compile(r"[A-Za-z_][\w.]*=\S+(?: [A-Za-z_][\w.]*=\S+)*")
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?|points)\b")
@@ -101,7 +102,7 @@ def parts_for(device: str, results: Path) -> list[Part]:
         return [sys.executable, f"benchmarks/{script}.py", *options]
 
     files = (BUNDLE / GPU_TESTS).read_text().split()
-    tests = [sys.executable, "-m", "pytest", "-q", "--durations=10", "-p", "no:cacheprovider", *files]
+    tests = [sys.executable, "-m", "pytest", "-v", "--durations=10", "-p", "no:cacheprovider", *files]
     tests += [f"--junitxml={results / 'tests.xml'}"]
     # On a CPU all of these files are imported, and the bodies of some GPU tests run.
     tests += ["-m", "gpu"] if device == "cuda" else ["-k", "test_gpu"]
@@ -193,7 +194,7 @@ def _run(part: Part, limit_s: float, results: Path) -> Result:
             process.wait(max(limit_s - GRACE_S, limit_s / 2))
         except subprocess.TimeoutExpired:
             note = f"ended after {limit_s:.0f} s"
-            process.terminate()
+            process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(min(GRACE_S, limit_s / 2))
         _kill(mark)
@@ -288,11 +289,17 @@ def last_line(results: Sequence[Result], device: str, seconds: float) -> str:
 
 def main() -> int:
     began = time.monotonic()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all parts
     if importlib.util.find_spec("torch") is None:
         sys.exit(f"error: {sys.executable} has no torch; name a Python that has: PYTHON=/path/to/python bash run.sh")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device of all parts (default: cuda)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time of all parts together (default: %(default)s)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="time of all parts together (default: %(default)s); with more, the limit of each part grows, too",
+    )
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these parts (default: all)")
     options = parser.parse_args()
     results = BUNDLE / "results"
@@ -303,7 +310,8 @@ def main() -> int:
     if unknown := {*(options.parts or ())} - {part.name for part in parts}:
         parser.error(f"--parts {' '.join(sorted(unknown))}: unknown; there are {', '.join(part.name for part in parts)}")
     install(BUNDLE / "site")
-    chosen = [part for part in parts if not options.parts or part.name in options.parts]
+    slower = max(1.0, options.minutes / MINUTES)
+    chosen = [replace(p, limit_s=p.limit_s * slower) for p in parts if not options.parts or p.name in options.parts]
     done = run_parts(chosen, options.device, results, began + 60 * options.minutes, copy_to)
     line = last_line(done, options.device, time.monotonic() - began)
     (results / "figures.txt").write_text(line + "\n")

@@ -13,7 +13,7 @@ Then the others train to the last step. The pause of a change is the longest tim
 through it. The last line has the pauses of each N in seconds, and sums over all jobs, which must be 0:
 
     lost_workers    workers that were gone after a change that did not concern them
-    lost_steps      numbers of steps that no worker made, or that one worker made twice
+    lost_steps      steps that no worker made, that one worker made twice, or that a later round began with once more
     unequal_steps   steps after which workers had different parameters
 
 A job that stops on its way has `failed=1`, and the next one starts.
@@ -104,11 +104,18 @@ def steps_by_pid(steps: list[Step]) -> dict[int, list[Step]]:
 
 
 def lost_steps(steps: list[Step]) -> int:
-    """Number of steps up to the last one that no worker made, or that one worker made twice."""
-    made = {step.number for step in steps}
-    missing = max(made, default=0) - len(made)
+    """Number of steps that no worker made, that one worker made twice, or that a later round made once more.
+
+    A worker that missed the last step of a round records it in the next one.
+    """
+    made: dict[int, set[int]] = defaultdict(set)  # numbers of steps by round
+    for step in steps:
+        made[step.round_number].add(step.number)
+    numbers = set().union(*made.values())
+    missing = max(numbers, default=0) - len(numbers)
     twice = sum(b.number <= a.number for own in steps_by_pid(steps).values() for a, b in pairwise(own))
-    return missing + twice
+    again = sum(max(0, max(made[a]) - min(made[b])) for a, b in pairwise(sorted(made)))
+    return missing + twice + again
 
 
 def unequal_steps(steps: list[Step]) -> int:

@@ -94,7 +94,7 @@ def python(name: str, code: str, limit_s: float = 20.0, needs_gpu: bool = False)
 
 STUBBORN = """
 import signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 print("child", child.pid, flush=True)
 print("seen=7", flush=True)
