@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -146,7 +147,7 @@ def test_bundle_runs_with_a_bare_machines_packages_and_no_index(tmp_path: Path) 
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300)
     environment = Environment.create(tmp_path / "environment")
     try:
-        environment.pip("install", "torch", "numpy")
+        environment.pip("install", f"torch=={importlib.metadata.version('torch').partition('+')[0]}", "numpy")
         environment.pip("install", "pip", *BARE)
         run = ["bash", str(bundle / "run.sh"), "--device", "cpu", "--parts", "look", "faults", "tests", "characterize"]
         alone = {**environment.variables, "PYTHON": str(environment.interpreter), "PIP_INDEX_URL": "http://127.0.0.1:9"}
