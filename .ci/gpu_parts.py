@@ -112,11 +112,11 @@ def parts_for(device: str, results: Path) -> list[Part]:
     characterize += ["--budget", "0.8" if device == "cuda" else "0.4", "--out", str(results / "characterize")]
     colocation = ["--gpu=0", "--copies=2", "--rounds=1", "--job-seconds=2.5"]
     colocation += ["--policies", "sequential", "rmixer", "complementary"]
-    kills = ["--jobs=1", "--plain-live-jobs=1", "--stock-jobs=0", "--stock-plain-jobs=0", "--rounds=1", "--kills=2"]
+    kills = ["--jobs=1", "--plain-live-jobs=1", "--stock-jobs=0", "--stock-plain-jobs=0", "--rounds=0", "--kills=2"]
     kills += ["--steps=200", "--restart-steps=60", "--deadline=60"]
     return [
         Part("look", [sys.executable, "-c", LOOK, device], 60.0),
-        Part("faults", benchmark("gpu_faults", on_device), 150.0),
+        Part("faults", benchmark("gpu_faults", "--keep", on_device), 150.0),
         Part("tests", tests, 150.0),
         Part("live_resize", benchmark("live_resize", "--quick", "--without-stock", on_device), 120.0),
         Part("kill_recovery", benchmark("kill_recovery", *kills, on_device), 120.0),

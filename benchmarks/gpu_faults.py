@@ -132,6 +132,7 @@ def faults_of(space: Workspace, etcd: EmbeddedEtcd, num_workers: int, options: a
     arguments = [*device_arguments(options), "--digests", "--step-floor-s=0.03", "--batch-size=12", f"--max-steps={MAX_STEPS}"]
     failed = 0
     with space.live_job(f"faults-{num_workers}", etcd, f"1:{num_workers}", arguments) as job:
+        job.environment["NCCL_DEBUG"] = "WARN"
         faults = Faults(job, num_workers)
         try:
             faults.run()
@@ -139,7 +140,7 @@ def faults_of(space: Workspace, etcd: EmbeddedEtcd, num_workers: int, options: a
             failed = 1
             space.keep()
             job.save_evidence()
-            print("\n".join(job.ends_of_logs(40)), f"FAILED: {error}", sep="\n", flush=True)
+            print("\n".join(job.ends_of_logs(60)), f"FAILED: {error}", sep="\n", flush=True)
         steps = job.steps()
     figures: dict[str, float | int] = {f"{name}_{num_workers}_s": seconds for name, seconds in faults.pauses_s.items()}
     figures |= {"failed": failed, "lost_workers": faults.lost_workers}
