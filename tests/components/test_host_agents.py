@@ -14,7 +14,7 @@ import psutil
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.components.host import environments
+from lightning_dlrover.components.host_agents import environments
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 LOOP = """
@@ -74,7 +74,7 @@ def test_death_of_a_worker_does_not_end_its_neighbour(etcd: EmbeddedEtcd, run_id
     (tmp_path / "loop.py").write_text(LOOP)
     records = tmp_path / "records"
     records.mkdir()
-    command = [sys.executable, "-m", "lightning_dlrover.components.host", "gpu", "--rdzv-backend=etcd-v3"]
+    command = [sys.executable, "-m", "lightning_dlrover.components.host_agents", "gpu", "--rdzv-backend=etcd-v3"]
     command += [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--rdzv-conf=live=1", "--nnodes=1:2"]
     command += ["--local-addr=127.0.0.1", "--max-restarts=3", str(tmp_path / "loop.py"), str(records)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "OMP_NUM_THREADS": "1"}
@@ -105,7 +105,7 @@ def test_death_of_a_worker_does_not_end_its_neighbour(etcd: EmbeddedEtcd, run_id
 
 
 def test_exit_code_is_that_of_an_agent_that_failed() -> None:
-    command = [sys.executable, "-m", "lightning_dlrover.components.host", "1", "--rdzv-backend=none", "x.py"]
+    command = [sys.executable, "-m", "lightning_dlrover.components.host_agents", "1", "--rdzv-backend=none", "x.py"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
