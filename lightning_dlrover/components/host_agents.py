@@ -1,7 +1,7 @@
 """Start several elastic agents on this host, each with one worker and a GPU of its own.
 
-Run as `python -m lightning_dlrover.components.host_agents N ARGS...`; ARGS are those of torchrun, without `--nproc-per-node`. N is a
-number of workers, or `gpu`: as many as GPUs are visible here. `--nnodes=MIN:MAX` counts agents, so workers.
+Run as `python -m lightning_dlrover.components.host_agents N ARGS...`; ARGS are those of torchrun, without `--nproc-per-node`.
+N is a number of workers, or `gpu`: as many as GPUs are visible here. `--nnodes=MIN:MAX` counts agents, so workers.
 
 A stock agent with N workers restarts all of them when one fails. Of N agents only the one that has lost its worker restarts it.
 All processes are in one allocation or container, so NCCL connects their GPUs through NVLink and shared memory: it does so also
