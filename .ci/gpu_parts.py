@@ -113,7 +113,7 @@ def parts_for(device: str, results: Path) -> list[Part]:
     colocation = ["--gpu=0", "--copies=2", "--rounds=1", "--job-seconds=2.5"]
     colocation += ["--policies", "sequential", "rmixer", "complementary"]
     kills = ["--jobs=1", "--plain-live-jobs=1", "--stock-jobs=0", "--stock-plain-jobs=0", "--rounds=0", "--kills=2"]
-    kills += ["--steps=200", "--restart-steps=60", "--deadline=60"]
+    kills += ["--steps=200", "--restart-steps=60", "--deadline=90"]
     return [
         Part("look", [sys.executable, "-c", LOOK, device], 60.0),
         Part("faults", benchmark("gpu_faults", "--keep", on_device), 150.0),

@@ -21,7 +21,7 @@ Then jobs of three nodes, live and restarting, measure the time from the loss to
     agree_s          a worker is killed, its agent lives
     node_lost_s      a host vanishes with agent and worker: its link is cut, so nothing refuses and nothing answers (`hosts.py`)
 
-Both are the medians of the slower behaviour. The last line counts all of our jobs in `finished` and `of`.
+Both are the medians of the slower behaviour. The last line counts all of our jobs in `finished` and `of`, and the exit code is 1 unless they are equal.
 """
 
 from __future__ import annotations
@@ -429,7 +429,7 @@ def main() -> int:
         if options.rounds:
             figures |= medians_of_losses(space, options)
     print(result_line(figures))
-    return 0
+    return int(figures["finished"] < figures["of"])
 
 
 if __name__ == "__main__":
