@@ -21,7 +21,8 @@ Then jobs of three nodes, live and restarting, measure the time from the loss to
     agree_s          a worker is killed, its agent lives
     node_lost_s      a host vanishes with agent and worker: its link is cut, so nothing refuses and nothing answers (`hosts.py`)
 
-Both are the medians of the slower behaviour. The last line counts all of our jobs in `finished` and `of`, and the exit code is 1 unless they are equal.
+Both are the medians of the slower behaviour. The last line counts all of our jobs in `finished` and `of`. The exit code is 1 if
+one of them has not finished.
 """
 
 from __future__ import annotations
