@@ -484,7 +484,7 @@ ROWS: list[Row] = [
         ("An epoch that ends earlier on one worker", "refused", f"{_MISMATCH}[stop_iteration]"),
     ),
     *_rows(
-        "GPUs: never run on one; the tests run on the CPU in their place",
+        "GPUs: the tests run on the CPU in their place; [gpu.md](gpu.md) has what ran on one",
         ("Gradients after an aborted reduction", "works", f"{_UNIT}/test_gpu.py::test_gradients_of_an_ended_round_are_refused"),
         (
             '`precision="16-mixed"` after a missed update',
