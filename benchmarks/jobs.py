@@ -64,6 +64,7 @@ __all__ = [
     "loader_workers_of",
     "result_line",
     "stock_agent",
+    "use_backend",
 ]
 
 T = TypeVar("T")
@@ -74,6 +75,10 @@ AUTO_CONFIG_JOBS = TRAINING.with_name("auto_config_jobs.py")
 RECORDING_SCRIPTS = (TRAINING, PLAIN_TRAINING, AUTO_CONFIG_JOBS)
 HURRY = "hurry"
 """Name of a file among the records; see `Job.hurry`."""
+
+STAND_IN = "stand_in"
+CREATE_S = 1.0
+"""Seconds in which the stand-in for NCCL makes a communicator."""
 
 POLL_S = 0.005
 START_TIMEOUT_S = 120.0  # imports alone take 3 s on an idle core, and several workers may share a core
@@ -531,12 +536,26 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the workers, which share one GPU (default: cpu)"
     )
-    parser.add_argument("--backend", default="", help="backend of process groups (default: gloo on a CPU, NCCL on a GPU)")
+    parser.add_argument(
+        "--backend",
+        default="",
+        help=f"backend of process groups (default: gloo on a CPU, NCCL on a GPU); {STAND_IN}: the stand-in for NCCL of the "
+        f"tests, on a CPU, whose communicators take {CREATE_S:.0f} s",
+    )
 
 
 def device_arguments(options: argparse.Namespace) -> list[str]:
     """Return what a job's script needs of `add_device_options`."""
     return [f"--device={options.device}", *([f"--backend={options.backend}"] if options.backend else [])]
+
+
+def use_backend(name: str) -> None:
+    """Register a backend in a worker, if torch does not know it."""
+    if name == STAND_IN:
+        sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+        import nccl_stand_in
+
+        nccl_stand_in.install(nccl_stand_in.Quirks(create_s=CREATE_S))
 
 
 def free_endpoint() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jobs import Step, add_device_options
+from jobs import Step, add_device_options, use_backend
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,6 +135,7 @@ def live(options: Options, training: Training) -> None:
 
 def main() -> None:
     options = Options.from_command_line()
+    use_backend(options.backend)
     {"live": live, "restart": restart}[options.behaviour](options, Training(options))
 
 

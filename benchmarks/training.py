@@ -18,7 +18,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from jobs import HURRY, Block, Step, add_device_options
+from jobs import HURRY, Block, Step, add_device_options, use_backend
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
@@ -263,6 +263,7 @@ def _digest(module: L.LightningModule) -> str:
 
 def main() -> None:
     options = Options.from_command_line()
+    use_backend(options.backend)
     is_live = options.strategy == "dlrover"
     L.seed_everything(7, verbose=False)
     callbacks: list[L.Callback] = []
