@@ -317,6 +317,11 @@ class Meeting:
                 self._num_messages = self._all_begun() - self._begun_before
                 self._begun_before = None
 
+    @property
+    def num_begun(self) -> int:
+        """Number of collectives that this worker has begun in the round's group."""
+        return self._begun()
+
     def _begun(self) -> int:
         with self._messages_lock:
             return self._all_begun() - self._num_messages if self._begun_before is None else self._begun_before
