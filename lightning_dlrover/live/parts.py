@@ -147,7 +147,9 @@ class Parts:
         sizes = part_sizes(num_samples, self.room or num_samples)
         parts = self._cut(batch, num_samples, sizes) if len(sizes) > 1 else [batch]
         self._fit.position.is_in_parts = len(sizes) > 1
-        losses, extras, result = [], [], None
+        result: Any = None
+        losses: list[tuple[Tensor, int]] = []
+        extras = []
         with self._logging_one_share() if len(sizes) > 1 else nullcontext():
             for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
                 self._size, self.weight = size, size / num_samples
