@@ -145,7 +145,7 @@ def _leaves(value: Any) -> Iterable[Any]:
 
 def _refusal(path: str, what: str, num_samples: int) -> UnsplittableBatchError:
     return UnsplittableBatchError(
-        f"this worker's share of {num_samples} samples has to be computed in parts, but {path} {what}, so its samples "
-        "cannot be told apart: let the collate_fn return tensors with the samples in the first dimension, also in lists, "
-        "dictionaries or dataclasses, or define split_batch(batch, sizes) in the LightningModule, which returns a list of batches"
+        f"this worker computes its share of {num_samples} samples in parts, but {path} {what}, so its samples cannot be told "
+        "apart: let the collate_fn return tensors with the samples in the first dimension, also in lists, dictionaries or "
+        "dataclasses, or define split_batch(batch, sizes) in the LightningModule, which returns a list of batches"
     )
