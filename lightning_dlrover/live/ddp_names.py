@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-_DETOUR = "_dlrover_detour"
+_DETOUR = "dlrover_detour"
 """Attribute of the module under which Lightning's detour finds the method to run."""
 
 
