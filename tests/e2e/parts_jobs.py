@@ -62,7 +62,6 @@ class Small(ToyModel):
         number = int(recorder.place.agent_id.removeprefix("w"))
         self.room = run.room[number] if number < len(run.room) else 0
         self.fails_in = run.fails_in
-        self.has_buffer_of_rank_0 = True
 
     def predict(self, x: Tensor) -> Tensor:
         hidden = self.net[0](x)
@@ -71,8 +70,9 @@ class Small(ToyModel):
             if self.fails_in == "forward":
                 raise out_of_memory()
             if self.fails_in == "backward":
-                hidden = OutOfMemoryInBackward.apply(hidden)
-        return self.net[2](self.net[1](hidden))
+                hidden = OutOfMemoryInBackward.apply(hidden)  # type: ignore[no-untyped-call]
+        predicted: Tensor = self.net[2](self.net[1](hidden))
+        return predicted
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.record_share(batch, batch_idx)
@@ -164,7 +164,7 @@ def as_dictionary(rows: list[Any]) -> dict[str, Any]:
 class Manual(Small):
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         loss = super().training_step(batch, batch_idx)
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
@@ -179,7 +179,7 @@ class Contrastive(Small):
     """Compares its samples with those of all workers."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        everyone = self.all_gather(torch.zeros(1))
+        everyone: Any = self.all_gather(torch.zeros(1))
         return super().training_step(batch, batch_idx) + everyone.sum()
 
 
