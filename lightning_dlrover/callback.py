@@ -309,6 +309,7 @@ def _new_place(
             fullest_node=max(by_host.values()),
             emptiest_node=min(by_host.values()),
             workers_here=by_host[live.progress.own_host],
+            pass_limit=0 if live.steps.parts.refusal else live.steps.parts.room or loader.global_batch_size,
             **settings,
         )
     local_batch = getattr(loader, "batch_size", None) or 1
