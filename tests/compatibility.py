@@ -332,8 +332,9 @@ ROWS: list[Row] = [
         ),
         (
             "Collectives in `training_step`, as of contrastive losses, with `max_share`",
-            "refused: in a part",
+            "refused",
             "tests/e2e/test_parts.py::test_collective_of_the_users_is_refused_in_a_part",
+            "in a part",
         ),
         (
             "`loss.backward()`, `ZeroRedundancyOptimizer`, BatchNorm on one sample",

@@ -55,7 +55,7 @@ class Parts:
         self._log_for = log_for
         self._is_whole = max_share == "whole"
         self._is_caught = False  # set inside of `until_it_fits`
-        self._size = 0  # samples of the part under computation
+        self._size = 0  # samples of the part under computation; 0: none is
         self._is_last = True
         self._is_synced = False  # whether the part's backward pass reduces gradients
         self._is_in_backward = False
@@ -185,6 +185,7 @@ class Parts:
             model = self._replica
             self._is_synced = model is not None and model.require_backward_grad_sync
             closure()
+        self._size = 0
         return closure.consume_result()
 
     # --- what a part may do ---------------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class Parts:
             IncompleteBackwardError: other workers may have received something of the failed pass.
         """
         worker, size, replica = self._fit.world.worker_id, self._size, self._replica
-        self.room = -(-size // 2)
+        self.room, self._size = -(-size // 2), 0
         self._fit.trainer.optimizers[0].zero_grad()
         gc.collect()
         if self._fit.strategy.root_device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,10 +63,13 @@ class Small(ToyModel):
         number = int(recorder.place.agent_id.removeprefix("w"))
         self.room = run.room[number] if number < len(run.room) else 0
         self.fails_in = run.fails_in
+        self.failed: weakref.ref[Tensor] | None = None  # something of the last pass that did not fit
 
     def predict(self, x: Tensor) -> Tensor:
+        assert self.failed is None or self.failed() is None, "memory of a failed pass is still in use"
         hidden = self.net[0](x)
         if self.room and len(x) > self.room:
+            self.failed = weakref.ref(hidden)
             self.recorder.write("full", samples=len(x), world=self.trainer.world_size)
             if self.fails_in == "forward":
                 raise out_of_memory()
@@ -161,6 +165,27 @@ def as_dictionary(rows: list[Any]) -> dict[str, Any]:
     return {"pair": Pair(torch.stack(x), torch.stack(y)), "ids": torch.tensor(ids), "names": names, "scale": 1.0}
 
 
+class Opaque:
+    """A batch of another library, which shows no tensors."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+
+class OpaqueBatches(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, ids = zip(*batch.rows, strict=True)
+        return super().training_step((torch.stack(x), torch.stack(y), torch.tensor(ids)), batch_idx)
+
+
+class OwnParts(OpaqueBatches):
+    """Cuts its batches itself."""
+
+    def split_batch(self, batch: Opaque, sizes: list[int]) -> list[Opaque]:
+        rows = iter(batch.rows)
+        return [Opaque([next(rows) for _ in range(size)]) for size in sizes]
+
+
 class Manual(Small):
     automatic_optimization = False
 
@@ -201,6 +226,8 @@ SCRIPTS = {
     "logged": Script(Logging),
     "dictionaries": Script(Sparing, collate=as_dictionary),
     "stream": Script(streams=True),
+    "own_parts": Script(OwnParts, collate=Opaque),
+    "opaque": Script(OpaqueBatches, collate=Opaque),
     "manual": Script(Manual),
     "contrastive": Script(Contrastive),
 }

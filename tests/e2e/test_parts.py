@@ -105,6 +105,7 @@ def test_limited_shares_log_and_return_what_whole_ones_do(make_job: MakeJob) -> 
         (PartsRun("plain", room=(-1,)), "1 samples at once, as one of 1 workers, and one sample does not fit"),
         (PartsRun("plain", room=(3,), max_share="whole"), "DLRoverStrategy(max_share='whole') rules out parts"),
         (PartsRun("manual", room=(3,)), "8 samples at once, as one of 1 workers, and manual optimization cannot be"),
+        (PartsRun("opaque", max_share=3), "but batch is of type Opaque, so its samples cannot be told apart"),
         (PartsRun("manual", max_share=3), "max_share=3 of DLRoverStrategy limits the samples of one pass, but manual"),
     ],
 )
@@ -113,6 +114,14 @@ def test_share_that_cannot_be_computed_in_parts_is_refused(run: PartsRun, text: 
     job.start()
     assert job.finish() == [1]
     assert text in job.workers[0].output
+
+
+def test_module_may_cut_its_batches_itself(make_job: MakeJob) -> None:
+    job = make_job(PartsRun("own_parts", room=(3,)), script=run_in_parts)
+    job.start()
+    assert job.finish() == [0], job.report()
+    assert_same(job, undisturbed(make_job, "own_parts"))
+    assert [record["samples"] for record in job.records("full")] == [8, 4]
 
 
 def test_collective_of_the_users_is_refused_in_a_part(make_job: MakeJob) -> None:
