@@ -318,8 +318,9 @@ ROWS: list[Row] = [
         ),
         (
             "Automatic optimization, shares that do not fit into memory",
-            "works: in parts, which BatchNorm sees",
+            "works",
             f"{_PARTS}[plain]",
+            "in parts, which BatchNorm sees",
         ),
         ("... with accumulation and clipping", "works", f"{_PARTS}[accumulation]"),
         ("... with `16-mixed` and a GradScaler", "works", f"{_PARTS}[scaled]"),
