@@ -86,6 +86,10 @@ class Parts:
                 "and let so many workers train at least (--workers MIN:MAX) that a share fits"
             )
 
+    def num_at_once(self, num_samples: int) -> int:
+        """Return the number of samples in the first pass over a share."""
+        return part_sizes(num_samples, self.room or num_samples)[0]
+
     # --- one batch ------------------------------------------------------------------------------------------------------------
 
     def until_it_fits(self, compute: Callable[[bool], T]) -> T:
