@@ -48,7 +48,7 @@ class Parts:
 
     def __init__(self, fit: FitContext, log_for: Callable[[Any], None]) -> None:
         max_share = fit.strategy.max_share
-        self.room = max_share if isinstance(max_share, int) else None  # samples of one pass; None: no limit is known
+        self.room = None if max_share in (None, "whole") else int(max_share)  # samples of one pass; None: no limit is known
         self.weight = 1.0  # of the current part's mean loss in that of the share
         self.is_first = True
         self._fit = fit
