@@ -1,4 +1,4 @@
-"""Shares that are computed in parts, on a worker without processes. Whole jobs are in `tests/e2e/test_parts.py`."""
+"""Shares that are computed in parts, on a worker without processes. Whole jobs are in `tests/e2e/test_shares_in_parts.py`."""
 
 from __future__ import annotations
 
