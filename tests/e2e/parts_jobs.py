@@ -37,6 +37,7 @@ class PartsRun:
     fails_in: str = "forward"
     step_s: float = 0.0
     max_share: Any = None
+    gpu_mib: int = 0  # memory of the GPU that the worker may use; 0: it trains on the CPU
 
 
 class OutOfMemoryInBackward(torch.autograd.Function):
@@ -99,6 +100,16 @@ class Small(ToyModel):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.02, momentum=0.5)
+
+
+class Wide(Small):
+    """Needs about 200 MiB of a GPU for each sample."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        hidden = self.net[0](x)
+        copies = hidden.repeat_interleave(1 << 20 if x.is_cuda else 1, dim=1).relu()
+        predicted: Tensor = self.net[2](copies.reshape(*hidden.shape, -1).mean(2))
+        return predicted
 
 
 class Logging(Small):
@@ -228,6 +239,7 @@ SCRIPTS = {
     "stream": Script(streams=True),
     "own_parts": Script(OwnParts, collate=Opaque),
     "opaque": Script(OpaqueBatches, collate=Opaque),
+    "wide": Script(Wide),
     "manual": Script(Manual),
     "contrastive": Script(Contrastive),
 }
@@ -238,9 +250,14 @@ def run_in_parts(recorder: Recorder, run: PartsRun) -> None:
     L.seed_everything(1, verbose=False)
     script = SCRIPTS[run.kind]
     model = script.model(recorder, run)
+    if run.gpu_mib:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((run.gpu_mib << 20) / total)
     trainer = make_trainer(
         recorder.place.folder,
         strategy=DLRoverStrategy(global_batch_size=BATCH_SIZE, check_interval_s=0.03, max_share=run.max_share),
+        accelerator="gpu" if run.gpu_mib else "cpu",
+        devices=1,
         max_epochs=EPOCHS,
         plugins=script.plugins(),
         **script.options,

@@ -130,3 +130,14 @@ def test_collective_of_the_users_is_refused_in_a_part(make_job: MakeJob) -> None
     job.start()
     assert job.finish() == [1, 1]
     assert "this worker computes its share in parts, so it would take part more often than the others" in job.workers[0].output
+
+
+@pytest.mark.gpu
+def test_share_that_does_not_fit_into_a_gpu_ends_as_one_that_does(make_job: MakeJob) -> None:
+    jobs = [make_job(PartsRun("wide", gpu_mib=gpu_mib), script=run_in_parts) for gpu_mib in (8000, 700)]
+    for job in jobs:
+        job.start()
+        assert job.finish() == [0], job.report()
+    assert "do not fit into its memory" not in jobs[0].workers[0].output
+    assert "8 samples do not fit into its memory" in jobs[1].workers[0].output
+    assert_same(jobs[1], jobs[0].records("result")[0])
