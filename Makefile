@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Each test starts many processes. They share compiled modules, even where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run quick test all-but-on-demand test-all test-versions test-torchx-nightly lint release clean
+.PHONY: setup run quick test all-but-on-demand test-all test-versions test-torchx-nightly lint gpu-bundle release clean
 
 setup: $(VENV)/.ready
 
@@ -68,6 +68,11 @@ test-torchx-nightly: setup
 	PYTHONPATH=$(CURDIR)/build/torchx-nightly:$(PYTHONPATH) $(BIN)/python -m pytest -q $(ARGS) \
 		tests/components/test_elastic.py tests/components/targets/test_targets.py tests/e2e/test_torchx.py tests/e2e/test_dlrover_run.py \
 		tests/e2e/test_slurm_jobs.py::test_torchx_submits_a_controller_which_submits_its_nodes
+
+# make gpu-bundle PY=3.12: a folder to copy to a machine with a GPU, that Python, a CUDA build of torch and no network. See docs/gpu.md.
+PY ?= 3.12
+gpu-bundle: setup
+	$(BIN)/python .ci/gpu_bundle.py --python $(PY) $(ARGS)
 
 # make release VERSION=0.2.0 [ARGS=--dry-run]: build, check, commit and tag; upload nothing. See CONTRIBUTING.md.
 release: setup

@@ -1,7 +1,7 @@
 """Jobs that share devices: real ones on this machine; and slowdowns, sets and a simulated cluster on pairs measured elsewhere.
 
     python benchmarks/colocation.py [--mixes NAME...] [--policies NAME...] [--rounds N] [--job-seconds S] [--minutes M]
-    python benchmarks/colocation.py --gpu N [--policies NAME...] [--rounds N] [--job-seconds S]
+    python benchmarks/colocation.py --gpu N [--copies N] [--policies NAME...] [--rounds N] [--job-seconds S]
     python benchmarks/colocation.py --rehearse [--mixes NAME...] [--policies NAME...] [--seeds N]
     python benchmarks/colocation.py --pairs [--data DIR] [--device NAME] [--seeds N] [--quick]
     python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
@@ -143,7 +143,7 @@ def real_benchmark(arguments: argparse.Namespace) -> None:
 
 
 def gpu_benchmark(arguments: argparse.Namespace) -> None:
-    length = Length(arguments.rounds, arguments.job_seconds, 60 * arguments.minutes)
+    length = Length(arguments.rounds, arguments.job_seconds, 60 * arguments.minutes, arguments.copies)
     results = measure_mixes([GPU_MIX], arguments.policies, length, arguments.keep, device=f"gpu:{arguments.gpu}")
     print("\n".join(table(results)))
     found = figures(results)
@@ -168,6 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", action="store_true", help="predict and choose pairs, and time decisions")
     parser.add_argument("--gpu", type=int, metavar="N", help="jobs share this GPU")
+    parser.add_argument("--copies", type=int, help="jobs of each of the four kinds with --gpu (default: 6)")
     parser.add_argument("--rehearse", action="store_true", help="run the mixes on a simulated machine of two cores")
     parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
     mixes = [mix for mix in MIXES if mix != GPU_MIX]
@@ -194,8 +195,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="random quarters, and simulations (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer queues, decisions and jobs")
     arguments = parser.parse_args()
-    if arguments.seeds < 1 or arguments.rounds < 1 or min(arguments.job_seconds, arguments.minutes) <= 0:
-        parser.error("--seeds, --rounds, --job-seconds and --minutes must be above 0")
+    counts = (arguments.seeds, arguments.rounds, 1 if arguments.copies is None else arguments.copies)
+    if min(counts) < 1 or min(arguments.job_seconds, arguments.minutes) <= 0:
+        parser.error("--seeds, --rounds, --copies, --job-seconds and --minutes must be above 0")
     try:
         if arguments.rehearse:
             rehearsal(arguments.mixes, arguments.policies, arguments.seeds)

@@ -69,11 +69,13 @@ class Length:
         rounds: most rounds of all mixes.
         job_s: time of one job's steps when it has the machine to itself.
         limit_s: no queues of another mix begin after this time.
+        copies: jobs of each kind; None: as the mix has.
     """
 
     rounds: int
     job_s: float
     limit_s: float
+    copies: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ def measure_mixes(
     with tempfile.TemporaryDirectory(prefix="dlrover-colocation-") as temporary:
         folder = keep or Path(temporary)
         steps, learned = _calibrate(folder, length.job_s, device)
+        counts = {mix: {kind: length.copies or count for kind, count in MIXES[mix].items()} for mix in mixes}
         for number in range(length.rounds):
             of_round = [policy for policy in policies if number == 0 or policy != SEQUENTIAL]
             for mix in mixes:
@@ -122,7 +125,7 @@ def measure_mixes(
                     print(f"round {number + 1}  {mix:10}is left out: {length.limit_s:.0f} s have passed", flush=True)
                     continue
                 for policy in order.sample(of_round, len(of_round)):
-                    result = _run(folder / f"{mix}-{policy}-{number}", mix, policy, steps, learned, number, device)
+                    result = _run(folder / f"{mix}-{policy}-{number}", mix, counts[mix], policy, steps, learned, number, device)
                     results.append(result)
                     cpu = f"CPU time: jobs {result.jobs_cpu_s:6.1f} s, dispatcher {result.own_cpu_s:4.1f} s"
                     print(f"round {number + 1}  {mix:10}{policy:15}{result.makespan_s:8.1f} s   {cpu}", flush=True)
@@ -192,8 +195,17 @@ def _steps_per_s(kind: str, device: str) -> float:
     return float(done.stdout.split()[-2])
 
 
-def _run(queue: Path, mix: str, policy: str, steps: Mapping[str, int], learned: Path, number: int, device: str) -> MixResult:
-    jobs = [(f"{kind}-{copy}", kind, steps[kind]) for kind, count in MIXES[mix].items() for copy in range(count)]
+def _run(
+    queue: Path,
+    mix: str,
+    counts: Mapping[str, int],
+    policy: str,
+    steps: Mapping[str, int],
+    learned: Path,
+    number: int,
+    device: str,
+) -> MixResult:
+    jobs = [(f"{kind}-{copy}", kind, steps[kind]) for kind, count in counts.items() for copy in range(count)]
     random.Random(f"{mix}-{number}").shuffle(jobs)  # the same order for all policies of a round
     cpu_s = _dispatch(queue, jobs, policy, learned, number, device)
     records = read_records(queue)

@@ -31,7 +31,7 @@ class Host:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": INTERFACE} if self.link else {}
+        return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE} if self.link else {}
 
 
 class Hosts:

@@ -6,12 +6,14 @@ from the lines they write, with times of the one monotonic clock that all proces
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,10 +57,14 @@ __all__ = [
     "LiveJob",
     "Step",
     "Workspace",
+    "add_device_options",
     "describe_machine",
+    "device_arguments",
+    "free_endpoint",
     "loader_workers_of",
     "result_line",
     "stock_agent",
+    "use_backend",
 ]
 
 T = TypeVar("T")
@@ -67,6 +73,13 @@ TRAINING = Path(__file__).resolve().parent / "training.py"
 PLAIN_TRAINING = TRAINING.with_name("plain_training.py")
 AUTO_CONFIG_JOBS = TRAINING.with_name("auto_config_jobs.py")
 RECORDING_SCRIPTS = (TRAINING, PLAIN_TRAINING, AUTO_CONFIG_JOBS)
+HURRY = "hurry"
+"""Name of a file among the records; see `Job.hurry`."""
+
+STAND_IN = "stand_in"
+CREATE_S = 1.0
+"""Seconds in which the stand-in for NCCL makes a communicator."""
+
 POLL_S = 0.005
 START_TIMEOUT_S = 120.0  # imports alone take 3 s on an idle core, and several workers may share a core
 STEP_TIMEOUT_S = 60.0
@@ -246,7 +259,8 @@ class Job:
         Args:
             host: host to run on; None: this machine.
         """
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun_options, *self._arguments, *more_arguments]
+        here = [] if host and host.link else ["--local-addr=127.0.0.1"]  # the machine's own name may have no reachable address
+        command = [sys.executable, "-m", "torch.distributed.run", *here, *torchrun_options, *self._arguments, *more_arguments]
         command = [*(host.enter if host else []), *command]
         # One thread per worker, in every job alike: torchrun sets this only for several workers on a node, not for one.
         environment = {
@@ -254,6 +268,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "DLROVER_HISTORY": "off",  # no job starts from another one's history
+            **_host_for_nccl(f"{self.name}-{self._num_started}"),
             **self.environment,
             **(host.environment if host else {}),
         }
@@ -270,6 +285,19 @@ class Job:
         self._num_started += 1
         self.agents.append(agent)
         return agent
+
+    def start_stock(self, num_workers: int, device: str, more_arguments: Sequence[str] = ()) -> None:
+        """Start stock `torchrun`: one agent with all workers, or on a GPU one agent for each worker."""
+        if device == "cpu":
+            self.start_agent(stock_agent(num_workers), more_arguments)
+            return
+        options = stock_agent(1, num_workers, free_endpoint())
+        for _ in range(num_workers):
+            self.start_agent(options, more_arguments)
+
+    def hurry(self) -> None:
+        """Let the workers of `training.py` make their steps without the pause of `--step-floor-s`."""
+        (self.folder / "records" / HURRY).touch()
 
     def worker_pids(self, agents: Sequence[subprocess.Popen[bytes]] | None = None) -> list[int]:
         """Current training processes of all agents, or of these. Processes that are still importing are included."""
@@ -503,12 +531,55 @@ class ControlledJob(LiveJob):
         return 1 / median(after - before for before, after in pairwise(times))
 
 
-def stock_agent(num_workers: int) -> list[str]:
-    """Options of a stock `torchrun` that runs all workers of a job on one node, and never restarts them."""
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--device` and `--backend`."""
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the workers, which share one GPU (default: cpu)"
+    )
+    parser.add_argument(
+        "--backend",
+        default="",
+        help=f"backend of process groups (default: gloo on a CPU, NCCL on a GPU); {STAND_IN}: the stand-in for NCCL of the "
+        f"tests, on a CPU, whose communicators take {CREATE_S:.0f} s",
+    )
+
+
+def device_arguments(options: argparse.Namespace) -> list[str]:
+    """Return what a job's script needs of `add_device_options`."""
+    return [f"--device={options.device}", *([f"--backend={options.backend}"] if options.backend else [])]
+
+
+def use_backend(name: str) -> None:
+    """Register a backend in a worker, if torch does not know it."""
+    if name == STAND_IN:
+        sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+        import nccl_stand_in
+
+        nccl_stand_in.install(nccl_stand_in.Quirks(create_s=CREATE_S))
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _host_for_nccl(name: str) -> dict[str, str]:
+    """Variables that make an agent a host of its own to NCCL, which refuses two ranks of one host on one GPU."""
+    return {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def stock_agent(num_workers: int, num_nodes: int = 1, endpoint: str = "localhost:0") -> list[str]:
+    """Options of a stock `torchrun` that never restarts a worker.
+
+    Args:
+        num_workers: workers of its node.
+        num_nodes: agents of the job, each started with these options.
+        endpoint: where they meet; the default serves one agent only.
+    """
     return [
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-        "--nnodes=1",
+        f"--rdzv-endpoint={endpoint}",
+        f"--nnodes={num_nodes}",
         f"--nproc-per-node={num_workers}",
         "--max-restarts=0",
     ]

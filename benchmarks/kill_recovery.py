@@ -1,6 +1,6 @@
 """Whether jobs finish when their processes are killed, and how soon the survivors agree, for our package and stock torchrun.
 
-    python benchmarks/kill_recovery.py [--jobs N] [--stock-jobs N] [--rounds N] [--quick]
+    python benchmarks/kill_recovery.py [--device cpu|cuda] [--backend NAME] [--jobs N] [--rounds N] [--quick]
 
 Jobs have two or three agents with one worker each, and are of four kinds:
 
@@ -21,7 +21,8 @@ Then jobs of three nodes, live and restarting, measure the time from the loss to
     agree_s          a worker is killed, its agent lives
     node_lost_s      a host vanishes with agent and worker: its link is cut, so nothing refuses and nothing answers (`hosts.py`)
 
-Both are the medians of the slower behaviour. The last line counts all of our jobs in `finished` and `of`.
+Both are the medians of the slower behaviour. The last line counts all of our jobs in `finished` and `of`. The exit code is 1 if
+one of them has not finished.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,7 +42,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hosts import Host, Hosts
-from jobs import PLAIN_TRAINING, TRAINING, BenchmarkError, Job, Step, Workspace, describe_machine, result_line
+from jobs import (
+    PLAIN_TRAINING,
+    TRAINING,
+    BenchmarkError,
+    Job,
+    Step,
+    Workspace,
+    add_device_options,
+    describe_machine,
+    device_arguments,
+    free_endpoint,
+    result_line,
+)
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -192,11 +204,9 @@ def etcd_options(endpoint: str, name: str, behaviour: Behaviour, min_nodes: int 
 
 
 def stock_options(name: str, num_agents: int) -> list[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     return [
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
+        f"--rdzv-endpoint={free_endpoint()}",
         f"--rdzv-id={name}",
         f"--nnodes=1:{num_agents}",
         "--nproc-per-node=1",
@@ -221,6 +231,7 @@ class JobRunner:
         num_kills, num_steps = (1, options.restart_steps) if is_killed_once else (options.kills, options.steps)
         scenario = Scenario.draw(dice, num_steps, num_kills, with_loader_workers=is_lightning)
         arguments = [f"--max-steps={num_steps}", f"--checkpoint={self.space.folder / f'{name}.ckpt'}"]
+        arguments += device_arguments(options)
         if is_lightning:
             arguments += [*LIGHTNING_ARGUMENTS, f"--strategy={'ddp' if is_stock else 'dlrover'}"]
         else:
@@ -284,15 +295,18 @@ class RoundWatch:
 class Losses:
     """One job of three nodes that repeatedly loses a worker, then a host with all its processes."""
 
-    def __init__(self, space: Workspace, behaviour: Behaviour, etcd: EmbeddedEtcd, hosts: Hosts, deadline_s: float) -> None:
+    def __init__(
+        self, space: Workspace, behaviour: Behaviour, etcd: EmbeddedEtcd, hosts: Hosts, options: argparse.Namespace
+    ) -> None:
         self.of_workers: list[float] = []  # seconds from each loss to the round that follows it
         self.of_hosts: list[float] = []
         self._behaviour = behaviour
         self._hosts = hosts
-        self._deadline_s = deadline_s
+        self._deadline_s = options.deadline
         self._name = f"losses-{behaviour}"
         arguments = [
             *PLAIN_ARGUMENTS,
+            *device_arguments(options),
             "--max-steps=1000000",
             f"--checkpoint={space.folder / self._name}.ckpt",
             f"--behaviour={behaviour}",
@@ -350,8 +364,9 @@ class Losses:
         job.wait_for(f"{MAX_NODES} nodes that train together", look, self._deadline_s)
 
 
-def medians_of_losses(space: Workspace, num_rounds: int, deadline_s: float, dice: random.Random) -> dict[str, float]:
+def medians_of_losses(space: Workspace, options: argparse.Namespace) -> dict[str, float]:
     """Return `agree_s` and `node_lost_s`: medians, of the slower behaviour."""
+    dice = random.Random(options.seed)
     hosts = space.hosts()
     if not hosts.are_real:
         print("network namespaces are not permitted here: instead of a host that vanishes, processes are stopped", flush=True)
@@ -359,8 +374,8 @@ def medians_of_losses(space: Workspace, num_rounds: int, deadline_s: float, dice
     of_workers, of_hosts = [], []
     behaviours: list[Behaviour] = ["live", "restart"]
     for behaviour in behaviours:
-        losses = Losses(space, behaviour, etcd, hosts, deadline_s)
-        losses.measure(num_rounds, dice)
+        losses = Losses(space, behaviour, etcd, hosts, options)
+        losses.measure(options.rounds, dice)
         of_workers.append(statistics.median(losses.of_workers))
         of_hosts.append(statistics.median(losses.of_hosts))
     return {"agree_s": max(of_workers), "node_lost_s": max(of_hosts)}
@@ -368,6 +383,7 @@ def medians_of_losses(space: Workspace, num_rounds: int, deadline_s: float, dice
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device_options(parser)
     parser.add_argument("--jobs", type=int, default=20, help="jobs with Lightning, and as many with restarted plain scripts")
     parser.add_argument("--plain-live-jobs", type=int, default=10)
     parser.add_argument("--stock-jobs", type=int, default=3, help="stock jobs with Lightning")
@@ -412,10 +428,9 @@ def main() -> int:
             "stock_of": len(stock_outcomes),
         }
         if options.rounds:
-            dice = random.Random(options.seed)
-            figures |= medians_of_losses(space, options.rounds, options.deadline, dice)
+            figures |= medians_of_losses(space, options)
     print(result_line(figures))
-    return 0
+    return int(figures["finished"] < figures["of"])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time for which training stalls when a job changes size: our package, in process, against a stop and a restart.
 
-    python benchmarks/live_resize.py [--data map|stream] [--rounds N] [--quick]
+    python benchmarks/live_resize.py [--data map|stream] [--device cpu|cuda] [--backend NAME] [--rounds N] [--quick]
 
 One live job of real processes (stock torchrun agents, etcd) trains a model of 10 million parameters with Adam and two loader
 workers, and is changed between one, two and three workers on this machine:
@@ -16,7 +16,8 @@ less one usual (median) step of the new world. For kill nothing is subtracted, a
 
 The same run also measures the stock way: torchrun with the c10d backend and Lightning's DDPStrategy saves a checkpoint at its
 last step and ends, and a job of the other size starts from it. Its time runs from the end of the last step to the end of the
-first. All its workers run in one agent, which starts faster than one agent per worker.
+first. All its workers run in one agent, which starts faster than one agent per worker. On a GPU, which all workers share, each
+worker has an agent of its own, as NCCL takes each agent for a host of its own.
 
 With `--data stream` the live job reads its rows from Parquet files as a stream. A second live job with map data then takes
 turns with it. `stream_over_map` is the sum of the median stalls of planned changes, divided by the same sum of that job.
@@ -44,10 +45,11 @@ from jobs import (
     LiveJob,
     Step,
     Workspace,
+    add_device_options,
     describe_machine,
+    device_arguments,
     loader_workers_of,
     result_line,
-    stock_agent,
 )
 from training import write_rows
 
@@ -270,16 +272,17 @@ def every_kind_once(live: LiveResize) -> None:
     live.shrink()
 
 
-def stock_restarts(space: Workspace, name: str, size: Size, worlds: list[int]) -> list[Stall]:
+def stock_restarts(space: Workspace, name: str, size: Size, worlds: list[int], options: argparse.Namespace) -> list[Stall]:
     """Train with `worlds[0]` workers, stop, resume from the checkpoint with `worlds[1]`, and so on."""
     stalls: list[Stall] = []
     arguments = ["--strategy=ddp", f"--checkpoint={space.folder / name}.ckpt", *size.arguments]
+    arguments += device_arguments(options)
     with space.job(name, arguments) as job:
         for i, world_size in enumerate(worlds):
             stopped_at, max_steps = i * size.steady_steps, (i + 1) * size.steady_steps
-            agent = job.start_agent(stock_agent(world_size), [f"--max-steps={max_steps}"])
-            if any(job.wait_until_ended(START_TIMEOUT_S)):
-                raise BenchmarkError(f"job {name}: the stock torchrun with {world_size} workers ended with {agent.returncode}")
+            job.start_stock(world_size, options.device, [f"--max-steps={max_steps}"])
+            if any(codes := job.wait_until_ended(START_TIMEOUT_S)):
+                raise BenchmarkError(f"job {name}: the stock torchrun with {world_size} workers ended with {codes}")
             if i > 0:
                 ended_s = {n: max(s.ended_s for s in job.steps() if s.number == n) for n in range(stopped_at, max_steps + 1)}
                 usual_step_s = statistics.median(b - a for a, b in pairwise(list(ended_s.values())[SETTLING_STEPS:]))
@@ -307,15 +310,15 @@ def table(stalls: list[Stall]) -> str:
 
 
 def live_stalls(
-    space: Workspace, etcd: EmbeddedEtcd, number: int, data: Data, size: Size, dice: random.Random, quick: bool
+    space: Workspace, etcd: EmbeddedEtcd, number: int, data: Data, size: Size, dice: random.Random, options: argparse.Namespace
 ) -> list[Stall]:
     """Run all changes of one live job."""
     name = f"live-{data}-{number}"
     files = [f"--parquet={space.folder / PARQUET}"] if data == "stream" else []
     print(f"{name}:", flush=True)
-    with space.live_job(name, etcd, "1:8", [*size.arguments, *files]) as job:
+    with space.live_job(name, etcd, "1:8", [*size.arguments, *files, *device_arguments(options)]) as job:
         live = LiveResize(job, size, dice)
-        if quick:
+        if options.quick:
             every_kind_once(live)
         else:
             every_change(live, number)
@@ -329,8 +332,10 @@ def medians_of(stalls: list[Stall], kinds: Sequence[Kind]) -> dict[Kind, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=("map", "stream"), default="map", help="where the live job's rows come from")
+    add_device_options(parser)
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each change")
     parser.add_argument("--quick", action="store_true", help="every kind of change once, with a small model, under 60 s")
+    parser.add_argument("--without-stock", action="store_true", help="leave out the restarts of stock jobs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
     options = parser.parse_args()
@@ -346,14 +351,16 @@ def main() -> int:
         for number in range(1 if options.quick else options.rounds):
             # A new job every time, so that all ways alternate under the same load of the machine.
             if options.data == "stream":
-                map_stalls += live_stalls(space, etcd, number, "map", size, dice, options.quick)
-            stalls += live_stalls(space, etcd, number, options.data, size, dice, options.quick)
+                map_stalls += live_stalls(space, etcd, number, "map", size, dice, options)
+            stalls += live_stalls(space, etcd, number, options.data, size, dice, options)
             worlds = [1, 2] if options.quick else [2, 3, 2] if number % 2 else [1, 2, 1]
-            stalls += stock_restarts(space, f"stock-{number}", size, worlds)
+            if not options.without_stock:
+                stalls += stock_restarts(space, f"stock-{number}", size, worlds, options)
     print(table(stalls))
-    medians = medians_of(stalls, KINDS)
+    medians = medians_of(stalls, [kind for kind in KINDS if kind != "stock" or not options.without_stock])
     values: dict[str, float | int] = {f"{kind}_s": seconds for kind, seconds in medians.items()}
-    values["ratio"] = medians["stock"] / max(medians[kind] for kind in PLANNED)
+    if not options.without_stock:
+        values["ratio"] = medians["stock"] / max(medians[kind] for kind in PLANNED)
     if map_stalls:
         print(f"the same with map data:\n{table(map_stalls)}")
         of_map = medians_of(map_stalls, PLANNED)

@@ -1,10 +1,12 @@
 """Cost of our strategy and callback while the job does not change: step times against Lightning's stock DDPStrategy.
 
     python benchmarks/overhead.py [--starts N] [--seconds S] [--steps 50ms] [--equal-malloc] [--quick]
+    python benchmarks/overhead.py --device cuda [--backend NAME] [--workers N] ...
 
-Four jobs of two workers are alive at once: stock DDP (torchrun, c10d backend), the same again as a control, ours, and ours
-with `DLRoverCallback`. Steps of about 5 ms and of about 50 ms alternate, set by the number of samples. A live worker keeps the
-memory that it frees, which alone makes steps shorter. With `--equal-malloc` all jobs keep it.
+Four jobs are alive at once: stock DDP (torchrun, c10d backend), the same again as a control, ours, and ours with
+`DLRoverCallback`. Each has two workers; on a GPU, which all jobs share, it has one. Steps of about 5 ms and of about 50 ms
+alternate, set by the number of samples. A live worker keeps the memory that it frees, which alone makes steps shorter. With
+`--equal-malloc` all jobs keep it.
 
 A machine's speed drifts by more than the differences that are measured here, so jobs are compared within a few seconds:
   - In each round every job takes one short turn, in random order. The jobs that wait are stopped by SIGSTOP, background threads
@@ -21,6 +23,8 @@ A median leaves out whatever does not happen in every step, such as votes. The r
 CPU ms is the CPU time of one worker per step, `others` its part outside of the training thread. They are for whole turns, with
 the first steps, in which threads catch up with the time in which the job was stopped. Background work follows the wall clock,
 and a job's own turns are a quarter of that, so the share of background threads is an upper bound.
+
+On a GPU each turn is timed as a whole, as the host makes steps ahead of the device: its median is its mean.
 
 Ctrl-C and SIGTERM end the measurement early; the rounds made so far are reported.
 """
@@ -50,15 +54,16 @@ from jobs import (
     Block,
     Job,
     Workspace,
+    add_device_options,
     describe_machine,
+    device_arguments,
     result_line,
-    stock_agent,
 )
-from training import NUM_FEATURES, Perceptron
+from training import NUM_FEATURES, Perceptron, wait_for_device
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
-NUM_WORKERS = 2
+NUM_WORKERS = {"cpu": 2, "cuda": 1}
 NUM_IGNORED_STEPS = 4
 """Number of ignored steps at the start of every turn: caches are cold, and continued threads have to catch up."""
 
@@ -80,7 +85,8 @@ class Load:
 
 LOADS = {"50ms": Load(0.050, 12), "5ms": Load(0.005, 40)}
 FRAMEWORK_S = 0.004  # approximate time of Lightning, DDP and the optimizer per step
-WIDTH, NUM_LAYERS, BATCH_SIZE = 256, 2, 16
+WIDTHS = {"cpu": 256, "cuda": 2048}
+NUM_LAYERS, BATCH_SIZE = 2, 16
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,9 @@ class Turn:
 class Contestant:
     """One job that makes steps only during its turn."""
 
-    def __init__(self, name: str, job: Job, gate: socket.socket) -> None:
+    def __init__(self, name: str, job: Job, gate: socket.socket, num_workers: int) -> None:
         self.name = name
+        self._num_workers = num_workers
         self._job = job
         self._gate = gate
         self._channels: list[TextIO] = []
@@ -114,7 +121,7 @@ class Contestant:
                 return connection.makefile("rw")
             return None
 
-        while len(self._channels) < NUM_WORKERS:
+        while len(self._channels) < self._num_workers:
             self._channels.append(self._job.wait_for(f"{self.name} to start", accept, START_TIMEOUT_S))
         self._collect()
 
@@ -152,22 +159,25 @@ def _busy_s() -> float:
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
 
 
-def repeats_for(step_s: float) -> int:
+def repeats_for(step_s: float, device: str) -> int:
     """Number of computations on a step's batch that make it take about `step_s`."""
     torch.set_num_threads(1)
-    model = Perceptron(WIDTH, NUM_LAYERS)
+    model = Perceptron(WIDTHS[device], NUM_LAYERS).to(device)
 
-    def cpu_s(repeats: int) -> float:
-        inputs = torch.randn(BATCH_SIZE * repeats, NUM_FEATURES)
+    def computing_s(repeats: int) -> float:
+        inputs = torch.randn(BATCH_SIZE * repeats, NUM_FEATURES, device=device)
         took = []
         for _ in range(9):
-            started = time.process_time()
+            wait_for_device(model)
+            started = time.process_time() if device == "cpu" else time.perf_counter()
             model.net(inputs).sum().backward()
-            took.append(time.process_time() - started)
+            wait_for_device(model)
+            took.append((time.process_time() if device == "cpu" else time.perf_counter()) - started)
         return statistics.median(took)
 
-    few, many = 2, 52
-    return max(1, round((step_s - FRAMEWORK_S) / ((cpu_s(many) - cpu_s(few)) / (many - few))))
+    few, many = (2, 52) if device == "cpu" else (100, 1000)
+    of_framework_s = FRAMEWORK_S if device == "cpu" else 0.0  # a GPU computes at the same time
+    return max(1, round((step_s - of_framework_s) / ((computing_s(many) - computing_s(few)) / (many - few))))
 
 
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
@@ -175,30 +185,38 @@ KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_
 
 
 @contextlib.contextmanager
-def contestants(space: Workspace, etcd: EmbeddedEtcd, start: int, environment: Mapping[str, str]) -> Iterator[list[Contestant]]:
-    live = ["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-conf=live=1", "--nnodes=1:2"]
-    live += [f"--nproc-per-node={NUM_WORKERS}", "--max-restarts=0"]
-    model = [f"--width={WIDTH}", f"--num-layers={NUM_LAYERS}", f"--batch-size={BATCH_SIZE}"]
+def contestants(
+    space: Workspace, etcd: EmbeddedEtcd, start: int, environment: Mapping[str, str], options: argparse.Namespace
+) -> Iterator[list[Contestant]]:
+    num_agents = 1 if options.device == "cpu" else options.workers
+    live = ["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-conf=live=1", "--max-restarts=0"]
+    live += [f"--nnodes={num_agents}:{num_agents + 1}", f"--nproc-per-node={options.workers // num_agents}"]
+    model = [f"--width={WIDTHS[options.device]}", f"--num-layers={NUM_LAYERS}", f"--batch-size={BATCH_SIZE}"]
+    model += device_arguments(options)
     kinds = {
-        STOCK: (stock_agent(NUM_WORKERS), ["--strategy=ddp"]),
-        CONTROL: (stock_agent(NUM_WORKERS), ["--strategy=ddp"]),
-        "strategy": (live, ["--strategy=dlrover"]),
-        "callback": (live, ["--strategy=dlrover", "--profiled"]),
+        STOCK: ["--strategy=ddp"],
+        CONTROL: ["--strategy=ddp"],
+        "strategy": ["--strategy=dlrover"],
+        "callback": ["--strategy=dlrover", "--profiled"],
     }
     with contextlib.ExitStack() as stack:
         found = []
-        for kind, (torchrun_options, arguments) in kinds.items():
+        for kind, arguments in kinds.items():
             name = f"{kind}{start}"
             address = space.folder / f"{name}.gate"
             gate = stack.enter_context(socket.socket(socket.AF_UNIX))
             gate.bind(str(address))
-            gate.listen(NUM_WORKERS)
+            gate.listen(options.workers)
             job = stack.enter_context(space.job(name, [*arguments, *model, f"--gate={address}"]))
             job.environment.update(environment)
             # A stopped worker cannot renew its lease.
             job.environment["DLROVER_LEASE_TTL_S"] = "120"
-            job.start_agent([*torchrun_options, f"--rdzv-id={name}"])
-            found.append(Contestant(kind, job, gate))
+            if kind in OURS:
+                for _ in range(num_agents):
+                    job.start_agent([*live, f"--rdzv-id={name}"])
+            else:
+                job.start_stock(options.workers, options.device)
+            found.append(Contestant(kind, job, gate, options.workers))
         for contestant in found:
             contestant.wait_at_gate()
         yield found
@@ -265,6 +283,8 @@ def report(label: str, starts: Sequence[Sequence[Round]]) -> dict[str, float | i
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device_options(parser)
+    parser.add_argument("--workers", type=int, help="workers of each job (default: 2, on a GPU 1)")
     parser.add_argument("--starts", type=int, default=3, help="times to start all jobs anew")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of turns after each start")
     parser.add_argument("--steps", choices=tuple(LOADS), action="append", help="only steps of this length")
@@ -273,17 +293,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of turns")
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
     options = parser.parse_args()
+    options.workers = options.workers or NUM_WORKERS[options.device]
     num_starts, turns_s = (1, 10.0) if options.quick else (options.starts, options.seconds)
     loads = {label: load for label, load in LOADS.items() if label in (options.steps or LOADS)}
     order = random.Random(options.seed)
     print(describe_machine(), flush=True)
-    repeats = {label: repeats_for(load.step_s) for label, load in loads.items()}
+    repeats = {label: repeats_for(load.step_s, options.device) for label, load in loads.items()}
     environment = KEEP_FREED_MEMORY if options.equal_malloc else {}
     starts: list[dict[str, list[Round]]] = []
     with Workspace("overhead", options.keep) as space, contextlib.suppress(KeyboardInterrupt):
         etcd = space.etcd()
         for start in range(num_starts):
-            with contestants(space, etcd, start, environment) as found:
+            with contestants(space, etcd, start, environment, options) as found:
                 rounds: dict[str, list[Round]] = {label: [] for label in loads}
                 starts.append(rounds)
                 until = time.monotonic() + turns_s

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jobs import Step
+from jobs import Step, add_device_options, use_backend
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +28,8 @@ NUM_FEATURES = 64
 @dataclass(frozen=True)
 class Options:
     behaviour: str
+    device: str
+    backend: str  # of process groups; empty: gloo, and NCCL for tensors of a GPU
     records: Path
     max_steps: int
     step_floor_s: float
@@ -38,12 +40,17 @@ class Options:
     def from_command_line() -> Options:
         parser = argparse.ArgumentParser(description=__doc__)
         parser.add_argument("--behaviour", choices=("live", "restart"), required=True)
+        add_device_options(parser)
         parser.add_argument("--records", type=Path, required=True)
         parser.add_argument("--max-steps", type=int, required=True)
         parser.add_argument("--step-floor-s", type=float, default=0.0)
         parser.add_argument("--checkpoint", type=Path, required=True)
         parser.add_argument("--checkpoint-every", type=int, default=20)
         return Options(**vars(parser.parse_args()))
+
+    @property
+    def process_group_backend(self) -> str:
+        return self.backend or ("cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo")
 
 
 class Training:
@@ -52,6 +59,7 @@ class Training:
     def __init__(self, options: Options) -> None:
         torch.manual_seed(7)
         self.model = torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+        self.model.to(options.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self._options = options
         self._file = (options.records / f"{os.getpid()}.jsonl").open("a", buffering=1)
@@ -62,7 +70,7 @@ class Training:
         first = number * GLOBAL_BATCH_SIZE
         samples = list(range(first + rank, first + GLOBAL_BATCH_SIZE, world_size))
         inputs = torch.tensor(samples, dtype=torch.float32)[:, None] * torch.linspace(0.1, 1.0, NUM_FEATURES)
-        inputs = inputs.sin()
+        inputs = inputs.sin().to(self._options.device)
         self.optimizer.zero_grad()
         loss = mse_loss(replica(inputs), inputs[:, :8].sum(1, keepdim=True), reduction="sum") * world_size / GLOBAL_BATCH_SIZE
         loss.backward()  # type: ignore[no-untyped-call]
@@ -72,7 +80,7 @@ class Training:
     def record(self, number: int, rank: int, world_size: int, round_number: int, samples: list[int]) -> None:
         digest = hashlib.md5(usedforsecurity=False)
         for parameter in self.model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+            digest.update(parameter.detach().cpu().numpy().tobytes())
         step = Step(os.getpid(), time.monotonic(), number, 0, rank, world_size, round_number, digest.hexdigest()[:12], samples)
         self._file.write(step.encode())
 
@@ -96,7 +104,7 @@ class Training:
 
 def restart(options: Options, training: Training) -> None:
     """Train like any script for torchrun."""
-    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    dist.init_process_group(options.process_group_backend, timeout=timedelta(minutes=30))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     replica = DistributedDataParallel(training.model)
     for number in range(training.load(), options.max_steps):
@@ -111,7 +119,7 @@ def live(options: Options, training: Training) -> None:
     from lightning_dlrover.rdzv import World
 
     first_step = training.load()
-    with World.from_environment() as world:
+    with World.from_environment(options.process_group_backend) as world:
         state: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer}
         for step in world.steps(options.max_steps, first_step=first_step, **state):
             with step:
@@ -127,6 +135,7 @@ def live(options: Options, training: Training) -> None:
 
 def main() -> None:
     options = Options.from_command_line()
+    use_backend(options.backend)
     {"live": live, "restart": restart}[options.behaviour](options, Training(options))
 
 

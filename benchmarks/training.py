@@ -18,7 +18,8 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from jobs import Block, Step
+from jobs import HURRY, Block, Step, add_device_options, use_backend
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
@@ -38,6 +39,8 @@ SHUFFLE_ROWS = 10_000
 @dataclass(frozen=True)
 class Options:
     strategy: str
+    device: str
+    backend: str  # of process groups; empty: the strategy's choice for the device
     profiled: bool  # add DLRoverCallback
     plan_every_s: float
     records: Path
@@ -58,6 +61,7 @@ class Options:
     def from_command_line() -> Options:
         parser = argparse.ArgumentParser(description=__doc__)
         parser.add_argument("--strategy", choices=("dlrover", "ddp"), required=True)
+        add_device_options(parser)
         parser.add_argument("--profiled", action="store_true")
         parser.add_argument("--plan-every-s", type=float, default=10.0)
         parser.add_argument("--records", type=Path, required=True)
@@ -134,20 +138,21 @@ def make_loader(options: Options) -> DataLoader[Any]:
 
 
 class Perceptron(L.LightningModule):
-    def __init__(self, width: int, num_layers: int, step_floor_s: float = 0.0) -> None:
+    def __init__(self, width: int, num_layers: int, step_floor_s: float = 0.0, hurry: Path | None = None) -> None:
         super().__init__()
         layers: list[torch.nn.Module] = [torch.nn.Linear(NUM_FEATURES, width), torch.nn.ReLU()]
         for _ in range(num_layers):
             layers += [torch.nn.Linear(width, width), torch.nn.ReLU()]
         self.net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
         self._step_floor_s = step_floor_s
+        self._hurry = hurry  # once this file exists, steps are as fast as they can be
         self.repeats = 1  # computations per step on its rows, as if the batch were that many times larger
-        self.samples: list[int] = []  # samples of the current step, also when it is repeated
+        self.samples = torch.empty(0)  # samples of the current step, also when it is repeated
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets, numbers = batch
-        self.samples = numbers.tolist()
-        for _ in range(round(self._step_floor_s / SLICE_S)):
+        self.samples = numbers  # left on the device: reading them would wait for the stream
+        for _ in range(0 if self._hurry and self._hurry.exists() else round(self._step_floor_s / SLICE_S)):
             # Slices, like an accelerator's kernels, because a stopped worker must make no progress meanwhile.
             time.sleep(SLICE_S)
         outputs = self.net(inputs.repeat(self.repeats, 1))
@@ -159,13 +164,20 @@ class Perceptron(L.LightningModule):
 
 
 class Recorder(L.Callback):
-    """Writes one line per step and worker, flushed at once: the next line may never come."""
+    """Writes one line per step and worker, flushed at once: the next line may never come.
 
-    def __init__(self, folder: Path, with_digests: bool) -> None:
+    Args:
+        waits: wait until a GPU has computed the step, before its end is recorded.
+    """
+
+    def __init__(self, folder: Path, with_digests: bool, waits: bool) -> None:
         self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
         self._with_digests = with_digests
+        self._waits = waits
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self._waits:
+            wait_for_device(pl_module)
         ended_s = time.monotonic()
         assert isinstance(pl_module, Perceptron)
         live = trainer.strategy.live if isinstance(trainer.strategy, DLRoverStrategy) else None
@@ -178,13 +190,17 @@ class Recorder(L.Callback):
             world_size=trainer.world_size,
             round_number=live.formation.round.number if live is not None and live.formation is not None else 0,
             digest=_digest(pl_module) if self._with_digests else "",
-            samples=pl_module.samples if self._with_digests else [],
+            samples=pl_module.samples.tolist() if self._with_digests else [],
         )
         self._file.write(step.encode())
 
 
 class Gate(L.Callback):
-    """Sends the durations of every block of steps to the benchmark and waits for the job's next turn."""
+    """Sends the durations of every block of steps to the benchmark and waits for the job's next turn.
+
+    A GPU computes steps later than the host makes them, and waiting for each would hide what our strategy's own wait costs.
+    There a block is timed as a whole, and its steps have equal durations.
+    """
 
     def __init__(self, address: str) -> None:
         connection = socket.socket(socket.AF_UNIX)
@@ -197,6 +213,9 @@ class Gate(L.Callback):
         self._own_cpu_from_s = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        is_first, is_last = not self._ended_s, len(self._durations_s) + 1 == self._num_steps
+        if is_first or is_last:
+            wait_for_device(pl_module)
         now = time.perf_counter()
         if self._ended_s:
             self._durations_s.append(now - self._ended_s)
@@ -204,6 +223,8 @@ class Gate(L.Callback):
             self._cpu_from_s, self._own_cpu_from_s = time.process_time(), time.thread_time()
         self._ended_s = now
         if len(self._durations_s) == self._num_steps:
+            if pl_module.device.type == "cuda":
+                self._durations_s = [sum(self._durations_s) / self._num_steps] * self._num_steps
             cpu_s, own_s = time.process_time() - self._cpu_from_s, time.thread_time() - self._own_cpu_from_s
             block = Block(os.getpid(), trainer.global_rank, self._durations_s, cpu_s, cpu_s - own_s)
             self._channel.write(block.encode())
@@ -227,31 +248,39 @@ class FinalCheckpoint(L.Callback):
             trainer.save_checkpoint(self._path)
 
 
+def wait_for_device(module: L.LightningModule) -> None:
+    """Wait until a GPU has computed everything so far."""
+    if module.device.type == "cuda":
+        torch.cuda.synchronize(module.device)
+
+
 def _digest(module: L.LightningModule) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     for parameter in module.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()[:12]
 
 
 def main() -> None:
     options = Options.from_command_line()
+    use_backend(options.backend)
     is_live = options.strategy == "dlrover"
     L.seed_everything(7, verbose=False)
     callbacks: list[L.Callback] = []
     if options.profiled:
         # Threads and loader workers stay as they are: a plan must not change the measured values.
         callbacks.append(DLRoverCallback(plan_every_s=options.plan_every_s, tune=["num_workers"]))
-    callbacks.append(Recorder(options.records, options.digests))
+    callbacks.append(Recorder(options.records, options.digests, waits=not options.gate))
     if options.checkpoint is not None:
         callbacks.append(FinalCheckpoint(options.checkpoint, options.checkpoint_every))
     if options.gate:
         callbacks.append(Gate(options.gate))
+    backend = options.backend or None
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if options.device == "cuda" else "cpu",
         devices=1 if is_live else int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=1 if is_live else int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=DLRoverStrategy() if is_live else "ddp",
+        strategy=(DLRoverStrategy if is_live else DDPStrategy)(process_group_backend=backend),
         callbacks=callbacks,
         max_steps=options.max_steps,
         max_epochs=-1,
@@ -263,7 +292,8 @@ def main() -> None:
     )
     resumed = options.checkpoint if options.checkpoint is not None and options.checkpoint.exists() else None
     loader = make_loader(options)
-    trainer.fit(Perceptron(options.width, options.num_layers, options.step_floor_s), loader, ckpt_path=resumed)
+    model = Perceptron(options.width, options.num_layers, options.step_floor_s, options.records / HURRY)
+    trainer.fit(model, loader, ckpt_path=resumed)
 
 
 if __name__ == "__main__":

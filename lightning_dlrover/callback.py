@@ -171,7 +171,7 @@ class DLRoverCallback(Callback):
         profiler.step_ended(place, batches_done(trainer))
         self._watch_trial(place, profiler.newest_step_s)
         if self._watch is not None:
-            self._descriptors = self._watch.descriptors(_num_own_samples(_loader(trainer)))
+            self._descriptors = self._watch.descriptors(_num_watched_samples(strategy, _loader(trainer)))
             self._watch = None
         if profiler.age_s >= self._window_s and profiler.num_steps >= 3 and (profile := self._close_window(trainer)):
             pl_module.log("samples/s", profile.samples_per_s, prog_bar=True, logger=False, rank_zero_only=True)
@@ -281,10 +281,10 @@ def _loader(trainer: L.Trainer) -> object:
     return combined.flattened[0] if combined is not None else None
 
 
-def _num_own_samples(loader: object) -> int:
-    """Samples of this worker in the last batch, at least 1: a worker without any computes a stand-in that does not count."""
-    if isinstance(loader, ElasticLoader):
-        return max(1, loader.split.num_own_samples(loader.cursor - 1))
+def _num_watched_samples(strategy: DLRoverStrategy, loader: object) -> int:
+    """Samples of this worker's first pass over the last batch, at least 1: a worker without any computes a stand-in."""
+    if strategy.live is not None and isinstance(loader, ElasticLoader):
+        return strategy.live.steps.parts.num_at_once(max(1, loader.split.num_own_samples(loader.cursor - 1)))
     return getattr(loader, "batch_size", None) or 1
 
 
@@ -309,6 +309,7 @@ def _new_place(
             fullest_node=max(by_host.values()),
             emptiest_node=min(by_host.values()),
             workers_here=by_host[live.progress.own_host],
+            pass_limit=0 if live.steps.parts.refusal else live.steps.parts.room or loader.global_batch_size,
             **settings,
         )
     local_batch = getattr(loader, "batch_size", None) or 1

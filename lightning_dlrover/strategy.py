@@ -19,7 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -104,6 +104,9 @@ class DLRoverStrategy(EitherStrategy):
             Numbers of samples are always compared.
         max_catch_up_s: seconds for which workers wait for a joiner that has to read an `IterableDataset` from the epoch's
             first row up to their place. A joiner that needs longer is refused. Ignored for datasets with a state.
+        max_share: largest number of samples that a worker computes in one forward and backward pass; a larger share is computed
+            in parts, which needs automatic optimization. None: a share is computed in parts once memory has run out.
+            "whole": never, as for a loss that compares the samples of a share with each other. Live jobs only.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
     """
 
@@ -120,10 +123,12 @@ class DLRoverStrategy(EitherStrategy):
         compare_data: bool = True,
         rerun_epoch_hooks: bool = True,
         max_catch_up_s: float = 60.0,
+        max_share: int | Literal["whole"] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         limits = global_batch_size, check_interval_s, timeout
-        check_arguments(*limits, sharding_constraints, sharders, snapshots, compare_data, rerun_epoch_hooks, max_catch_up_s)
+        switches = compare_data, rerun_epoch_hooks
+        check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share)
         listed_names.check(self._package)
         self._job: PlaceInJob | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
@@ -133,7 +138,9 @@ class DLRoverStrategy(EitherStrategy):
             self._job = PlaceInJob(config, self, check_interval_s)
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
-        self._forward_redirection: Any = ForwardRedirection(self._forward_redirection)
+        self._forward_redirection: Any = ForwardRedirection(
+            self._forward_redirection, lambda: self.live.steps.parts.users_step() if self.live is not None else nullcontext()
+        )
         self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
         self.clock = OwnClock(self.times)
@@ -142,6 +149,7 @@ class DLRoverStrategy(EitherStrategy):
         self.has_global_batch_size = global_batch_size is not None
         self.compares_data = compare_data
         self.reruns_epoch_hooks = rerun_epoch_hooks
+        self.max_share = max_share
         self._loaders = UsersLoaders(global_batch_size, max_catch_up_s, compare_data)
         self.collectives = Collectives(self._job)
         self._tables_settings = TablesSettings(sharding_constraints, sharders, snapshots or SnapshotConfig())
@@ -403,7 +411,7 @@ class DLRoverStrategy(EitherStrategy):
         live = self.live
         with self.times.measure("backward"):
             if live is not None:
-                if (weight := live.loaders.current_loss_weight) != 1.0:
+                if (weight := live.loaders.current_loss_weight * live.steps.parts.weight) != 1.0:
                     closure_loss = closure_loss * weight
                 check_capture()
                 live.steps.backward_begins()

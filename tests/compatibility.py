@@ -21,6 +21,7 @@ _E2E = "tests/e2e"
 _UNIT = "tests"
 _FEATURES = f"{_E2E}/test_features.py"
 _TABLE = f"{_E2E}/test_table_of_features.py::test_resized_run_ends_as_the_undisturbed_one"
+_PARTS = "tests/e2e/test_shares_in_parts.py::test_shares_that_no_longer_fit_after_losses_end_as_the_undisturbed_run"
 _STRANGERS = "tests/strangers/test_strangers.py::test_changes_leave_the_result_as_it_is"
 _MISMATCH = f"{_E2E}/test_mismatches.py::test_different_collectives_end_with_both_places"
 _OPTIMIZERS = f"{_UNIT}/tables/test_table_optimizers.py"
@@ -322,6 +323,27 @@ ROWS: list[Row] = [
             f"{_FEATURES}::test_accumulation_and_clipping_match_an_unresized_run",
         ),
         (
+            "Automatic optimization, shares that do not fit into memory",
+            "works",
+            f"{_PARTS}[plain]",
+            "in parts, which BatchNorm sees",
+        ),
+        ("... with accumulation and clipping", "works", f"{_PARTS}[accumulation]"),
+        ("... with `16-mixed` and a GradScaler", "works", f"{_PARTS}[scaled]"),
+        ("... with logged values of steps and epochs, torchmetrics", "works", f"{_PARTS}[logged]"),
+        ("... with batches of dictionaries, named tuples and texts", "works", f"{_PARTS}[dictionaries]"),
+        (
+            "Manual optimization, shares that do not fit into memory; `max_share` with it",
+            "refused",
+            "tests/e2e/test_shares_in_parts.py::test_share_that_cannot_be_computed_in_parts_is_refused",
+        ),
+        (
+            "Collectives in `training_step`, as of contrastive losses, with `max_share`",
+            "refused",
+            "tests/e2e/test_shares_in_parts.py::test_collective_of_the_users_is_refused_in_a_part",
+            "in a part",
+        ),
+        (
             "`loss.backward()`, `ZeroRedundancyOptimizer`, BatchNorm on one sample",
             "refused",
             f"{_FEATURES}::test_script_that_cannot_be_right_is_refused",
@@ -484,7 +506,7 @@ ROWS: list[Row] = [
         ("An epoch that ends earlier on one worker", "refused", f"{_MISMATCH}[stop_iteration]"),
     ),
     *_rows(
-        "GPUs: never run on one; the tests run on the CPU in their place",
+        "GPUs: the tests run on the CPU in their place; [gpu.md](gpu.md) has what ran on one",
         ("Gradients after an aborted reduction", "works", f"{_UNIT}/test_gpu.py::test_gradients_of_an_ended_round_are_refused"),
         (
             '`precision="16-mixed"` after a missed update',

@@ -33,6 +33,7 @@ READERS = {
 WRITERS = {
     "rdzv/agents/environment.py",
     "components/elastic.py",
+    "components/host_agents.py",
     "components/targets/slurm.py",
     "components/targets/kubernetes_pod.py",
     "components/targets/local.py",

@@ -144,6 +144,8 @@ def test_the_strategy_is_known_by_name() -> None:
         ({"sharders": object()}, "sharders .* must be a list of torchrec's sharders"),
         ({"sharding_constraints": []}, "sharding_constraints .* must be a mapping"),
         ({"snapshots": 30}, "snapshots .* must be a SnapshotConfig, or None"),
+        ({"max_share": 0}, "max_share is 0, it must be at least 1"),
+        ({"max_share": "all"}, "max_share .* must be a whole number of samples, 'whole' or None"),
         ({"compare_data": "no"}, "compare_data .* must be True or False"),
     ],
 )

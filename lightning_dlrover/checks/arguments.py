@@ -22,6 +22,7 @@ def check_arguments(
     compare_data: object,
     rerun_epoch_hooks: object,
     max_catch_up_s: object,
+    max_share: object,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that cannot be meant; see `DLRoverStrategy`."""
     if global_batch_size is not None:
@@ -42,6 +43,10 @@ def check_arguments(
     _check_type("max_catch_up_s", max_catch_up_s, Real, "a number of seconds")
     if not max_catch_up_s > 0:  # type: ignore[operator]
         raise ValueError(f"max_catch_up_s is {max_catch_up_s}, it must be above 0; math.inf stands for no limit")
+    if max_share is not None and max_share != "whole":
+        _check_type("max_share", max_share, Integral, "a whole number of samples, 'whole' or None")
+        if max_share < 1:  # type: ignore[operator]
+            raise ValueError(f"max_share is {max_share}, it must be at least 1")
 
 
 def _check_type(name: str, value: object, kind: object, meant: str) -> None:

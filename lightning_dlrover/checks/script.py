@@ -22,6 +22,7 @@ __all__ = [
     "check_precision_of_tables",
     "different_callbacks",
     "different_rates",
+    "explain_memory",
     "explain_single_sample",
     "monitoring",
     "rates",
@@ -146,6 +147,19 @@ def explain_single_sample(error: ValueError, num_samples: int, num_workers: int)
             "each global batch, the last one of an epoch included. Use drop_last=True, a larger global_batch_size, fewer "
             "workers at most (--workers, --nnodes), or GroupNorm or LayerNorm instead"
         ) from error
+
+
+def explain_memory(error: torch.OutOfMemoryError, num_samples: int, num_workers: int, reason: str) -> torch.OutOfMemoryError:
+    """Return an error that explains why a share cannot be computed in parts where it does not fit.
+
+    Args:
+        num_samples: samples of the pass that did not fit.
+    """
+    return torch.OutOfMemoryError(
+        f"{error}\nThis worker ran out of memory with {num_samples} samples at once, as one of {num_workers} workers, and "
+        f"{reason}. Use a smaller global_batch_size, more workers at least (--workers MIN:MAX), or automatic optimization with "
+        "DLRoverStrategy(max_share=None), which computes a share that does not fit in parts"
+    )
 
 
 class BackwardCheck:

@@ -73,6 +73,11 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         raise UsageError(f"--notice is {options.notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
         raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
+    if (number := re.search(r"\d+$", options.gpus or "")) and int(number[0]) > 1:
+        say(
+            f"--gpus {options.gpus}: each node runs one worker, which trains on one of its GPUs unless its model uses more; "
+            "docs/torchelastic.md describes several workers per node"
+        )
     if options.target == "local":
         _check_this_machine(options)
     if options.target == "slurm":

@@ -34,6 +34,7 @@ from lightning_dlrover.learn.job_memory import JobMemory
 from lightning_dlrover.learn.profile_log import DIGITS, PublishedProfile, WindowLog, rounded
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
+from lightning_dlrover.perf.memory_model import GPU_TERMS, on_gpu
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.memory_growth import least_workers
@@ -321,6 +322,8 @@ class Analyst:
         population = self._history.population(profile, self._job_key)
         model = StepTimeModel.fit(windows, node_cores=self._node_cores, earlier=_thinned(neighbours), population=population)
         memory = MemoryModel.fit(windows) if any(w.memory_bytes or w.peak_memory_bytes for w in windows) else None
+        gpu_windows = on_gpu(windows)
+        gpu_memory = MemoryModel.fit(gpu_windows, GPU_TERMS) if gpu_windows else None
         situation = Situation(
             windows,
             node_cores=self._node_cores,
@@ -342,6 +345,7 @@ class Analyst:
                 decision_id=self._memory.next_id,
                 at=now,
                 memory=memory,
+                gpu_memory=gpu_memory,
             )
 
         in_pool = wish is not None and wish.source == "brain"

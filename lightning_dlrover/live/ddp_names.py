@@ -6,8 +6,8 @@ Beside these, `DLRoverStrategy` overrides `_configure_launcher` and `_setup_mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -33,21 +33,38 @@ __all__ = [
 ]
 
 
-class ForwardRedirection:
-    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module."""
+_DETOUR = "dlrover_detour"
+"""Attribute of the module under which Lightning's detour finds the method to run."""
 
-    def __init__(self, detour: Any) -> None:
+
+class ForwardRedirection:
+    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module.
+
+    Args:
+        inside: surrounds the module's own method, which begins once DDP's collectives of the forward pass are done.
+    """
+
+    def __init__(self, detour: Any, inside: Callable[[], AbstractContextManager[None]]) -> None:
         self._detour = detour
+        self._inside = inside
 
     def __call__(
         self, wrapper_module: nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
     ) -> Any:
-        forward = original_module.forward
+        forward, method = original_module.forward, getattr(original_module, method_name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._inside():
+                return method(*args, **kwargs)
+
+        vars(original_module)[_DETOUR] = run
         try:
-            return self._detour(wrapper_module, original_module, method_name, *args, **kwargs)
+            return self._detour(wrapper_module, original_module, _DETOUR, *args, **kwargs)
         except BaseException:
             original_module.forward = forward  # type: ignore[method-assign]
             raise
+        finally:
+            del vars(original_module)[_DETOUR]
 
 
 @contextmanager

@@ -56,6 +56,7 @@ __all__ = [
     "is_result",
     "is_search",
     "is_sequential",
+    "keep_gradients",
     "leave_experiment",
     "load_callback_states",
     "logged_name",
@@ -69,6 +70,7 @@ __all__ = [
     "recount_batches",
     "reload_epochs",
     "replace",
+    "replace_closures",
     "replace_dataloader_end",
     "replace_evaluation_step",
     "replace_fetcher",
@@ -199,6 +201,16 @@ def closure(trainer: L.Trainer, kwargs: Any, optimizer: Any, batch_idx: int) -> 
     """Return the forward and backward pass of automatic optimization for one batch."""
     made: Callable[[], Any] = trainer.fit_loop.epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, batch_idx)
     return made
+
+
+def replace_closures(trainer: L.Trainer, make: Callable[[Method], Method]) -> None:
+    """Replace what makes the forward and backward pass of automatic optimization for one batch."""
+    replace(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", make)
+
+
+def keep_gradients(closure: Any) -> None:
+    """Let a closure add to the gradients, also in the first batch of an accumulation window."""
+    closure._zero_grad_fn = None
 
 
 def before_transfer(trainer: L.Trainer, batch: Any) -> Any:

@@ -62,6 +62,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         *_RESTARTS,
     ),
     "loops.optimization.automatic:_AutomaticOptimization": ("_make_closure", *_RESTARTS),
+    "loops.optimization.automatic:Closure": ("_zero_grad_fn",),
     "loops.optimization.manual:_ManualOptimization": _RESTARTS,
     "loops.evaluation_loop:_EvaluationLoop": (
         *("_combined_loader", "_data_fetcher", "_evaluation_step", "_is_sequential", "_last_val_dl_reload_epoch"),

@@ -80,6 +80,8 @@ class FitPosition:
     stopped_at: str = ""
     is_repeatable: bool = False  # set in work outside of steps that a loss may interrupt, as it is done again
     looks: int = 0  # times that it has looked for new rows of a stream
+    is_in_parts: bool = False  # set while a share is computed in parts, which others wait for
+    parts: int = 0  # parts of shares that it has begun
 
     @property
     def rank(self) -> int:

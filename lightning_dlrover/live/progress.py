@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FitProgress", "Progress", "batches_done", "remaining_batches"]
 
-Phase = Literal["setup", "step", "between", "validation", "checkpoint", "resize"]
+Phase = Literal["setup", "step", "parts", "between", "validation", "checkpoint", "resize"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Progress:
     round_number: int
     steps_in_round: int
     batch: int  # global batches handed out over all epochs
-    counts: tuple[int, ...]  # updates, collectives, validation batches
+    counts: tuple[int, ...]  # updates, collectives, validation batches, looks for new rows, parts of shares
 
 
 class FitProgress:
@@ -56,11 +56,13 @@ class FitProgress:
             phase = "checkpoint"
         elif position.validation:
             phase = "validation"
+        elif position.is_in_parts:
+            phase = "parts"
         else:
             phase = "step" if position.in_step else "between"
         val_batches = self._fit.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
         number = position.formation.round.number if position.formation is not None else 0
-        counts = (position.updates, position.collective, val_batches, position.looks)
+        counts = (position.updates, position.collective, val_batches, position.looks, position.parts)
         return Progress(phase, number, self._pace.steps_in_round, position.batch, counts)
 
     @property

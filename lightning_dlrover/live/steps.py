@@ -20,6 +20,7 @@ from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.buffers import BufferCopies
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.parts import Parts
 from lightning_dlrover.live.redo import Before, Counts, Frozen, call_restart_hooks, metrics_of
 from lightning_dlrover.live.update import ManualWindow, Update, apply, capture
 from lightning_dlrover.rdzv.live.member import WorldError
@@ -36,6 +37,7 @@ class TrainingSteps:
     def __init__(self, fit: FitContext, metrics: EpochMetrics) -> None:
         self._fit = fit
         self._metrics = metrics
+        self.parts = Parts(fit, self._is_logged_for)
         self.backwards = BackwardCheck()
         self.window = ManualWindow(fit.trainer)
         self.window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
@@ -54,7 +56,12 @@ class TrainingSteps:
         self.window.is_open = self.window_is_stale = False
 
     def enter_loops(self) -> None:
-        """Look at the user's module, which is complete now."""
+        """Look at the user's module, which is complete now.
+
+        Raises:
+            UnsupportedScriptError: `max_share` cannot be kept.
+        """
+        self.parts.check()
         self._users_metrics = metrics_of(self._fit.trainer.lightning_module)
         self._buffers = BufferCopies(self._fit.trainer.lightning_module) if self._fit.strategy.elastic_tables is None else None
 
@@ -108,6 +115,41 @@ class TrainingSteps:
         self._metrics.agree_on_step()
         return result
 
+    def closure(self, make: Callable[..., Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        """Return Lightning's closure for one batch. Where the batch does not fit into memory, it computes the batch in parts.
+
+        Args:
+            make: makes Lightning's own closure.
+        """
+        made = make(kwargs, optimizer, batch_idx)
+        counts = self._counts_of(self._epoch_loop.automatic_optimization.optim_progress.optimizer)
+
+        def evaluate() -> Any:
+            before, num_backwards = counts.take(), self._num_backwards
+
+            def compute(again: bool) -> Any:
+                own = kwargs
+                if again:
+                    call_restart_hooks(self._fit.trainer, batch_idx)
+                    own = self._taken_back(kwargs)
+                    counts.restore(before)
+                    self._num_backwards = num_backwards
+                return self.parts.compute(lambda part: make(part, optimizer, batch_idx), own)
+
+            return self.parts.until_it_fits(compute)
+
+        made.closure = evaluate
+        return made
+
+    def _taken_back(self, kwargs: Any) -> Any:
+        """Take back what the batch under computation has changed. Return the arguments of its step."""
+        if (self._epoch_loop.batch_progress.current.ready - 1) % self._fit.trainer.accumulate_grad_batches:
+            return self._redo_window(inside=True)  # its gradients are added to those of earlier batches
+        if self._before is not None:
+            self._before.restore()
+        self._is_logged_for(kwargs)
+        return kwargs
+
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
         """Run the user's own optimization of one batch. Undo and repeat it as often as its collectives fail."""
         progress = self._epoch_loop.manual_optimization.optim_step_progress
@@ -120,7 +162,7 @@ class TrainingSteps:
             self._begin_manual_batch()
             before = counts.take()
             skip = False
-            if (done := self._fit.collectives.attempt(self._checked, run, kwargs)) is not None:
+            if (done := self._fit.collectives.attempt(self.parts.run_manual, self._checked, run, kwargs)) is not None:
                 result = done[0]
                 break
             skip = self._fit.collectives.recover()
@@ -171,7 +213,8 @@ class TrainingSteps:
         self._manual_steps += 1
 
     def backward_begins(self) -> None:
-        self._num_backwards += 1
+        self._num_backwards += self.parts.is_first
+        self.parts.backward_begins()
 
     # --- after a loss -------------------------------------------------------------------------------------------------------
 
@@ -199,6 +242,9 @@ class TrainingSteps:
         self._fit.loaders.computed = self._undo = None
 
     def _redo_window(self, inside: bool = False) -> Any:
+        return self.parts.until_it_fits(lambda again: self._redone_window(inside))
+
+    def _redone_window(self, inside: bool) -> Any:
         """Compute the gradients of the accumulation window's earlier batches again, split for the current world.
 
         Args:
@@ -235,8 +281,9 @@ class TrainingSteps:
 
     def _remember(self) -> None:
         """Record logged values and buffers before an accumulation window, in case its batches are computed again."""
-        results = lightning_names.results_of(self._epoch_loop)
-        self._before = Before(self._users_metrics, results, self._buffers) if self._fit.position.size > 1 else None
+        results, has_peers = lightning_names.results_of(self._epoch_loop), self._fit.position.size > 1
+        can_repeat = has_peers or not self.parts.refusal
+        self._before = Before(self._users_metrics, results, self._buffers if has_peers else None) if can_repeat else None
 
     def _counts_of(self, progress: Any) -> Counts:
         if self._counts is None or self._counts.progress is not progress:

@@ -174,7 +174,11 @@ class TrainLoaders:
         """Weight of this worker's mean loss in the batch under computation; 1 when all shares are equal."""
         if not self._trainer.training or self._position.size == 1:
             return 1.0
-        return self.loss_weight(self.first.cursor - 1 if self.computed is None else self.computed)
+        return self.loss_weight(self._batch_under_computation)
+
+    @property
+    def _batch_under_computation(self) -> int:
+        return self.first.cursor - 1 if self.computed is None else self.computed
 
     @property
     def sample_weight(self) -> float:
@@ -186,8 +190,8 @@ class TrainLoaders:
 
     @property
     def num_own_samples(self) -> int:
-        """This worker's share of the last training batch."""
-        return self.first.split.num_own_samples(self.first.cursor - 1)
+        """This worker's share of the training batch under computation."""
+        return self.first.split.num_own_samples(self._batch_under_computation)
 
     @property
     def positions_in_streams(self) -> list[dict[str, Any] | None]:

@@ -26,7 +26,7 @@ NUM_NAMED = 3
 
 
 class IncompleteBackwardError(RuntimeError):
-    """DDP waits for gradients that the backward pass did not produce. The step has to be repeated with the search on."""
+    """DDP waits for gradients that the backward pass did not produce. All workers have to repeat the step."""
 
 
 class UnusedParameters:

@@ -3,6 +3,7 @@
 | method | replaced by |
 | --- | --- |
 | `automatic_optimization.run` | `TrainingSteps.run_automatic`, timed |
+| `automatic_optimization._make_closure` | `TrainingSteps.closure` |
 | `manual_optimization.run` | `TrainingSteps.run_manual`, timed |
 | `val_loop.run` | `Validation.run` |
 | `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover.live.lightning_names import (
     Method,
     replace,
+    replace_closures,
     replace_evaluation_step,
     replace_setup_of_data,
     replace_validation_check,
@@ -77,6 +79,7 @@ def wrap_loops(
         return
     live.fit_begins()
     replace(automatic, "run", lambda run: _timed(partial(live.steps.run_automatic, run), times, clock, live))
+    replace_closures(trainer, lambda make: partial(live.steps.closure, make))
     replace(manual, "run", lambda run: _timed(partial(live.steps.run_manual, run), times, clock, live))
     _wrap_validation(epoch_loop.val_loop, live)
     replace_setup_of_data(fit_loop, lambda set_up: partial(live.set_up_data, set_up))

@@ -7,13 +7,20 @@ from collections import defaultdict
 
 import torch
 
-__all__ = ["CUDA_CONTEXT_BYTES", "GpuPeak", "gpu_bytes"]
+__all__ = ["CUDA_CONTEXT_BYTES", "GpuPeak", "gpu_bytes", "gpu_limit_bytes"]
 
 CUDA_CONTEXT_BYTES = 500 << 20
 """Context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)."""
 
 _most_reserved: defaultdict[int, int] = defaultdict(int)  # before the last reset, by index of the device
 _readers: weakref.WeakSet[GpuPeak] = weakref.WeakSet()
+
+
+def gpu_limit_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that tensors of one process can fill; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory - CUDA_CONTEXT_BYTES
 
 
 def gpu_bytes(device: torch.device) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_dlrover.observe.descriptors import Descriptors
-from lightning_dlrover.observe.gpu_memory import GpuPeak
+from lightning_dlrover.observe.gpu_memory import GpuPeak, gpu_limit_bytes
 from lightning_dlrover.observe.nvml import BusyTime
 from lightning_dlrover.observe.resources import (
     CpuUse,
@@ -48,6 +48,7 @@ class Place:
     fullest_node: int = 0
     emptiest_node: int = 0
     workers_here: int = 1  # workers on this worker's node
+    pass_limit: int = 0  # most samples that this worker computes at once; 0: it never computes a share in parts
 
     @property
     def settling_steps(self) -> int:
@@ -187,6 +188,7 @@ class StepProfiler:
             intra_op_threads=place.intra_op_threads,
             fullest_node=place.fullest_node,
             emptiest_node=place.emptiest_node,
+            pass_limit=place.pass_limit,
             cores=available_cores(),
             device="cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
             step_time_s=step_time_s,
@@ -201,6 +203,7 @@ class StepProfiler:
             embedding_bytes=model.embedding_bytes,
             lookups_per_sample=model.descriptors.lookups_per_sample,
             gpu_memory_bytes=gpu_memory,
+            gpu_limit_bytes=gpu_limit_bytes(self._device),
             gpu_percent=gpu_percent,
             at=time.time(),
         )

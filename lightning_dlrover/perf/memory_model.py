@@ -1,4 +1,4 @@
-"""Peak memory of a worker and its loader workers, with its uncertainty.
+"""Peak memory of a worker and its loader workers, or of its GPU, with its uncertainty.
 
 The prediction is a sum of named terms with non-negative coefficients, fitted by least squares in relative error, as in
 `prior.py` for time. The planner decides on remedies.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
+from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
 from lightning_dlrover.perf.samples import StepProfile
 
-__all__ = ["MEMORY_TERMS", "MemoryModel", "MemoryPrediction", "MemoryTerm"]
+__all__ = ["GPU_TERMS", "MEMORY_TERMS", "MemoryModel", "MemoryPrediction", "MemoryTerm", "on_gpu"]
 
 MIB = float(1 << 20)
 NORMAL_WIDTH = 1.645  # standard deviations to either side that hold nine values of ten of a normal error
@@ -28,7 +28,7 @@ PULL = 0.03  # weight of a default, as a share of the peak: defaults decide only
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """The highest resident set of a worker with its loader workers, and its 90 % interval."""
+    """The highest resident set of a worker with its loader workers, or memory of its GPU, and its 90 % interval."""
 
     peak_bytes: int
     low_bytes: int
@@ -81,17 +81,37 @@ MEMORY_TERMS: tuple[MemoryTerm, ...] = (
 )
 
 
+GPU_TERMS = tuple(term for term in MEMORY_TERMS if term.name in ("dense_state", "activations", "tables"))
+"""Causes of memory on a worker's GPU; activations are those of one pass."""
+
+
+def on_gpu(samples: Sequence[StepProfile]) -> list[StepProfile]:
+    """Return the windows with a figure of the GPU's memory, as windows of that memory and of the samples of one pass."""
+    found = []
+    for sample in samples:
+        if sample.gpu_memory_bytes > 0:
+            share = configuration_of(sample).local_batch
+            at_once = min(share, sample.pass_limit or share)
+            window = replace(sample, local_batch=at_once, global_batch=at_once * sample.num_workers)
+            found.append(replace(window, peak_memory_bytes=sample.gpu_memory_bytes, memory_bytes=0))
+    return found
+
+
 @dataclass(frozen=True)
 class MemoryModel:
     """Peak memory of one worker of one job; create it with `fit`."""
 
-    coefficients: Floats  # coefficients of `MEMORY_TERMS`, in their order
+    terms: Sequence[MemoryTerm]
+    coefficients: Floats  # coefficients of the terms, in their order
     sigma: float  # deviation of the log error in a configuration that was not measured
     reach: Floats  # largest measured amount of each term
 
     @classmethod
-    def fit(cls, samples: Sequence[StepProfile]) -> MemoryModel:
+    def fit(cls, samples: Sequence[StepProfile], terms: Sequence[MemoryTerm] = MEMORY_TERMS) -> MemoryModel:
         """Fit a model to the windows of one job; windows without a peak count with the resident set at their end.
+
+        Args:
+            terms: `GPU_TERMS` for windows by `on_gpu`.
 
         Raises:
             ValueError: no sample holds a figure above 0, or one holds a negative one.
@@ -110,7 +130,7 @@ class MemoryModel:
                 "wait for the first profile window of the job"
             )
         groups = windows_by_configuration(used, 0.0)
-        amounts = _amounts(Columns.of([*groups]))
+        amounts = _amounts(Columns.of([*groups]), terms)
         peaks = np.array([max(_peak_bytes(sample) for sample in group) for group in groups.values()], dtype=np.float64)
         sigma = UNTESTED_SIGMA
         if len(groups) >= MIN_TESTED_CONFIGURATIONS:
@@ -119,13 +139,13 @@ class MemoryModel:
             errors = []
             for fold in range(num_folds):
                 test, train = order[fold::num_folds], np.delete(order, np.s_[fold::num_folds])
-                errors.append(np.log(peaks[test] / (amounts[test] @ _fit(amounts[train], peaks[train]))))
+                errors.append(np.log(peaks[test] / (amounts[test] @ _fit(amounts[train], peaks[train], terms))))
             sigma = math.sqrt(np.square(np.concatenate(errors)).mean() * (1 + 2 / len(groups)))
-        return cls(_fit(amounts, peaks), max(sigma, MIN_SIGMA), amounts.max(axis=0))
+        return cls(terms, _fit(amounts, peaks, terms), max(sigma, MIN_SIGMA), amounts.max(axis=0))
 
     def predict(self, configuration: Configuration) -> MemoryPrediction:
         """Predict the peak in `configuration`; amounts beyond the measured ones widen the interval."""
-        amounts = _amounts(Columns.of([configuration]))[0]
+        amounts = _amounts(Columns.of([configuration]), self.terms)[0]
         peak = max(1.0, float(amounts @ self.coefficients))
         beyond = float(np.maximum(0.0, amounts - self.reach) @ self.coefficients) / peak
         width = math.exp(NORMAL_WIDTH * math.hypot(self.sigma, UNTESTED_SIGMA * beyond))
@@ -136,18 +156,18 @@ def _peak_bytes(sample: StepProfile) -> int:
     return max(sample.peak_memory_bytes, sample.memory_bytes)
 
 
-def _amounts(columns: Columns) -> Floats:
-    return np.stack([term.amount(columns) for term in MEMORY_TERMS], axis=1)
+def _amounts(columns: Columns, terms: Sequence[MemoryTerm]) -> Floats:
+    return np.stack([term.amount(columns) for term in terms], axis=1)
 
 
-def _fit(amounts: Floats, peaks: Floats) -> Floats:
+def _fit(amounts: Floats, peaks: Floats, terms: Sequence[MemoryTerm]) -> Floats:
     """Return the coefficients, of shape ``(num_terms,)``."""
     from scipy.optimize import nnls  # import takes 0.3 s, which a reader of profiles need not pay
 
     rows = amounts / peaks[:, None]
     scale = np.sqrt((rows**2).mean(axis=0))
     seen = scale > 0
-    coefficients = np.array([term.default for term in MEMORY_TERMS])
+    coefficients = np.array([term.default for term in terms])
     pull = PULL * np.eye(int(seen.sum()))
     target = np.concatenate([np.ones(len(peaks)), PULL * coefficients[seen] * scale[seen]])
     coefficients[seen] = nnls(np.vstack([rows[:, seen] / scale[seen], pull]), target)[0] / scale[seen]

@@ -57,6 +57,8 @@ class StepProfile:
     lookups_per_sample: float = 0.0  # rows that a sample reads from the tables
     fullest_node: int = 0  # workers on the fullest node; 0: unknown, taken as spread evenly
     emptiest_node: int = 0  # workers on the emptiest node; 0: unknown, taken as spread evenly
+    gpu_limit_bytes: int = 0  # limit on `gpu_memory_bytes`; 0: none known
+    pass_limit: int = 0  # most samples that a worker computes at once, more in parts; 0: a share is never computed in parts
 
 
 def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:

@@ -37,6 +37,7 @@ def plan(
     decision_id: int,
     at: float,
     memory: MemoryModel | None = None,
+    gpu_memory: MemoryModel | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> Decision:
     """Return the settings that serve `objective` best, with a constant global batch.
@@ -50,10 +51,11 @@ def plan(
         model: fitted to all windows of this job so far.
         at: seconds since the epoch, recorded only.
         memory: excludes settings with an upper bound above the worker's limit; None excludes nothing.
+        gpu_memory: the same for the worker's GPU, where shares are not computed in parts. Else more parts take longer.
     Raises:
         ImportError: the space is too large to enumerate, and pymoo is not installed.
     """
-    field = Field.of(situation, model, limits, objective, memory, rules)
+    field = Field.of(situation, model, limits, objective, memory, rules, gpu_memory)
     search = _Search(situation, limits, objective, rules, field)
     index, explored, reason = search.choose()
     home = search.best_measured() if explored else field.now

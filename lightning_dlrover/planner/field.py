@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf import MemoryModel, MemoryPrediction, Prediction
+from lightning_dlrover.perf import Configuration, MemoryModel, MemoryPrediction, Prediction
 from lightning_dlrover.perf.samples import AGENT_BYTES, StepProfile
 from lightning_dlrover.planner.memory_growth import node_memory_bytes
 from lightning_dlrover.planner.objective import Objective, Resources, resources_of
@@ -31,6 +31,7 @@ MIN_DRIFT = 0.02  # relative difference between the same settings at two times, 
 MAX_MODEL_SIGMA = 0.5  # limit of the model's uncertainty, so that ignorance alone does not attract a trial
 MIN_MODEL_SIGMA = 0.08  # deviation of a log step time that was never measured, however certain the model is
 LENGTH = 0.8  # distance in log settings over which model errors stay alike: a bit more than a factor of two in one setting
+PASS_COST = 0.08  # time of a step by which each further part of a share makes it longer, see benchmarks/parts.py
 PREFETCH_WEIGHT = 0.3  # prefetched batches smooth the supply and are seldom decisive
 MAX_KEPT_CANDIDATES = 16  # candidates stored with a decision, because its record is in etcd
 
@@ -71,6 +72,7 @@ class Field:
         objective: Objective,
         memory: MemoryModel | None,
         rules: Rules,
+        gpu_memory: MemoryModel | None = None,
     ) -> Field:
         current = situation.current
         runs = settings_of(current)
@@ -91,6 +93,14 @@ class Field:
         for index, peak in enumerate(peaks):
             if limit and peak.high_bytes > most and settings[index] not in measured and not notes[index]:
                 notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {most / 2**20:,.0f} MiB of memory"
+
+        for index, passes in enumerate(_numbers_of_passes(where, current, gpu_memory)):
+            if settings[index] in measured:
+                continue
+            if not passes and not notes[index]:
+                notes[index] = f"a share needs more than the {current.gpu_limit_bytes / 2**20:,.0f} MiB of a worker's GPU"
+            for seconds in (step_s, low_s, high_s):
+                seconds[index] *= 1 + PASS_COST * max(0, passes - 1)
 
         steps_left = rules.horizon_s / step_s[now]
         if situation.remaining_samples is not None:
@@ -239,6 +249,26 @@ def _gain_and_cost(model: Model, situation: Situation, limits: Limits, some: Seq
     wrong = [bool(why_not(s, runs, c, current.global_batch, limits)) for s, c in zip(some, where, strict=True)]
     gain[wrong], cost[wrong] = -np.inf, np.inf
     return gain, cost
+
+
+def _numbers_of_passes(where: Sequence[Configuration], current: StepProfile, gpu_memory: MemoryModel | None) -> list[int]:
+    """Return in how many parts a worker computes its share in each configuration; 0: it does not fit into its GPU."""
+
+    @cache
+    def passes_of(asked: Configuration) -> int:
+        passes = math.ceil(asked.local_batch / current.pass_limit) if current.pass_limit else 1
+        if gpu_memory is None or not current.gpu_limit_bytes:
+            return passes
+        while True:
+            at_once = math.ceil(asked.local_batch / passes)
+            if gpu_memory.predict(replace(asked, local_batch=at_once)).high_bytes <= current.gpu_limit_bytes:
+                return passes
+            if at_once == 1 or not current.pass_limit:
+                return 0
+            passes = min(2 * passes, asked.local_batch)
+
+    # Loader workers and threads make no difference to a GPU.
+    return [passes_of(replace(c, loader_workers=0, intra_op_threads=0, prefetch_factor=0)) for c in where]
 
 
 def _step_times(

@@ -101,7 +101,7 @@ class HangPatience:
 
     floor_s: float = 60.0  # minimum limit within a training step; 0 disables the search for hangs
     factor: float = 20.0  # multiple of the usual step time, if that is longer
-    first_s: float = 600.0  # limit for first steps in a round, validation, checkpoints and changes of the world
+    first_s: float = 600.0  # limit for first steps in a round, shares in parts, validation, checkpoints, changes of the world
     answer_s: float = 10.0  # time for all workers to report their position
     again_s: float = 600.0  # interval between reports of the same hang
 
@@ -274,7 +274,8 @@ class _Hangs:
             return
         self._asked = None
         found = sorted((answers[w] for w in members if w in answers), key=lambda a: a.global_rank)
-        excused = [a for a in found if a.phase in ("validation", "checkpoint", "resize") and a.since_s < self._patience.first_s]
+        slow = ("parts", "validation", "checkpoint", "resize")
+        excused = [a for a in found if a.phase in slow and a.since_s < self._patience.first_s]
         if excused or any(a.phase == "debugger" for a in found) or self._since > asked_at:
             log.info("no hang: %s", ", ".join(f"rank {a.global_rank} is in {a.phase}" for a in found))
             return

@@ -89,6 +89,15 @@ def test_overhead_benchmark_compares_four_jobs_at_both_step_times() -> None:
 @pytest.mark.slow
 @takes_minutes
 @pytest.mark.timeout(DEADLINE_S + 40)
+def test_share_in_two_parts_is_hardly_slower_than_at_once() -> None:
+    result = quick_result("parts.py")
+    assert list(result) == ["parts"]
+    assert 0.5 < result["parts"] < 2  # 0.9 to 1 on a quiet machine
+
+
+@pytest.mark.slow
+@takes_minutes
+@pytest.mark.timeout(DEADLINE_S + 40)
 def test_jobs_whose_workers_are_killed_finish_and_survivors_agree_soon() -> None:
     result = quick_result("kill_recovery.py")
     assert list(result) == ["finished", "of", "stock_finished", "stock_of", "agree_s", "node_lost_s"]

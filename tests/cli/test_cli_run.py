@@ -41,9 +41,10 @@ def test_more_gpus_than_there_are_cannot_be_asked_for(
     dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, visible: str, gpus: int, message: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    code, _, errors = dlrover("run", "--workers", "1:3", "--gpus", gpus, "script.py")
+    code, output, errors = dlrover("run", "--workers", "1:3", "--gpus", gpus, "script.py")
     assert code == 2
     assert message in errors
+    assert ("trains on one of its GPUs" in output + errors) == (gpus > 1)
     assert not Path("runs").exists()
 
 

@@ -29,11 +29,13 @@ from simulated_jobs import (
 )
 
 from lightning_dlrover.perf import MemoryModel, StepTimeModel
+from lightning_dlrover.perf.memory_model import GPU_TERMS, on_gpu
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.autoscale import (
     expected_improvement,
     plan,
 )
+from lightning_dlrover.planner.field import PASS_COST
 from lightning_dlrover.planner.objective import Aim, Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.planner.situation import (
@@ -351,6 +353,41 @@ def test_settings_that_may_exceed_memory_are_not_considered() -> None:
         there = configuration(candidate.settings, situation.current, limits, 4.0)
         if candidate.feasible and candidate.settings != ONE:
             assert memory.predict(there).high_bytes <= tight[-1].memory_limit_bytes
+
+
+def on_gpus(truth: Truth, sizes: dict[int, int], pass_limit: int = 0) -> Situation:
+    """A job on GPUs of 1000 MiB, with windows of some numbers of workers; a GPU holds 2 MiB for each sample of a pass."""
+    windows = []
+    for num_workers, count in sizes.items():
+        of_size = window(truth, Settings(num_workers, 0, 1, 0), random.Random(num_workers), 0.0)
+        at_once = min(of_size.local_batch, pass_limit or of_size.local_batch)
+        of_size = replace(of_size, dense_bytes=25 << 20, gpu_memory_bytes=(100 + 2 * at_once) << 20)
+        windows += [replace(of_size, gpu_limit_bytes=1000 << 20, pass_limit=pass_limit)] * count
+    return situation_of(truth, windows=windows)
+
+
+def decide_on_gpus(situation: Situation) -> dict[int, Any]:
+    memory = MemoryModel.fit(on_gpu(situation.windows), GPU_TERMS)
+    model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)
+    decision = plan(situation, model, Limits(1, 8), Objective(), decision_id=1, at=0.0, gpu_memory=memory)
+    return {c.num_workers: c for c in decision.candidates}
+
+
+def test_fewer_workers_whose_shares_exceed_a_gpu_are_not_considered_without_parts() -> None:
+    truth = replace(dense_heavy(8), global_batch=1024)  # 2148 MiB for one worker, 1124 for two, 612 for four
+    found = decide_on_gpus(on_gpus(truth, {8: 2, 7: 2, 6: 2, 5: 2, 4: 3}))
+    assert {size: each.feasible for size, each in found.items()} == {n: n not in (1, 2) for n in range(1, 9)}
+    assert "a share needs more than the 1,000 MiB of a worker's GPU" in found[1].note
+
+
+def test_parts_make_shares_fit_and_steps_longer() -> None:
+    truth = replace(dense_heavy(8), global_batch=1024)
+    sizes = {8: 2, 6: 2, 4: 3}
+    free, split = decide_on_gpus(on_gpus(truth, sizes, pass_limit=1024)), decide_on_gpus(on_gpus(truth, sizes, pass_limit=100))
+    assert all(each.feasible for each in (*free.values(), *split.values()))
+    # By the forecast, one worker computes its share in four parts; with the limit of 100 in eleven.
+    assert split[1].step_time_s / free[1].step_time_s == pytest.approx((1 + 10 * PASS_COST) / (1 + 3 * PASS_COST))
+    assert split[4].step_time_s == free[4].step_time_s, "measured"
 
 
 # --- objectives ------------------------------------------------------------------------------------------------------------

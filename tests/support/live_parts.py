@@ -64,6 +64,7 @@ class Wrapping(DLRoverStrategy):
     root_device = torch.device("cpu")
     tables = None
     has_global_batch_size = False
+    max_share = None
 
     def __init__(self, lightning_module: Any) -> None:
         self.lightning_module = lightning_module

@@ -315,6 +315,11 @@ class Meeting:
                 self._num_messages = self._all_begun() - self._begun_before
                 self._begun_before = None
 
+    @property
+    def num_begun(self) -> int:
+        """Number of collectives that this worker has begun in the round's group."""
+        return self._begun()
+
     def _is_of_round(self, group: object) -> bool:
         return group is not None and (group is dist.group.WORLD or group is self._control)
 

@@ -393,6 +393,11 @@ class World:
         """Refuse collectives within the context by a `LoneCollectiveError`, because the others do not run this code now."""
         return self._meeting.alone(reason) if self._meeting is not None else contextlib.nullcontext()
 
+    @property
+    def num_begun(self) -> int:
+        """Number of collectives that this worker has begun in its round; 0 if it is alone."""
+        return self._meeting.num_begun if self._meeting is not None else 0
+
     def all_reach(self, place: str) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
 

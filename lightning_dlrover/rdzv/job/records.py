@@ -341,7 +341,7 @@ class StacksRecord:
     global_rank: int
     host: str
     pid: int
-    phase: Literal["setup", "step", "between", "validation", "checkpoint", "resize", "debugger"]
+    phase: Literal["setup", "step", "parts", "between", "validation", "checkpoint", "resize", "debugger"]
     since_s: float  # seconds without progress
     in_collective: bool  # True if it waits for other workers
     place: str  # FILE:LINE in FUNCTION, the innermost of the user's code
