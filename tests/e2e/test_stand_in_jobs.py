@@ -24,7 +24,7 @@ from test_plain_loop import assert_everyone_counted_the_same
 from test_schedules import AT_ONCE, MOMENTS, carry_out, random_schedule
 from toy_job import Script, ToySettings, train_toy
 
-SCHEDULES = 100 if os.environ.get("DLROVER_ALL_FAULTS") else 6
+SCHEDULES = 100 if os.environ.get("DLROVER_ALL_FAULTS") else AT_ONCE
 
 LATE = {"process_group_backend": NAME, "gradient_as_bucket_view": True}
 """Arguments of a strategy with which the stand-in's late mode works, see `Result.get_future`."""
@@ -83,7 +83,9 @@ def lose_one_of_two(job: Job) -> None:
     second = job.start()
     job.wait_for_world(2)
     second.arm("forward")
-    job.wait_for_world(1)
+    job.wait_until(lambda: second.exit_code is not None, "the second worker to die")
+    step = job.step
+    job.wait_until(lambda: job.step > step + 1, "the first worker to go on", timeout_s=10)
 
 
 def lose_one_in_a_validation(job: Job) -> None:
@@ -138,7 +140,10 @@ SLOW_ABORT_S = 6.0
 
 CASES = {
     "each_phase": Case(
-        lose_one_in_each_phase, toy(accumulate=2, num_val_rows=20, val_every=6), Quirks(is_late=True, loss="either"), train_synced
+        lose_one_in_each_phase,
+        toy(accumulate=2, num_val_rows=20, val_every=6),
+        Quirks(is_late=True, loss="either"),
+        train_synced,
     ),
     "one_of_two": Case(lose_one_of_two, toy(), Quirks(notice_s=0.0)),
     "counted": Case(lose_one_of_two, COUNTED, Quirks(notice_s=0.0), run_plain_loop),
@@ -150,7 +155,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.on_demand] if name == "slow_abort" else []) for name in CASES]
+)
 def test_workers_survive(name: str, make_job: MakeJob) -> None:
     assert CASES[name].problems(make_job) == []
 
@@ -159,11 +166,11 @@ def test_workers_survive(name: str, make_job: MakeJob) -> None:
     "fault, name",
     [
         ("shut_down_instead_of_abort", "one_of_two"),
-        ("use_gradients_without_a_wait", "late"),
+        pytest.param("use_gradients_without_a_wait", "late", marks=pytest.mark.on_demand),
         ("leave_the_watchdog_on", "counted"),
-        ("abort_in_the_callers_thread", "slow_abort"),
+        pytest.param("abort_in_the_callers_thread", "slow_abort", marks=pytest.mark.on_demand),
         ("use_aborted_results_outside_of_steps", "validation"),
-        ("connect_in_the_first_collective", "early"),
+        pytest.param("connect_in_the_first_collective", "early", marks=pytest.mark.on_demand),
     ],
 )
 def test_planted_fault_is_found(fault: str, name: str, make_job: MakeJob) -> None:
