@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ class Case:
 
     disturb: Callable[[Job], None]
     settings: Any
-    quirks: Quirks = Quirks()
+    quirks: Quirks = field(default_factory=Quirks)
     script: Script = train_toy
 
     def problems(self, make_job: MakeJob, fault: str = "") -> list[str]:
@@ -65,7 +65,7 @@ class Case:
         return found
 
 
-# --- what happens ---------------------------------------------------------------------------------------------------------------
+# --- what happens -------------------------------------------------------------------------------------------------------------
 
 
 def lose_one_in_each_phase(job: Job) -> None:
@@ -177,7 +177,7 @@ def test_planted_fault_is_found(fault: str, name: str, make_job: MakeJob) -> Non
     assert CASES[name].problems(make_job, fault)
 
 
-# --- anything in any order ------------------------------------------------------------------------------------------------------
+# --- anything in any order ----------------------------------------------------------------------------------------------------
 
 
 def random_quirks(seed: int) -> Quirks:
