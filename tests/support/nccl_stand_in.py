@@ -227,6 +227,13 @@ class Result(dist.Work):
         _in_flight.discard(self)
 
 
+def connect_limit_s() -> float:
+    """Return torch's limit for connecting in non-blocking mode (`nccl_nonblocking_timeout`)."""
+    if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "1") == "0":
+        return math.inf
+    return float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
+
+
 def garbage_like(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return torch.full_like(tensor, math.nan)
@@ -260,11 +267,13 @@ class Communicator:
             threading.Thread(target=self._read, args=(rank, sock), name="stand-in-read", daemon=True).start()
 
     def _connect(self, store: Store, number: int) -> dict[int, socket.socket]:
-        """Connect with all members; wait for those that are missing without end.
+        """Connect with all members; wait for those that are missing, in non-blocking mode up to torch's limit.
 
-        `ncclCommInitRank` has no timeout (nccl issue 289). Torch's abort ends it in non-blocking mode only: in blocking mode
-        there is no handle yet (pytorch issues 103264 and 103925). Before that, rank 0 sends the communicator's id through the
-        group's store, within the store's timeout (`ProcessGroupNCCL::broadcastUniqueNCCLID`).
+        `ncclCommInitRank` has no timeout (nccl issue 289), and in blocking mode there is no handle that could be aborted
+        (pytorch issues 103264 and 103925). In non-blocking mode the first collective waits (`NCCLComm::getNcclComm`,
+        `waitReady`) up to TORCH_NCCL_NONBLOCKING_TIMEOUT, and holds the lock that `NCCLComm::abort` needs. Before that, rank 0
+        sends the communicator's id through the group's store, within the store's timeout
+        (`ProcessGroupNCCL::broadcastUniqueNCCLID`).
         """
         with socket.create_server(("127.0.0.1", 0)) as listener:
             if self.rank == 0:
@@ -280,9 +289,10 @@ class Communicator:
                 store.set(f"{number}/{self.rank}", str(listener.getsockname()[1]))
             found: dict[int, socket.socket] = {}
             pause_s = MIN_POLL_S
+            began = time.monotonic()
             while len(found) < self.size - 1:
-                if self._group.is_aborted and os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") == "1":
-                    raise _aborted(self.rank)
+                if time.monotonic() - began > connect_limit_s():
+                    raise dist.DistBackendError("NCCL timeout in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:204")
                 listener.settimeout(pause_s)
                 pause_s = min(1.2 * pause_s, MAX_POLL_S)
                 with contextlib.suppress(TimeoutError):
@@ -540,8 +550,9 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]
             time.sleep(self._timeout.total_seconds())
             raise dist.DistBackendError(f"[Rank {self._rank}] ProcessGroup abort timed out.")
         time.sleep(_quirks.abort_s / 2)
-        if self._current is not None:
-            self._current.abort()
+        with self._creating if connect_limit_s() < math.inf else contextlib.nullcontext():  # see `Communicator._connect`
+            if self._current is not None:
+                self._current.abort()
         time.sleep(_quirks.abort_s / 2)
 
     def shutdown(self) -> None:

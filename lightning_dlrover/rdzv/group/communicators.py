@@ -57,7 +57,6 @@ class Communicators:
         open_store: Callable[[], Store],
         former: RoundEnd | None,
         timeout: timedelta,
-        report: Callable[[BaseException], None],
     ) -> None:
         self.round = target
         self._rank, self._device = rank, device
@@ -65,10 +64,10 @@ class Communicators:
         self._open_store = open_store
         self._former = former
         self._timeout = timeout
-        self._report = report
         self._backends: dict[str, Any] = {}
         self._lock = threading.Lock()
         self.is_abandoned = False
+        self.end: RoundEnd | None = None  # of those that were abandoned
         self._error: BaseException | None = None
         self._is_done = threading.Event()
         self._began = time.monotonic()
@@ -91,18 +90,24 @@ class Communicators:
             CommunicatorError: they could not be connected.
         """
         assert self.is_done
-        if self._error is not None:
-            raise CommunicatorError(f"round {self.round.number}: {self._error}") from self._error
-        backends, self._backends = self._backends, {}
+        with self._lock:  # another thread may abandon them now
+            if self._error is not None:
+                raise CommunicatorError(f"round {self.round.number}: {self._error}") from self._error
+            backends, self._backends = self._backends, {}
         return backends
 
-    def abandon(self) -> None:
-        """Abort what is connected or connecting. Never blocks."""
+    def abandon(self, reason: str = "the round was given up") -> None:
+        """Abort what is connected or connecting, and end all waits for it with an error. Never blocks."""
         with self._lock:
             self.is_abandoned = True
+            self._error = self._error or CommunicatorError(reason)
             backends, self._backends = self._backends, {}
+        self._is_done.set()
         if backends:
-            RoundEnd(lambda: list(backends.values()), f"round {self.round.number}", self._report).abort()
+            # Torch holds the lock that an abort needs while it waits for the others to connect (`NCCLComm::getNcclComm`). That
+            # may last until its own limit, see `backends`, so an abort that is stuck says nothing about the device.
+            self.end = RoundEnd(lambda: list(backends.values()), f"round {self.round.number}", None)
+            self.end.abort()
 
     def _run(self) -> None:
         try:

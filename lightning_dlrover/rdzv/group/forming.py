@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.group import torch_names, transfer
 from lightning_dlrover.rdzv.group.backends import has_gloo_for_cpu, traits_of
 from lightning_dlrover.rdzv.group.communicators import CommunicatorError, Communicators, slow_to_connect
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.ending import RoundEnd
+from lightning_dlrover.rdzv.group.ending import GroupStuckError, RoundEnd
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, inet_sockets, num_begun
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.hellos import await_hellos, missing_hellos, publish_hello
@@ -194,7 +194,6 @@ class Forming:
                 functools.partial(self._store_for_communicators, target),
                 self._former,
                 self._patience,
-                self._report,
             )
             watch = functools.partial(self._watch_members, self._communicators)
             threading.Thread(target=watch, name="dlrover-watch-members", daemon=True).start()
@@ -203,8 +202,13 @@ class Forming:
     def _watch_members(self, communicators: Communicators) -> None:
         """Look for members that have died while others connect with them: these train on, and would not notice."""
         patrol = Patrol(self._membership, communicators.round.members, PROBE_INTERVAL_S).pause()
-        while not communicators.wait(PROBE_INTERVAL_S) and not communicators.is_abandoned:
+        limit_s = self._config.form_timeout_s + STORE_MARGIN_S  # a member that waits for them in `form` gives up first
+        began = time.monotonic()
+        while not communicators.wait(PROBE_INTERVAL_S):
             patrol.look()
+            if time.monotonic() - began > limit_s:
+                # The others may have failed already. The round is then formed without success, and another one is planned.
+                communicators.abandon(f"the communicators did not connect in {limit_s:.0f} s")
 
     def is_prepared(self, target: RoundRecord) -> bool:
         """Whether this worker has done all that it can do for a round before the switch to it."""
@@ -221,6 +225,13 @@ class Forming:
     def ended(self, end: RoundEnd | None) -> None:
         """Note the end of the groups before the next round."""
         self._former = end or self._former
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads that end groups: if one returns from torch while the process ends, it aborts the process."""
+        abandoned = self._communicators.end if self._communicators is not None else None
+        for end in filter(None, (self._former, abandoned)):
+            with contextlib.suppress(GroupStuckError):  # it is reported where an abort is stuck
+                end.wait(timeout_s)
 
     def _store_for_communicators(self, target: RoundRecord) -> Store:
         deadline = time.monotonic() + self._config.form_timeout_s

@@ -46,7 +46,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Members]]:
         return members
 
     yield make
-    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
+    monkeypatch.delenv("TORCH_NCCL_USE_COMM_NONBLOCKING", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0")
     nccl_stand_in.install(Quirks())
     for member in made:
         member.abort()
@@ -205,21 +206,24 @@ def test_communicator_is_made_in_the_first_collective_or_eagerly(world: Callable
 
 
 @pytest.mark.parametrize("is_nonblocking", [False, True])
-def test_creation_waits_for_a_missing_member_and_only_an_abort_in_nonblocking_mode_ends_it(
+def test_creation_waits_for_a_missing_member_up_to_the_limit_of_nonblocking_mode_which_holds_up_an_abort(
     world: Callable[..., Members], monkeypatch: pytest.MonkeyPatch, is_nonblocking: bool
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", str(int(is_nonblocking)))
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0.6")
     first, _, _ = members = world(3)
     created = beside(lambda: on_all(members[:2], lambda member: member.eager_connect_single_device(CPU)))
     time.sleep(0.3)
     assert not created.done()
-    first.abort()
-    members[1].abort()
+    aborted = beside(first.abort)
+    time.sleep(0.1)
+    assert aborted.done() != is_nonblocking
     if is_nonblocking:
-        with pytest.raises(dist.DistBackendError, match="aborted"):
+        with pytest.raises(dist.DistBackendError, match="NCCL timeout"):
             created.result(2)
+        aborted.result(2)
     else:
-        time.sleep(0.3)
+        time.sleep(0.6)
         assert not created.done()
 
 
