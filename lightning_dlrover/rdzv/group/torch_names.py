@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -155,6 +156,11 @@ def control_group(store: Store, rank: int, size: int, connected: Any) -> Any:
 
 def backend_beside_gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Create a backend as `init_process_group` would. It connects at its first collective."""
+    with _replacing:
+        return _created(name, store, rank, size, timeout)
+
+
+def _created(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     if name == "nccl":
         nccl: Any = dist.distributed_c10d.ProcessGroupNCCL
         options = nccl.Options()
@@ -183,13 +189,16 @@ def as_connected(backends: Mapping[str, Any]) -> Iterator[None]:
     Args:
         backends: by name, such as `gloo`.
     """
-    with contextlib.ExitStack() as undo:
+    with _replacing, contextlib.ExitStack() as undo:
         for name, connected in backends.items():
             undo.enter_context(_plugin_as(name, connected) if name not in _CLASSES else _class_as(_CLASSES[name], connected))
         yield
 
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+
+_replacing = threading.Lock()
+"""Held while the classes of connected backends are replaced: another thread may be about to connect the next round's."""
 
 
 @contextlib.contextmanager
@@ -200,7 +209,8 @@ def _class_as(class_name: str, connected: Any) -> Iterator[None]:
 
     class Meta(type):
         def __call__(cls, *args: object, **kwargs: object) -> Any:
-            return handed_over.pop()
+            # Torch creates a second one, for its own checks, if TORCH_DISTRIBUTED_DEBUG=DETAIL.
+            return handed_over.pop() if handed_over else original(*args, **kwargs)
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)
@@ -246,9 +256,15 @@ def abort(groups: Sequence[Any]) -> None:
     # Aborts of several communicators must not wait for each other, see pytorch issue 119797.
     begin, end = (getattr(nccl, name, lambda: None) for name in ("_group_start", "_group_end"))
     begin()
+    errors = []
     for group in groups:
-        group.abort()
+        try:
+            group.abort()
+        except Exception as error:  # the others must be aborted nonetheless
+            errors.append(error)
     end()
+    if errors:
+        raise errors[0]
 
 
 def forget_groups() -> None:
