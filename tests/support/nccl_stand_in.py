@@ -69,6 +69,7 @@ class Quirks:
     notice_s: float = 0.02  # seconds until it shows
     abort_s: float = 0.0  # seconds of an abort; collectives in flight end after half of them
     is_late: bool = False  # whether futures complete before the result is there, see `Result.get_future`
+    cramped_rank: int = -1  # rank whose device has room for one communicator only
     is_one_at_a_time: bool = False  # whether the device runs one collective at a time, of all groups together
     seed: int = 0
 
@@ -243,6 +244,10 @@ def garbage_like(tensor: Tensor) -> Tensor:
 # --- a communicator -----------------------------------------------------------------------------------------------------------
 
 
+_alive: set[Communicator] = set()
+_alive_lock = threading.Lock()
+
+
 class Communicator:
     """Connections with all other members, through which values travel in the order of collectives."""
 
@@ -262,9 +267,21 @@ class Communicator:
         self._num_messages: dict[tuple[str, int], int] = {}
         self._num_begun = 0
         self._sockets = self._connect(group.store, number) if self.size > 1 else {}
+        self._take_memory()
         self._sending = {rank: threading.Lock() for rank in self._sockets}
         for rank, sock in self._sockets.items():
             threading.Thread(target=self._read, args=(rank, sock), name="stand-in-read", daemon=True).start()
+
+    def _take_memory(self) -> None:
+        """Raise if the driver has no memory left for the buffers, which NCCL needs once all members are there."""
+        with _alive_lock:
+            if _alive and self.rank == _quirks.cramped_rank:
+                self._close()
+                raise dist.DistBackendError(
+                    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version "
+                    "2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 4 bytes"
+                )
+            _alive.add(self)
 
     def _connect(self, store: Store, number: int) -> dict[int, socket.socket]:
         """Connect with all members; wait for those that are missing, in non-blocking mode up to torch's limit.
@@ -400,7 +417,8 @@ class Communicator:
             self._error = (
                 "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there was a "
                 "network error, NCCL version 2.28.9\nncclRemoteError: A call failed possibly due to a network error or a "
-                f"remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer rank {rank}"
+                "remote process exiting prematurely.\nLast error:\n"
+                f"socketProgress: Connection closed by remote peer rank {rank}"
             )
             self._changed.notify_all()
         if self._watches:
@@ -467,6 +485,7 @@ class Communicator:
         self._close()
 
     def _close(self) -> None:
+        _alive.discard(self)
         for sock in self._sockets.values():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

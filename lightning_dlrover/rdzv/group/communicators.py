@@ -79,6 +79,11 @@ class Communicators:
         """Whether they are connected, or have failed to."""
         return self._is_done.is_set()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether they could not be connected, or were abandoned."""
+        return self._error is not None
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until they are connected, or have failed to; return whether they have. Without a limit the caller sets one."""
         return self._is_done.wait(timeout_s)

@@ -205,6 +205,15 @@ def test_communicator_is_made_in_the_first_collective_or_eagerly(world: Callable
     assert time.monotonic() - began > 0.2
 
 
+def test_cramped_device_has_room_for_one_communicator(world: Callable[..., Members]) -> None:
+    connected(world, 1, cramped_rank=1)
+    members = world(2, cramped_rank=1)
+    created = [beside(lambda member=member: member.eager_connect_single_device(CPU)) for member in members]  # type: ignore[misc]
+    created[0].result(5)
+    with pytest.raises(dist.DistBackendError, match="ncclUnhandledCudaError"):
+        created[1].result(5)
+
+
 @pytest.mark.parametrize("is_nonblocking", [False, True])
 def test_creation_waits_for_a_missing_member_up_to_the_limit_of_nonblocking_mode_which_holds_up_an_abort(
     world: Callable[..., Members], monkeypatch: pytest.MonkeyPatch, is_nonblocking: bool
@@ -314,6 +323,7 @@ def test_shutdown_waits_for_all_members(world: Callable[..., Members]) -> None:
 def test_abort_takes_its_time_and_collectives_end_within(world: Callable[..., Members]) -> None:
     first, _ = connected(world, 2, abort_s=0.4)
     waiting = beside(lambda: reduced(first))
+    wait_until(lambda: first._current is not None and bool(first._current._unfinished))
     aborting = beside(first.abort)
     time.sleep(0.1)
     assert not waiting.done()
