@@ -54,3 +54,17 @@ def test_members_of_rounds_in_preparation_may_be_lost(make_job: MakeJob) -> None
     job.wait_for_world(3)
     assert sorted(job.finish()) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0, 0]
     assert violations(job, SETTINGS) == []
+
+
+def test_device_without_room_for_two_communicators_connects_after_the_switch(make_job: MakeJob) -> None:
+    quirks = Quirks(cramped_rank=0)
+    job = make_job(OverStandIn(train_toy, SETTINGS, quirks), script=run_over_stand_in)
+    job.start()
+    job.start()
+    job.wait_for_world(2)
+    job.start()
+    job.wait_for_world(3)
+    job.workers[0].kill()
+    job.wait_for_world(2)
+    assert sorted(job.finish()) == [-signal.SIGKILL, 0, 0]
+    assert violations(job, SETTINGS) == []

@@ -147,6 +147,7 @@ CASES = {
     ),
     "one_of_two": Case(lose_one_of_two, toy(), Quirks(notice_s=0.0)),
     "counted": Case(lose_one_of_two, COUNTED, Quirks(notice_s=0.0), run_plain_loop),
+    "one_at_a_time": Case(grow_to_three, toy(), Quirks(is_one_at_a_time=True, create_s=0.3)),
     "late": Case(grow_to_three, toy(), Quirks(is_late=True)),
     "validation": Case(lose_one_in_a_validation, toy(num_val_rows=20, val_every=6), Quirks(loss="hang"), train_counted),
     "rank_0": Case(move_rank_0_and_drain, toy(), Quirks(create_s=0.5)),

@@ -69,6 +69,7 @@ class Quirks:
     notice_s: float = 0.02  # seconds until it shows
     abort_s: float = 0.0  # seconds of an abort; collectives in flight end after half of them
     is_late: bool = False  # whether futures complete before the result is there, see `Result.get_future`
+    cramped_rank: int = -1  # rank whose device has room for one communicator only
     is_one_at_a_time: bool = False  # whether the device runs one collective at a time, of all groups together
     seed: int = 0
 
@@ -227,6 +228,13 @@ class Result(dist.Work):
         _in_flight.discard(self)
 
 
+def connect_limit_s() -> float:
+    """Return torch's limit for connecting in non-blocking mode (`nccl_nonblocking_timeout`)."""
+    if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "1") == "0":
+        return math.inf
+    return float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
+
+
 def garbage_like(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return torch.full_like(tensor, math.nan)
@@ -234,6 +242,10 @@ def garbage_like(tensor: Tensor) -> Tensor:
 
 
 # --- a communicator -----------------------------------------------------------------------------------------------------------
+
+
+_alive: set[Communicator] = set()
+_alive_lock = threading.Lock()
 
 
 class Communicator:
@@ -255,16 +267,30 @@ class Communicator:
         self._num_messages: dict[tuple[str, int], int] = {}
         self._num_begun = 0
         self._sockets = self._connect(group.store, number) if self.size > 1 else {}
+        self._take_memory()
         self._sending = {rank: threading.Lock() for rank in self._sockets}
         for rank, sock in self._sockets.items():
             threading.Thread(target=self._read, args=(rank, sock), name="stand-in-read", daemon=True).start()
 
-    def _connect(self, store: Store, number: int) -> dict[int, socket.socket]:
-        """Connect with all members; wait for those that are missing without end.
+    def _take_memory(self) -> None:
+        """Raise if the driver has no memory left for the buffers, which NCCL needs once all members are there."""
+        with _alive_lock:
+            if _alive and self.rank == _quirks.cramped_rank:
+                self._close()
+                raise dist.DistBackendError(
+                    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version "
+                    "2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 4 bytes"
+                )
+            _alive.add(self)
 
-        `ncclCommInitRank` has no timeout (nccl issue 289). Torch's abort ends it in non-blocking mode only: in blocking mode
-        there is no handle yet (pytorch issues 103264 and 103925). Before that, rank 0 sends the communicator's id through the
-        group's store, within the store's timeout (`ProcessGroupNCCL::broadcastUniqueNCCLID`).
+    def _connect(self, store: Store, number: int) -> dict[int, socket.socket]:
+        """Connect with all members; wait for those that are missing, in non-blocking mode up to torch's limit.
+
+        `ncclCommInitRank` has no timeout (nccl issue 289), and in blocking mode there is no handle that could be aborted
+        (pytorch issues 103264 and 103925). In non-blocking mode the first collective waits (`NCCLComm::getNcclComm`,
+        `waitReady`) up to TORCH_NCCL_NONBLOCKING_TIMEOUT, and holds the lock that `NCCLComm::abort` needs. Before that, rank 0
+        sends the communicator's id through the group's store, within the store's timeout
+        (`ProcessGroupNCCL::broadcastUniqueNCCLID`).
         """
         with socket.create_server(("127.0.0.1", 0)) as listener:
             if self.rank == 0:
@@ -280,9 +306,10 @@ class Communicator:
                 store.set(f"{number}/{self.rank}", str(listener.getsockname()[1]))
             found: dict[int, socket.socket] = {}
             pause_s = MIN_POLL_S
+            began = time.monotonic()
             while len(found) < self.size - 1:
-                if self._group.is_aborted and os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") == "1":
-                    raise _aborted(self.rank)
+                if time.monotonic() - began > connect_limit_s():
+                    raise dist.DistBackendError("NCCL timeout in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:204")
                 listener.settimeout(pause_s)
                 pause_s = min(1.2 * pause_s, MAX_POLL_S)
                 with contextlib.suppress(TimeoutError):
@@ -390,7 +417,8 @@ class Communicator:
             self._error = (
                 "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there was a "
                 "network error, NCCL version 2.28.9\nncclRemoteError: A call failed possibly due to a network error or a "
-                f"remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer {rank}"
+                "remote process exiting prematurely.\nLast error:\n"
+                f"socketProgress: Connection closed by remote peer rank {rank}"
             )
             self._changed.notify_all()
         if self._watches:
@@ -457,6 +485,7 @@ class Communicator:
         self._close()
 
     def _close(self) -> None:
+        _alive.discard(self)
         for sock in self._sockets.values():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -540,8 +569,9 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]
             time.sleep(self._timeout.total_seconds())
             raise dist.DistBackendError(f"[Rank {self._rank}] ProcessGroup abort timed out.")
         time.sleep(_quirks.abort_s / 2)
-        if self._current is not None:
-            self._current.abort()
+        with self._creating if connect_limit_s() < math.inf else contextlib.nullcontext():  # see `Communicator._connect`
+            if self._current is not None:
+                self._current.abort()
         time.sleep(_quirks.abort_s / 2)
 
     def shutdown(self) -> None:

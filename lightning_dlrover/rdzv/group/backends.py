@@ -35,6 +35,7 @@ def with_gloo(backend: str) -> str:
     Raises:
         ValueError: the behaviour of a backend is not known.
     """
+    backend = backend.lower()  # as torch takes it
     for name in _names(backend):
         if name not in _KNOWN:
             raise ValueError(
@@ -81,6 +82,7 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
                 f"remove {name} from the environment"
             )
     environ.update(_NEEDED)
+    environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # channels are opened while a communicator connects, not at its first use
 
 
 _OFF = frozenset(("0", "n", "no", "f", "false", ""))
@@ -90,10 +92,15 @@ _HARMLESS: Mapping[str, frozenset[str]] = {
     "NCCL_ASYNC_ERROR_HANDLING": _OFF,
     "TORCH_NCCL_ENABLE_MONITORING": _OFF,
     "TORCH_NCCL_PROPAGATE_ERROR": _OFF,
+    "TORCH_NCCL_DESYNC_DEBUG": _OFF,  # it and the next one switch the watchdog on, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING is
+    "TORCH_DISTRIBUTED_DEBUG": frozenset(("", "off", "info")),
 }
 """Values of torch's variables with which a worker survives the loss of another one (torch/csrc/distributed/c10d, NCCLUtils)."""
 
 _NEEDED: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog neither aborts groups nor throws
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # nothing ends the process while the watchdog waits for an abort
+    # After an error the watchdog gives this monitor time to write a dump: four times as long, 60 s by default, for each
+    # collective in flight. Whoever drops the group waits for that.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }

@@ -1,8 +1,12 @@
 """Connect the communicators of a round before its first collective, for backends that are slow to connect.
 
 torch lets NCCL connect at the first collective, in the backward pass of the first step, without a time limit. Here a thread
-connects as soon as the round is known: for a planned round while the former one still trains. One small reduction follows, as
-NCCL opens its channels only then.
+connects as soon as the round is known: for a planned round while the former one still trains. `backends` makes NCCL open its
+channels then, and not at the first collective.
+
+That thread starts no collective. Members may begin collectives of two communicators in different orders, and wait for each
+other for ever on a device that cannot run both at once (NCCL's user guide, "Using multiple NCCL communicators concurrently").
+One small reduction follows once the former round's groups are out of use.
 
     connecting -> connected | failed    the thread
     any -> abandoned                    the main thread or the membership thread: the round is void, or too late
@@ -57,7 +61,6 @@ class Communicators:
         open_store: Callable[[], Store],
         former: RoundEnd | None,
         timeout: timedelta,
-        report: Callable[[BaseException], None],
     ) -> None:
         self.round = target
         self._rank, self._device = rank, device
@@ -65,10 +68,10 @@ class Communicators:
         self._open_store = open_store
         self._former = former
         self._timeout = timeout
-        self._report = report
         self._backends: dict[str, Any] = {}
         self._lock = threading.Lock()
         self.is_abandoned = False
+        self.end: RoundEnd | None = None  # of those that were abandoned
         self._error: BaseException | None = None
         self._is_done = threading.Event()
         self._began = time.monotonic()
@@ -79,6 +82,11 @@ class Communicators:
     def is_done(self) -> bool:
         """Whether they are connected, or have failed to."""
         return self._is_done.is_set()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether they could not be connected, or were abandoned."""
+        return self._error is not None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until they are connected, or have failed to; return whether they have. Without a limit the caller sets one."""
@@ -91,18 +99,46 @@ class Communicators:
             CommunicatorError: they could not be connected.
         """
         assert self.is_done
-        if self._error is not None:
-            raise CommunicatorError(f"round {self.round.number}: {self._error}") from self._error
-        backends, self._backends = self._backends, {}
+        with self._lock:  # another thread may abandon them now
+            if self._error is not None:
+                raise CommunicatorError(f"round {self.round.number}: {self._error}") from self._error
+            backends, self._backends = self._backends, {}
         return backends
 
-    def abandon(self) -> None:
-        """Abort what is connected or connecting. Never blocks."""
+    def warm_up(self) -> None:
+        """Run one small reduction in each communicator. The caller limits the wait, and abandons them after an error.
+
+        Raises:
+            CommunicatorError: a result is wrong.
+        """
+        module: Any = torch.get_device_module(self._device)
+        if self._device.type != "cpu":
+            module.set_device(self._device)
+        with self._lock:
+            backends = dict(self._backends)
+        with module.stream(module.Stream()):
+            for name, backend in backends.items():
+                ones = torch.ones(1, device=self._device)
+                backend.allreduce([ones]).wait()
+                wait_for_device(self._device)
+                if int(ones) != len(self.round.members):
+                    raise CommunicatorError(
+                        f"round {self.round.number}: the first reduction over {name} gave {float(ones)} among "
+                        f"{len(self.round.members)} workers"
+                    )
+
+    def abandon(self, reason: str = "the round was given up") -> None:
+        """Abort what is connected or connecting, and end all waits for it with an error. Never blocks."""
         with self._lock:
             self.is_abandoned = True
+            self._error = self._error or CommunicatorError(reason)
             backends, self._backends = self._backends, {}
+        self._is_done.set()
         if backends:
-            RoundEnd(lambda: list(backends.values()), f"round {self.round.number}", self._report).abort()
+            # No abort reaches a communicator that still connects (pytorch issue 103264), and in non-blocking mode it may wait
+            # for that. So an abort that is stuck says nothing about the device, and the thread is left behind.
+            self.end = RoundEnd(lambda: list(backends.values()), f"round {self.round.number}", None)
+            self.end.abort()
 
     def _run(self) -> None:
         try:
@@ -112,10 +148,8 @@ class Communicators:
             if self._device.type != "cpu":
                 module.set_device(self._device)  # a thread begins with the first device
             store = self._open_store()
-            # All threads share the default stream: the steps of the former round would wait for this one's reduction.
-            with module.stream(module.Stream()):
-                for name in dict.fromkeys(self._names.values()):
-                    self._connect(name, PrefixStore(name, store))
+            for name in dict.fromkeys(self._names.values()):
+                self._connect(name, PrefixStore(name, store))
         except BaseException as error:
             log.info("round %d: its communicators did not connect: %s", self.round.number, error)
             self._error = error
@@ -132,11 +166,6 @@ class Communicators:
                 raise CommunicatorError("the round was given up")
             self._backends[name] = backend  # from here on it can be aborted
         backend.eager_connect_single_device(self._device)
-        warm_up = torch.ones(1, device=self._device)
-        backend.allreduce([warm_up]).wait()
-        wait_for_device(self._device)
-        if int(warm_up) != size:
-            raise CommunicatorError(f"the first reduction over {name} gave {float(warm_up)} among {size} workers")
 
 
 def slow_to_connect(backend: str) -> dict[str, str]:

@@ -47,10 +47,11 @@ class RoundEnd:
     Args:
         groups: returns the groups of the round, the newest first. Called once, by the thread that ends them.
         what: names the round in messages.
-        report: publishes the error that ends this worker, if an abort is stuck.
+        report: publishes the error that ends this worker, if an abort is stuck. None: such an abort is left behind, as no
+            kernel of these groups can hold up another round.
     """
 
-    def __init__(self, groups: Callable[[], Sequence[Any]], what: str, report: Callable[[BaseException], None]) -> None:
+    def __init__(self, groups: Callable[[], Sequence[Any]], what: str, report: Callable[[BaseException], None] | None) -> None:
         self._groups = groups
         self._what = what
         self._report = report
@@ -116,6 +117,11 @@ class RoundEnd:
         self._abort(groups)
 
     def _give_up(self, groups: Sequence[Any]) -> None:
+        if self._report is None:
+            log.warning(
+                "%s: its communicators have not connected, and their abort waits for that; they are left behind", self._what
+            )
+            return
         error = self._stuck(STUCK_S)
         log.critical("%s", error)
         with contextlib.suppress(Exception):

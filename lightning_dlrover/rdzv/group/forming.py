@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.group import torch_names, transfer
 from lightning_dlrover.rdzv.group.backends import has_gloo_for_cpu, traits_of
 from lightning_dlrover.rdzv.group.communicators import CommunicatorError, Communicators, slow_to_connect
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.ending import RoundEnd
+from lightning_dlrover.rdzv.group.ending import GroupStuckError, RoundEnd
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, inet_sockets, num_begun
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.hellos import await_hellos, missing_hellos, publish_hello
@@ -135,15 +135,14 @@ class Forming:
             gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, is_large)
             for group in (gloo, *control):
                 self._groups.add(group)
-            early = self._await_communicators(communicators, target, deadline, check) if communicators is not None else {}
+            early = self._await_communicators(communicators, gloo, deadline, check) if communicators is not None else {}
             self._create_default_group(rank, len(target.members), PrefixStore("group", rendezvous), {"gloo": gloo, **early})
             # The communicators of further groups exchange their addresses through this store, whenever the script creates them.
             store.set_timeout(self._patience)
         except BaseException:
             # Others may have formed the round already. They must detect that this worker has not.
             self._sockets.sever(target.number, quietly=True)
-            if communicators is not None:
-                communicators.abandon()
+            self._abandon(target)
             raise
         finally:
             self._sockets.end_forming(connects_late=len(target.members) > FEW)
@@ -178,33 +177,54 @@ class Forming:
             The communicators on their way; None if the round needs none.
         """
         if not self._early or len(target.members) == 1:
+            self.abandon()  # those of a round that this one has replaced
             return None
-        assert self._device is not None
         with self._communicators_lock:
             former = self._communicators
             if former is not None and former.round.number == target.number:
                 return former
             if former is not None:
                 former.abandon()
-            self._communicators = Communicators(
-                target,
-                target.members.index(self._membership.worker_id),
-                self._device,
-                self._early,
-                functools.partial(self._store_for_communicators, target),
-                self._former,
-                self._patience,
-                self._report,
-            )
-            watch = functools.partial(self._watch_members, self._communicators)
-            threading.Thread(target=watch, name="dlrover-watch-members", daemon=True).start()
-            return self._communicators
+            return self._begin_to_connect(target, "communicators")
 
-    def _watch_members(self, communicators: Communicators) -> None:
-        """Look for members that have died while others connect with them: these train on, and would not notice."""
-        patrol = Patrol(self._membership, communicators.round.members, PROBE_INTERVAL_S).pause()
-        while not communicators.wait(PROBE_INTERVAL_S) and not communicators.is_abandoned:
+    def _begin_to_connect(self, target: RoundRecord, folder: str) -> Communicators:
+        assert self._device is not None
+        self._communicators = Communicators(
+            target,
+            target.members.index(self._membership.worker_id),
+            self._device,
+            self._early,
+            functools.partial(self._store_for_communicators, target, folder),
+            self._former,
+            self._patience,
+        )
+        watch = functools.partial(self._watch_members, self._communicators, folder)
+        threading.Thread(target=watch, name="dlrover-watch-members", daemon=True).start()
+        return self._communicators
+
+    def _watch_members(self, communicators: Communicators, folder: str) -> None:
+        """Look for members that have died, or that could not connect: the others train on, and would not notice."""
+        target = communicators.round
+        interval_s = PROBE_INTERVAL_S * max(1.0, len(target.members) / FEW)
+        patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S).pause()
+        limit_s = self._config.form_timeout_s + STORE_MARGIN_S  # a member that waits for them in `form` gives up first
+        began = time.monotonic()
+        store: Store | None = None
+        while not communicators.wait(interval_s):
             patrol.look()
+            try:
+                store = store or _connect_briefly(target, f"round/{target.number}/{folder}")
+                if store is not None and store.check(["failed"]):
+                    communicators.abandon("another worker could not connect")
+            except RuntimeError:  # rank 0 is gone
+                store = None
+            if time.monotonic() - began > limit_s:
+                communicators.abandon(f"the communicators did not connect in {limit_s:.0f} s")
+        if communicators.has_failed:
+            with contextlib.suppress(RuntimeError):
+                store = store or _connect_briefly(target, f"round/{target.number}/{folder}")
+                if store is not None:
+                    store.set("failed", "1")
 
     def is_prepared(self, target: RoundRecord) -> bool:
         """Whether this worker has done all that it can do for a round before the switch to it."""
@@ -218,11 +238,23 @@ class Forming:
         if self._communicators is not None:
             self._communicators.abandon()
 
+    def _abandon(self, target: RoundRecord) -> None:
+        with self._communicators_lock:  # another thread may prepare the next round
+            if self._communicators is not None and self._communicators.round.number == target.number:
+                self._communicators.abandon()
+
     def ended(self, end: RoundEnd | None) -> None:
         """Note the end of the groups before the next round."""
         self._former = end or self._former
 
-    def _store_for_communicators(self, target: RoundRecord) -> Store:
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads that end groups: if one returns from torch while the process ends, it aborts the process."""
+        abandoned = self._communicators.end if self._communicators is not None else None
+        for end in filter(None, (self._former, abandoned)):
+            with contextlib.suppress(GroupStuckError):  # it is reported where an abort is stuck
+                end.wait(timeout_s)
+
+    def _store_for_communicators(self, target: RoundRecord, folder: str) -> Store:
         deadline = time.monotonic() + self._config.form_timeout_s
         while True:
             if self._membership.view.round is not None and self._membership.view.round.number > target.number:
@@ -230,7 +262,7 @@ class Forming:
             with contextlib.suppress(OSError, dist.DistError):
                 store = _store_at(target, 1.0)
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
-                return PrefixStore(f"round/{target.number}/communicators", store)
+                return PrefixStore(f"round/{target.number}/{folder}", store)
             if time.monotonic() > deadline:
                 raise CommunicatorError(
                     f"the store of rank 0 ({target.members[0]}) at {target.store_address}:{target.store_port} did not answer "
@@ -239,13 +271,33 @@ class Forming:
             time.sleep(CONNECT_AGAIN_S * max(1.0, len(target.members) / FEW))
 
     def _await_communicators(
-        self, communicators: Communicators, target: RoundRecord, deadline: float, check: Callable[[], None]
+        self, communicators: Communicators, gloo: Any, deadline: float, check: Callable[[], None]
     ) -> dict[str, Any]:
+        """Return the connected backends by name. If one member has failed, all connect once more.
+
+        A device may lack the memory for two rounds' communicators. Those of the former round are gone by now.
+        """
+        target = communicators.round
+
         def too_late() -> str:
             names, limit_s = ", ".join(self._early.values()), self._config.form_timeout_s
             return f"the communicators of {names} did not connect in {limit_s:.0f} s"
 
+        def have_all_connected() -> bool:
+            number = torch.tensor([int(not communicators.has_failed)])
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+            gloo.allreduce([number], options).wait(self._patience)
+            return bool(number)
+
         self._beside(communicators.wait, target, deadline, target.members, (), check, too_late)
+        if not self._beside(have_all_connected, target, deadline, target.members, (), check, too_late):
+            with self._communicators_lock:
+                communicators.abandon()
+                communicators = self._begin_to_connect(target, "communicators/again")
+            self._beside(communicators.wait, target, deadline, target.members, (), check, too_late)
+        if not communicators.has_failed:
+            self._beside(communicators.warm_up, target, deadline, target.members, (), check, too_late)
         return communicators.connected()
 
     def _create_default_group(self, rank: int, size: int, store: Store, connected: Mapping[str, Any]) -> None:

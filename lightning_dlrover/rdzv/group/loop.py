@@ -238,6 +238,7 @@ class _Loop:
         self._is_broken = False
         self.is_in_step = False
         self._yielded_round = 0
+        self._devices: set[torch.device] = set()  # those that compute results of collectives
 
     def run(self) -> Iterator[Step]:
         is_asynchronous = self._world.is_asynchronous
@@ -246,6 +247,7 @@ class _Loop:
 
     def check(self, device: torch.device) -> None:
         """Check the round before the results of its collectives are used: they may come from an aborted one."""
+        self._devices.add(device)
         if self._world.is_asynchronous and self.is_in_step and self._formation.size > 1:
             self._world.wait_for_device(device)
             if self._world.broken:
@@ -378,11 +380,17 @@ class _Loop:
 
     def _finish(self) -> bool:
         """End the job once all workers have made all steps; return False if another round was needed first."""
-        if self._formation.size > 1 and not self._attempt(transfer.barrier) and not self._world.has_finished:
+        if self._formation.size > 1 and not self._attempt(self._end_together) and not self._world.has_finished:
             self._recover()
             return False
         self._world.finish(self.num_made)
         return True
+
+    def _end_together(self) -> None:
+        if self._world.is_asynchronous:
+            for device in self._devices:  # another worker's last collective may need this one's device until here
+                self._world.wait_for_device(device)
+        transfer.barrier()
 
 
 def steps(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -158,16 +160,17 @@ def control_group(store: Store, rank: int, size: int, connected: Any) -> Any:
 
 def backend_beside_gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Create a backend as `init_process_group` would. It connects at its first collective."""
+    with _replacing:
+        return _created(name, store, rank, size, timeout)
+
+
+def _created(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     if name == "nccl":
         nccl: Any = dist.distributed_c10d.ProcessGroupNCCL
         options = nccl.Options()
         options.is_high_priority_stream = False
         options._timeout = timeout
         options.global_ranks_in_group = list(range(size))
-        # An abort ends a connecting communicator in non-blocking mode only. That of NCCL 2.26 hangs (pytorch issue 153960).
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        if version[:2] != (2, 26) and "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ:
-            options.config.blocking = 0
         return nccl(store, rank, size, options)
     c10d: Any = dist.distributed_c10d
     plugin = c10d.Backend._plugins[name.upper()]
@@ -186,13 +189,30 @@ def as_connected(backends: Mapping[str, Any]) -> Iterator[None]:
     Args:
         backends: by name, such as `gloo`.
     """
-    with contextlib.ExitStack() as undo:
+    with _replacing, contextlib.ExitStack() as undo:
         for name, connected in backends.items():
             undo.enter_context(_plugin_as(name, connected) if name not in _CLASSES else _class_as(_CLASSES[name], connected))
+        undo.enter_context(_one_excepthook())
         yield
 
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+
+_replacing = threading.Lock()
+"""Held while the classes of connected backends are replaced: another thread may be about to connect the next round's."""
+
+
+_hooks: list[Any] = [None, None]  # the hook for uncaught errors that torch has set last, and the one that it calls
+
+
+@contextlib.contextmanager
+def _one_excepthook() -> Iterator[None]:
+    """Remove torch's hook that prints the rank, of the former default group: otherwise each change of a job adds one."""
+    if sys.excepthook is _hooks[0]:
+        sys.excepthook = _hooks[1]
+    below = sys.excepthook
+    yield
+    _hooks[:] = sys.excepthook, below
 
 
 @contextlib.contextmanager
@@ -203,7 +223,8 @@ def _class_as(class_name: str, connected: Any) -> Iterator[None]:
 
     class Meta(type):
         def __call__(cls, *args: object, **kwargs: object) -> Any:
-            return handed_over.pop()
+            # Torch creates a second one, for its own checks, if TORCH_DISTRIBUTED_DEBUG=DETAIL.
+            return handed_over.pop() if handed_over else original(*args, **kwargs)
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)
@@ -249,9 +270,15 @@ def abort(groups: Sequence[Any]) -> None:
     # Aborts of several communicators must not wait for each other, see pytorch issue 119797.
     begin, end = (getattr(nccl, name, lambda: None) for name in ("_group_start", "_group_end"))
     begin()
+    errors = []
     for group in groups:
-        group.abort()
+        try:
+            group.abort()
+        except Exception as error:  # the others must be aborted nonetheless
+            errors.append(error)
     end()
+    if errors:
+        raise errors[0]
 
 
 def forget_groups() -> None:

@@ -41,6 +41,7 @@ from lightning_dlrover.rdzv.group.alone import LoneWorld
 from lightning_dlrover.rdzv.group.backends import prepare_environment, traits_of, with_gloo
 from lightning_dlrover.rdzv.group.communicators import slow_to_connect
 from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.ending import CLOSE_S
 from lightning_dlrover.rdzv.group.failures import Failures
 from lightning_dlrover.rdzv.group.forming import Forming
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, own_address, protect_forks, use_interface_of
@@ -67,6 +68,9 @@ from lightning_dlrover.rdzv.live.outlook import Outlook
 __all__ = ["AnyWorld", "World"]
 
 log = logging.getLogger(__name__)
+
+LEAVE_S = 5.0
+"""Seconds for an abort that follows a shutdown, before the process ends."""
 
 VOTES_TO_DROP = 3
 """Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
@@ -349,6 +353,7 @@ class World:
             self.membership.deliver(self.config.wait_timeout_s)
         self.membership.close()
         self._client.close()
+        self._forming.join(CLOSE_S + LEAVE_S)  # last, as the others must not wait for it
 
     def resign(self) -> None:
         """Leave the job at once because this worker is about to end with an error."""

@@ -106,6 +106,18 @@ def test_worker_whose_abort_is_stuck_ends_with_a_reason(calls: list[str], monkey
     assert "the device has not returned from the abort" in str(reported[0])
 
 
+def test_error_of_one_abort_leaves_no_other_group_out(calls: list[str]) -> None:
+    class Broken(Group):
+        def abort(self) -> None:
+            super().abort()
+            raise RuntimeError("ProcessGroup abort timed out")
+
+    end = end_of(Broken(calls), Group(calls))
+    end.abort()
+    end.wait(10)
+    assert calls == ["abort", "abort"]
+
+
 def test_groups_that_nobody_ends_hold_up_nobody(calls: list[str]) -> None:
     end_of(Group(calls)).wait(0.0)
     assert calls == []

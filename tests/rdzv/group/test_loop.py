@@ -152,8 +152,10 @@ class AbortedWorld:
         self.broken = False
         self.formation = Formation(RoundRecord(1, ["a", "b"], "", "start", planned=True), {}, 0)
         self.worker_id = "a"
+        self.waits: list[str] = []
 
     def wait_for_device(self, device: torch.device) -> None:
+        self.waits.append(device.type)
         wait_for_device(device)
 
     def broken_error(self) -> WorldError:
@@ -215,3 +217,15 @@ def test_whole_gradients_are_applied(backend: str, is_aborted: bool) -> None:
     step, weight = attempt_step(backend, "cpu", is_aborted)  # gloo's results are complete unless it raises
     assert step.was_made
     assert weight == pytest.approx(0.8)
+
+
+def test_workers_part_only_after_their_devices_have_the_results_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    world: Any = AbortedWorld("cpu:gloo,cuda:nccl")
+    world.finish = lambda num_steps: world.waits.append("finished")
+    monkeypatch.setattr(transfer, "barrier", lambda: world.waits.append("barrier"))
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    for step in OneStepLoop(world, 1, 0, {}, 0.1).run():
+        with step:
+            optimizer.step()
+            world.waits.append("collective")  # its result is not used in the step
+    assert world.waits == ["cpu", "collective", "cpu", "barrier", "finished"]

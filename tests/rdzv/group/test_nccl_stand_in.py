@@ -46,7 +46,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Members]]:
         return members
 
     yield make
-    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
+    monkeypatch.delenv("TORCH_NCCL_USE_COMM_NONBLOCKING", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0")
     nccl_stand_in.install(Quirks())
     for member in made:
         member.abort()
@@ -204,22 +205,34 @@ def test_communicator_is_made_in_the_first_collective_or_eagerly(world: Callable
     assert time.monotonic() - began > 0.2
 
 
+def test_cramped_device_has_room_for_one_communicator(world: Callable[..., Members]) -> None:
+    connected(world, 1, cramped_rank=1)
+    members = world(2, cramped_rank=1)
+    created = [beside(lambda member=member: member.eager_connect_single_device(CPU)) for member in members]  # type: ignore[misc]
+    created[0].result(5)
+    with pytest.raises(dist.DistBackendError, match="ncclUnhandledCudaError"):
+        created[1].result(5)
+
+
 @pytest.mark.parametrize("is_nonblocking", [False, True])
-def test_creation_waits_for_a_missing_member_and_only_an_abort_in_nonblocking_mode_ends_it(
+def test_creation_waits_for_a_missing_member_up_to_the_limit_of_nonblocking_mode_which_holds_up_an_abort(
     world: Callable[..., Members], monkeypatch: pytest.MonkeyPatch, is_nonblocking: bool
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", str(int(is_nonblocking)))
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0.6")
     first, _, _ = members = world(3)
     created = beside(lambda: on_all(members[:2], lambda member: member.eager_connect_single_device(CPU)))
     time.sleep(0.3)
     assert not created.done()
-    first.abort()
-    members[1].abort()
+    aborted = beside(first.abort)
+    time.sleep(0.1)
+    assert aborted.done() != is_nonblocking
     if is_nonblocking:
-        with pytest.raises(dist.DistBackendError, match="aborted"):
+        with pytest.raises(dist.DistBackendError, match="NCCL timeout"):
             created.result(2)
+        aborted.result(2)
     else:
-        time.sleep(0.3)
+        time.sleep(0.6)
         assert not created.done()
 
 
@@ -310,6 +323,7 @@ def test_shutdown_waits_for_all_members(world: Callable[..., Members]) -> None:
 def test_abort_takes_its_time_and_collectives_end_within(world: Callable[..., Members]) -> None:
     first, _ = connected(world, 2, abort_s=0.4)
     waiting = beside(lambda: reduced(first))
+    wait_until(lambda: first._current is not None and bool(first._current._unfinished))
     aborting = beside(first.abort)
     time.sleep(0.1)
     assert not waiting.done()

@@ -7,9 +7,11 @@ import contextlib
 import importlib.metadata
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,32 @@ def test_other_files_use_no_private_name_of_torch() -> None:
 
 def test_connected_group_becomes_the_default_groups_backend(gloo: dist.ProcessGroupGloo) -> None:
     assert torch_names.backend_of(dist.group.WORLD, torch.device("cpu")) is gloo
+
+
+def test_connected_group_is_used_with_torchs_own_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    any_dist: Any = dist
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    any_dist.set_debug_level_from_env()
+    try:
+        connected = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
+        with torch_names.as_connected({"gloo": connected}):
+            dist.init_process_group("gloo", store=torch_names.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+        assert num_begun([connected]) == 1
+        dist.destroy_process_group()
+    finally:
+        monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
+        any_dist.set_debug_level_from_env()
+
+
+def test_uncaught_errors_name_the_rank_once_however_many_rounds_there_were(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        connected = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
+        with torch_names.as_connected({"gloo": connected}):
+            dist.init_process_group("gloo", store=torch_names.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+    sys.excepthook(ValueError, ValueError("a mistake"), None)
+    assert capsys.readouterr().err == "[rank0]: ValueError: a mistake\n"
 
 
 def test_begun_collectives_and_kinds_of_works_are_read(gloo: dist.ProcessGroupGloo) -> None:

@@ -20,6 +20,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
@@ -58,6 +59,21 @@ def test_workers_lease_has_the_length_that_was_set(world_of: WorldOf) -> None:
 def test_unknown_backend_is_refused(given: str, world_of: WorldOf) -> None:
     with pytest.raises(ValueError, match=f"{given}.*nothing is known of 'mpi'.*gloo, nccl"):
         World(world_of().config, given)
+
+
+def test_worker_leaves_after_its_groups_have_been_aborted(world_of: WorldOf) -> None:
+    world, ended = world_of(), threading.Event()
+
+    class Group:
+        def abort(self) -> None:
+            time.sleep(0.5)  # inside of torch, which aborts a process that ends before this returns
+            ended.set()
+
+    end = RoundEnd(lambda: [Group()], "round 1", world.report_error)
+    end.abort()
+    world._forming.ended(end)
+    world.leave()
+    assert ended.is_set()
 
 
 # --- too few workers ----------------------------------------------------------------------------------------------------------
