@@ -138,9 +138,7 @@ class DLRoverStrategy(EitherStrategy):
             self._job = PlaceInJob(config, self, check_interval_s)
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
-        self._forward_redirection: Any = ForwardRedirection(
-            self._forward_redirection, lambda: self.live.steps.parts.users_step() if self.live is not None else nullcontext()
-        )
+        self._forward_redirection: Any = ForwardRedirection(self._forward_redirection, self._users_step)
         self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
         self.clock = OwnClock(self.times)
@@ -156,6 +154,9 @@ class DLRoverStrategy(EitherStrategy):
         self.tables: TablesOfTrainer | None = None  # None if the model has none
         self.fingerprint = ""  # identity of a model before its tables are sharded
         self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's checkpoint; a joiner skips it
+
+    def _users_step(self) -> AbstractContextManager[None]:
+        return self.live.steps.parts.users_step() if self.live is not None else nullcontext()
 
     # --- place in the job ----------------------------------------------------------------------------------------------------
 

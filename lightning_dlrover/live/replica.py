@@ -16,6 +16,7 @@ from lightning_dlrover.live.ddp_names import (
     register_comm_hook,
 )
 from lightning_dlrover.live.unused_parameters import UnusedParameters
+from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.world import World
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Replica:
             init_sync: whether workers may have different parameters, which DDP makes alike.
         """
         strategy = self._strategy
+        torch_names.retire(strategy.model)
         if strategy.world_size == 1:
             return module
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sharded)  # type: ignore[no-untyped-call]
@@ -81,6 +83,7 @@ class Replica:
         assert strategy.lightning_module is not None
         if strategy.tables is not None:
             return  # the tables' build has wrapped it
+        torch_names.retire(strategy.model)
         model: Any = strategy.lightning_module
         strategy.model = model
         expect_static_graph_call(strategy)

@@ -140,7 +140,8 @@ class ElasticTables:
         union = _union(members, old_plan)
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
         old = self.tables.blocks() if self.tables.is_built else []
-        counters = self._counters(old_plan) if self.tables.is_built else dict.fromkeys(sorted(old_plan), 0)
+        # A joiner that was in an earlier round, which has broken, may have counted steps that were taken back.
+        counters = self._counters(old_plan) if self._me in standing else dict.fromkeys(sorted(old_plan), 0)
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
         self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), self.tables.release)

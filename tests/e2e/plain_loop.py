@@ -52,6 +52,7 @@ def run_plain_loop(recorder: Recorder, settings: PlainSettings) -> None:
                 together = torch.cat([contribution, told_to_end])
                 dist.all_reduce(together)
                 recorder.moment("reduced")
+                step.confirm(together)
                 count.value = count.value + together[:2]
                 step.is_last = step.number == settings.last_step or bool(together[2] > 0)
             if step.was_made:

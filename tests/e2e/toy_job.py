@@ -373,7 +373,7 @@ def make_trainer(folder: str, **kwargs: Any) -> L.Trainer:
     return L.Trainer(**{**defaults, **kwargs})
 
 
-def train_toy(recorder: Recorder, settings: ToySettings) -> None:
+def train_toy(recorder: Recorder, settings: ToySettings, model: type[ToyModel] = ToyModel) -> None:
     """Train the toy model: the script of most tests."""
     L.seed_everything(SEED, verbose=False)
     trainer = make_trainer(
@@ -402,9 +402,7 @@ def train_toy(recorder: Recorder, settings: ToySettings) -> None:
     shuffle = settings.shuffle and not settings.streams and not settings.iterable
     loader = DataLoader(train, settings.batch_size, shuffle=shuffle, num_workers=settings.loader_workers)
     val_loader = DataLoader(val, settings.batch_size) if settings.num_val_rows else None
-    trainer.fit(
-        ToyModel(recorder, settings.step_s, settings.slow_start_s), loader, val_loader, ckpt_path=settings.resumes or None
-    )
+    trainer.fit(model(recorder, settings.step_s, settings.slow_start_s), loader, val_loader, ckpt_path=settings.resumes or None)
     recorder.write("after_fit", step=trainer.global_step)
 
 

@@ -417,8 +417,7 @@ class Communicator:
             self._error = (
                 "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there was a "
                 "network error, NCCL version 2.28.9\nncclRemoteError: A call failed possibly due to a network error or a "
-                "remote process exiting prematurely.\nLast error:\n"
-                f"socketProgress: Connection closed by remote peer rank {rank}"
+                f"remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer {rank}"
             )
             self._changed.notify_all()
         if self._watches:

@@ -67,6 +67,10 @@ class LoneWorld:
     def owned_sockets(self) -> list[tuple[int, int]]:
         return []
 
+    @property
+    def num_begun(self) -> int:
+        return 0
+
     def start(self) -> Formation:
         """Form a group of one worker, in which the user's collectives work as usual."""
         round_ = RoundRecord(1, [self.worker_id], "start with 1 worker", "start", planned=True)

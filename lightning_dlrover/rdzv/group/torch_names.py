@@ -47,6 +47,7 @@ __all__ = [
     "is_point_to_point",
     "num_begun",
     "replace_buffer_broadcast",
+    "retire",
     "work_class",
 ]
 
@@ -72,7 +73,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.nn:Module": ("_buffers",),
     "torch._C": ("_current_graph_task_id", "_remove_worker_pids"),
     "torch.autograd:Variable._execution_engine": ("queue_callback",),
-    "torch.nn.parallel:DistributedDataParallel": ("_comm_hooks", "_distributed_broadcast_coalesced", "_sync_buffers"),
+    "torch.nn.parallel:DistributedDataParallel": (
+        *("_comm_hooks", "_distributed_broadcast_coalesced", "_remove_autograd_hooks", "_sync_buffers"),
+    ),
     "torch.utils.data:DataLoader": ("_get_iterator", "_iterator"),
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
         *("_index_queues", "_mark_worker_as_unavailable", "_persistent_workers", "_pin_memory_thread_done_event", "_shutdown"),
@@ -305,6 +308,16 @@ def after_backward(callback: Callable[[], None]) -> None:
         RuntimeError: no backward pass is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def retire(replica: object) -> None:
+    """Remove the hooks of a model that DDP has wrapped for a former round.
+
+    A pass that has broken leaves them armed. If any thread still held the model, as one that reads stacks may for a moment,
+    they would run in the next round's passes, too, and refuse to mark a gradient as ready twice.
+    """
+    if isinstance(replica, DistributedDataParallel):
+        replica._remove_autograd_hooks()  # type: ignore[no-untyped-call]
 
 
 def has_gradient_hook(replica: DistributedDataParallel) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.metadata
 import inspect
 import re
@@ -130,3 +131,22 @@ def test_hooks_of_a_wrapped_model_are_found(gloo: dist.ProcessGroupGloo) -> None
     assert not torch_names.has_gradient_hook(replica)
     replica.register_comm_hook(None, lambda _, bucket: torch.futures.Future())
     assert torch_names.has_gradient_hook(replica)
+
+
+@pytest.mark.parametrize("is_retired", [True, False])
+def test_model_of_a_broken_pass_that_is_still_held_disturbs_the_next_one(gloo: object, is_retired: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    former = DistributedDataParallel(model)
+
+    def lose(gradient: torch.Tensor) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    broken = next(model.parameters()).register_hook(lose)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        former(torch.ones(1, 2)).sum().backward()
+    broken.remove()
+    if is_retired:
+        torch_names.retire(former)
+    replica = DistributedDataParallel(model)
+    with contextlib.nullcontext() if is_retired else pytest.raises(RuntimeError, match="ready only once"):
+        replica(torch.ones(1, 2)).sum().backward()
