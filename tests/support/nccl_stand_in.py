@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -85,7 +85,6 @@ def install(quirks: Quirks) -> None:
         dist.Backend.register_backend(NAME, StandIn, devices=["cpu"])
         backends.register(NAME, backends.Traits(is_asynchronous=True, is_abortable=True))
     torch.cpu.synchronize = synchronize
-    torch.cpu.stream = on_stream
 
 
 # --- the device ---------------------------------------------------------------------------------------------------------------
@@ -120,31 +119,9 @@ _in_flight: set[Result] = set()
 """Results that nobody has waited for."""
 
 
-_streams = threading.local()
-"""The stream of each thread that has chosen one. All other threads share the default stream, as they do on a GPU."""
-
-
-@contextlib.contextmanager
-def on_stream(stream: object) -> Iterator[None]:
-    """Let this thread wait in a stream of its own, as `torch.cuda.stream` does."""
-    before, _streams.current = current_stream(), stream
-    try:
-        yield
-    finally:
-        _streams.current = before
-
-
-def current_stream() -> object:
-    return getattr(_streams, "current", None)
-
-
 def synchronize(device: object = None) -> None:
-    """Wait until all collectives of the current stream have ended, as `cudaStreamSynchronize` does.
-
-    An abort ends the wait without an error.
-    """
-    stream = current_stream()
-    for result in sorted((each for each in _in_flight.copy() if each.stream is stream), key=lambda each: each.number):
+    """Wait until all collectives have ended, as `cudaStreamSynchronize` does: an abort ends the wait without an error."""
+    for result in sorted(_in_flight.copy(), key=lambda each: each.number):
         result.finish()
 
 
@@ -157,7 +134,6 @@ class Result(dist.Work):
         super().__init__()
         Result._counter += 1
         self.number = Result._counter
-        self.stream = current_stream()
         self._communicator = communicator
         self._outputs = outputs
         self._future: Future[Any] = Future()

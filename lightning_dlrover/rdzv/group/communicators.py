@@ -111,21 +111,18 @@ class Communicators:
         Raises:
             CommunicatorError: a result is wrong.
         """
-        module: Any = torch.get_device_module(self._device)
-        if self._device.type != "cpu":
-            module.set_device(self._device)
+        self._use_device()
         with self._lock:
             backends = dict(self._backends)
-        with module.stream(module.Stream()):
-            for name, backend in backends.items():
-                ones = torch.ones(1, device=self._device)
-                backend.allreduce([ones]).wait()
-                wait_for_device(self._device)
-                if int(ones) != len(self.round.members):
-                    raise CommunicatorError(
-                        f"round {self.round.number}: the first reduction over {name} gave {float(ones)} among "
-                        f"{len(self.round.members)} workers"
-                    )
+        for name, backend in backends.items():
+            ones = torch.ones(1, device=self._device)
+            backend.allreduce([ones]).wait()
+            wait_for_device(self._device)
+            if int(ones) != len(self.round.members):
+                raise CommunicatorError(
+                    f"round {self.round.number}: the first reduction over {name} gave {float(ones)} among "
+                    f"{len(self.round.members)} workers"
+                )
 
     def abandon(self, reason: str = "the round was given up") -> None:
         """Abort what is connected or connecting, and end all waits for it with an error. Never blocks."""
@@ -144,9 +141,7 @@ class Communicators:
         try:
             if self._former is not None:
                 self._former.wait()
-            module: Any = torch.get_device_module(self._device)
-            if self._device.type != "cpu":
-                module.set_device(self._device)  # a thread begins with the first device
+            self._use_device()
             store = self._open_store()
             for name in dict.fromkeys(self._names.values()):
                 self._connect(name, PrefixStore(name, store))
@@ -157,6 +152,10 @@ class Communicators:
             log.debug("round %d: communicators after %.3f s", self.round.number, time.monotonic() - self._began)
         finally:
             self._is_done.set()
+
+    def _use_device(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_device(self._device)  # a thread begins with the first device
 
     def _connect(self, name: str, store: Store) -> None:
         size = len(self.round.members)

@@ -25,7 +25,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cpu, "synchronize", torch.cpu.synchronize)
-    monkeypatch.setattr(torch.cpu, "stream", torch.cpu.stream)
     nccl_stand_in.install(Quirks())
     yield
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0")  # ends what still connects
