@@ -12,11 +12,13 @@ import tarfile
 from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import DataError, Source, file_source, files, parquet, stream
@@ -274,6 +276,56 @@ def test_folders_leave_out_marker_files_and_other_suffixes(tmp_path: Path) -> No
     assert [Path(shard.key).name for shard in parquet(str(tmp_path)).shards()] == ["a.parquet", "b.parquet"]
     assert len(parquet(str(tmp_path / "day=*/*.parquet")).shards()) == 3
     assert len(parquet([str(tmp_path / "day=1/a.parquet"), str(tmp_path / "day=1")]).shards()) == 1
+
+
+MARKS = ["_delta_log/00000000000000000000.json", ".hoodie/hoodie.properties", "metadata/v1.metadata.json"]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("root", ["", "memory:/"])
+def test_table_with_a_list_of_its_files_is_refused(tmp_path: Path, mark: str, root: str) -> None:
+    folder = f"{root}{tmp_path}"
+    filesystem, _ = fsspec.core.url_to_fs(folder)
+    rows = io.BytesIO()
+    pq.write_table(pa.table({"a": [1, 2]}), rows)
+    for name in ("table/data/day=1/a.parquet", "table/data/day=1/b.parquet", "plain/metadata/a.parquet"):
+        filesystem.makedirs(os.path.dirname(f"{tmp_path}/{name}"), exist_ok=True)
+        filesystem.pipe_file(f"{tmp_path}/{name}", rows.getvalue())
+    filesystem.makedirs(os.path.dirname(f"{tmp_path}/table/{mark}"), exist_ok=True)
+    filesystem.pipe_file(f"{tmp_path}/table/{mark}", b"{}")
+    for path in ("", "/table", "/table/data", "/table/data/day=*/*.parquet", "/table/data/day=1"):
+        with pytest.raises(
+            DataError, match=r"so this is a table of (Delta Lake|Apache).*Give the files of one version as a list"
+        ):
+            parquet(folder + path).shards()
+    assert len(parquet(f"{folder}/table/data/day=1/a.parquet").shards()) == 1  # as a list of one version's files has it
+    assert len(parquet(f"{folder}/plain").shards()) == len(parquet(f"{folder}/plain/metadata/*.parquet").shards()) == 1
+
+
+class LikeAzure(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Gives ETags with quotes for a file, and without in a listing."""
+
+    protocol = "likeazure"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("likeazure://", "memory://")))
+
+    def glob(self, path: str, **options: Any) -> Any:
+        return {name: {**super(LikeAzure, self).info(name), "etag": "0x8D"} for name in super().glob(path)}
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return {**super().info(path, **options), "etag": f'{"W/" if "weak" in path else ""}"0x8D"'}
+
+
+def test_etag_is_the_same_with_and_without_quotes() -> None:
+    fsspec.register_implementation("likeazure", LikeAzure, clobber=True)
+    for name in ("a", "weak"):
+        LikeAzure().pipe_file(f"/data/{name}.txt", b"1\n2\n")
+    source = files("likeazure://data/*.txt")
+    assert [as_rows(source.read(shard, 1)) for shard in source.shards()] == [["2"], ["2"]]
 
 
 def test_counts_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
