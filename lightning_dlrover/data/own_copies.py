@@ -30,12 +30,18 @@ FIXED: frozenset[type] = frozenset(
 
 def own_copies(rows: Sequence[Any]) -> list[Any] | None:
     """Return copies that share nothing with the rows that can be changed; None: one of the rows cannot be copied."""
-    copies: dict[int, Any] = {}  # what was copied, by `id`: rows may hold the same object
     found = []
+    copies: dict[int, Any] = {}  # what was copied, by `id`: rows may hold the same object
     try:
         for row in rows:
-            found.append(_copy(row, copies))
-            copies.pop(id(row), None)  # a row that comes twice is two rows, as its copies may be on two workers
+            kind = type(row)
+            if kind in FIXED:
+                found.append(row)
+            elif kind is dict and FIXED.issuperset(map(type, row.values())):
+                found.append(row.copy())
+            else:
+                found.append(_copy(row, copies))
+                copies.pop(id(row), None)  # a row that comes twice is two rows, as its copies may be on two workers
         return found
     except Exception as error:  # a row of the user's, for example with an open file
         log.debug("rows cannot be copied, so they are read again when they are asked for again: %r", error)
@@ -49,23 +55,22 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
     if (known := copies.get(id(value))) is not None:
         return known
     if kind is dict:
-        found = copies[id(value)] = dict(value)
-        if not FIXED.issuperset(map(type, found.values())):
-            for key, each in value.items():
+        found = copies[id(value)] = value.copy()
+        for key, each in value.items():
+            if type(each) not in FIXED:
                 found[key] = _copy(each, copies)
         return found
     if kind is list:
-        items = copies[id(value)] = list(value)
+        items = copies[id(value)] = value.copy()
         if not FIXED.issuperset(map(type, items)):
             items[:] = [_copy(each, copies) for each in value]
         return items
     if kind is tuple:
         return tuple(_copy(each, copies) for each in value)
     if kind is torch.Tensor and not value.requires_grad:
-        # `deepcopy` would copy all of the storage of which a row may be a view.
-        copies[id(value)] = value.clone()
-    elif kind is np.ndarray and not value.dtype.hasobject:
-        copies[id(value)] = value.copy(order="K")
-    else:
-        return copy.deepcopy(value, copies)
-    return copies[id(value)]
+        tensor = copies[id(value)] = value.clone()  # `deepcopy` would copy all of the storage that it is a view of
+        return tensor
+    if kind is np.ndarray and not value.dtype.hasobject:
+        array = copies[id(value)] = value.copy(order="K")
+        return array
+    return copy.deepcopy(value, copies)
