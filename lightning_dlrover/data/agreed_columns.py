@@ -1,7 +1,7 @@
 """Decide which columns and types the Parquet files of a stream have in common, before a row is read.
 
 A column may have a wider type in some of the files: an integer column that had missing values becomes one of float64 in pandas.
-All files are then read with the widest type. What has no common type is refused with both files.
+All files are then read with the widest type. Columns without a common type are refused, and the error names both files.
 """
 
 from __future__ import annotations

@@ -402,13 +402,13 @@ def _parents(path: str) -> list[str]:
 
 
 def _refuse_tables(folders: Iterable[str], has_mark: Callable[[str, str], bool]) -> None:
-    """Check that files of a folder or pattern are no part of a table that keeps a list of its files.
+    """Check that no folder belongs to a table that keeps a list of its files.
 
     Args:
         has_mark: whether a folder has something that fits a pattern.
 
     Raises:
-        DataError: they are.
+        DataError: one does.
     """
     for folder in folders:
         for mark, kind in TABLES.items():
@@ -418,7 +418,7 @@ def _refuse_tables(folders: Iterable[str], has_mark: Callable[[str, str], bool])
 
 def _is_table(found: str, kind: str) -> str:
     return (
-        f"{found}, so this is a table of {kind}, whose folder also holds the rows of former versions and such as were deleted. "
+        f"{found}, so this is a table of {kind}, whose folder also holds deleted rows and those of former versions. "
         "Give the files of one version as a list: DeltaTable(...).file_uris() of deltalake, or the files of a scan's "
         "plan_files() of pyiceberg; or write that version to plain Parquet files"
     )

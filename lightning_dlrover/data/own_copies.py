@@ -1,6 +1,6 @@
 """Copy rows before they are handed out, so that a transform, a `collate_fn` or a `training_step` may change them.
 
-Whoever keeps rows to hand them out again, keeps them as they were read.
+The process that keeps rows to hand them out again keeps them as they were read.
 """
 
 from __future__ import annotations
