@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError, check_no_view_of_a_stream
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.learn.analyst import Analyst, Intentions
 from lightning_dlrover.learn.history import history_url
@@ -138,6 +138,7 @@ class DLRoverCallback(Callback):
         combined = combined_loader(trainer.fit_loop)
         for loader in combined.flattened if combined is not None else ():
             data = getattr(loader, "dataset", None)
+            check_no_view_of_a_stream(data)
             # Not a live job's loader, which asks for rows by seed. An epoch that was resumed in its middle goes on.
             if not isinstance(loader, ElasticLoader) and isinstance(data, Stream) and data.epoch != trainer.current_epoch:
                 if data.grows:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -19,7 +20,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dlrover.data.dataset import Stream
 
-__all__ = ["Batching", "UnsupportedLoaderError", "batching_of", "check_data_loader", "check_step_signature"]
+__all__ = [
+    "Batching",
+    "UnsupportedLoaderError",
+    "batching_of",
+    "check_data_loader",
+    "check_no_view_of_a_stream",
+    "check_step_signature",
+]
 
 GLOBAL_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers of torch's own. Their order or seed is used for all workers together."""
@@ -28,6 +36,8 @@ RANK_NAMES = ("num_replicas", "world_size", "num_processes", "num_shards", "rank
 """Attributes that show that a sampler gives each worker its own samples."""
 
 MAX_WRAPPED_SAMPLERS = 8
+
+MAX_WRAPPED_DATASETS = 32
 
 
 class UnsupportedLoaderError(TypeError):
@@ -89,8 +99,26 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
             "own, so almost every row is read from another place: leave out shuffle= and sampler=, and give "
             "stream(..., shuffle_rows=200_000)"
         )
+    check_no_view_of_a_stream(loader.dataset)
     _check_sampler(sampler)
     return Batching(sampler, batches.batch_size, batches.drop_last)
+
+
+def check_no_view_of_a_stream(dataset: Any) -> None:
+    """Raise `UnsupportedLoaderError` for a map-style dataset that takes rows of a stream, as `random_split` makes them."""
+    inside: list[Any] = [dataset]
+    for each in inside:
+        if isinstance(each, Stream) and each is not dataset:
+            raise UnsupportedLoaderError(
+                f"{type(dataset).__name__} asks a stream for single rows by number. Almost each is read from another place, "
+                "and in another epoch its number may be that of another row. Make a stream of each part's files, such as "
+                "parquet('train/*.parquet') and parquet('val/*.parquet'); one stream of several paths instead of "
+                "ConcatDataset; and stream(..., transform=...) instead of a dataset around the stream"
+            )
+        if isinstance(each, Dataset) and not isinstance(each, Stream | IterableDataset) and len(inside) < MAX_WRAPPED_DATASETS:
+            several = getattr(each, "datasets", None)
+            several = list(several.values()) if isinstance(several, dict) else several
+            inside += [getattr(each, "dataset", None), *(several if isinstance(several, list | tuple) else ())]
 
 
 def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None:

@@ -1,8 +1,9 @@
-"""Count the rows of many files in parallel, and remember the counts for the next start."""
+"""Count the rows of many files in parallel, and remember the counts and the files' columns for the next start."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import sqlite3
@@ -31,6 +32,7 @@ class Count:
 
     rows: int
     marks: bytes = b""  # places in the file from which it can be read, in the form of its kind
+    columns: bytes = b""  # names and types of its columns, in the form of its kind
 
 
 def counted(locations: Sequence[Location], kind: str, count: Callable[[Location], Count]) -> dict[str, Count]:
@@ -74,19 +76,28 @@ class _Cache:
 
     def get(self, kind: str, locations: Sequence[Location]) -> dict[str, Count]:
         found: dict[str, Count] = {}
-        query = "SELECT num_rows, marks FROM counts WHERE kind = ? AND key = ? AND version = ?"
+        query = "SELECT num_rows, marks, columns FROM files WHERE kind = ? AND key = ? AND version = ?"
+        if self._connection is None:
+            return found
         with contextlib.suppress(sqlite3.Error):
-            for each in locations if self._connection is not None else ():
-                if row := self._connection.execute(query, (kind, each.key, each.version)).fetchone():  # type: ignore[union-attr]
-                    found[each.key] = Count(int(row[0]), bytes(row[1]))
+            columns = {digest: bytes(each) for digest, each in self._connection.execute("SELECT digest, columns FROM columns")}
+            for each in locations:
+                if row := self._connection.execute(query, (kind, each.key, each.version)).fetchone():
+                    found[each.key] = Count(int(row[0]), bytes(row[1]), columns[row[2]])
         return found
 
     def put(self, kind: str, locations: Sequence[Location], counts: Mapping[str, Count]) -> None:
         if self._connection is None or not locations:
             return
-        rows = [(kind, each.key, each.version, counts[each.key].rows, counts[each.key].marks) for each in locations]
+        digests = {each.columns: hashlib.sha256(each.columns).hexdigest() for each in counts.values()}  # files share them
+        rows = [
+            (kind, each.key, each.version, count.rows, count.marks, digests[count.columns])
+            for each, count in ((each, counts[each.key]) for each in locations)
+        ]
         with contextlib.suppress(sqlite3.Error), self._connection:  # another process may be writing the same
-            self._connection.executemany("INSERT OR REPLACE INTO counts VALUES (?, ?, ?, ?, ?)", rows)
+            columns = [(digest, columns) for columns, digest in digests.items()]
+            self._connection.executemany("INSERT OR REPLACE INTO columns VALUES (?, ?)", columns)
+            self._connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", rows)
 
 
 @contextlib.contextmanager
@@ -97,10 +108,12 @@ def _opened_cache() -> Iterator[_Cache]:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S)
         with connection:
+            connection.execute("DROP TABLE IF EXISTS counts")  # of earlier versions, without columns
             connection.execute(
-                "CREATE TABLE IF NOT EXISTS counts"
-                " (kind TEXT, key TEXT, version TEXT, num_rows INTEGER, marks BLOB, PRIMARY KEY (kind, key))"
+                "CREATE TABLE IF NOT EXISTS files"
+                " (kind TEXT, key TEXT, version TEXT, num_rows INTEGER, marks BLOB, columns TEXT, PRIMARY KEY (kind, key))"
             )
+            connection.execute("CREATE TABLE IF NOT EXISTS columns (digest TEXT PRIMARY KEY, columns BLOB)")
     except (OSError, sqlite3.Error) as error:
         log.debug("counts of rows are not remembered: %s: %s", path, error)
         connection = None

@@ -35,6 +35,12 @@ CHUNK_BYTES = 4 * 2**20
 LINES_PER_MARK, SAMPLES_PER_MARK = 8192, 64
 """Rows from one mark to the next."""
 
+NO_LINE_BREAKS = (
+    "A value with a line break, or a quote that is not closed, makes rows that cannot be found by counting lines: replace line "
+    "breaks in values, or write such data to Parquet or to lines of JSON"
+)
+"""What a table has to keep to."""
+
 LINES_TO_INFER_FROM = 1000
 """Lines of the first file from which types of columns are inferred."""
 
@@ -61,6 +67,7 @@ class Files:
         self._marks: dict[str, npt.NDArray[np.int64]] = {}
         self._format = format or ""
         self._schema: Any = None  # columns of CSV and TSV
+        self._names: dict[str, list[str]] = {}  # names of the columns in files of another order than the first one's
 
     def __repr__(self) -> str:
         options = f", {self._given_format!r}" if self._given_format is not None else ""
@@ -80,13 +87,18 @@ class Files:
             )
         (self._format,) = formats
         skips = self._header and self._format in ("csv", "tsv")
-        count = _count_tar if self._format == "tar" else partial(_count_lines, has_header=skips)
+        delimiter = self._delimiter if self._format in ("csv", "tsv") else ""
+        count = _count_tar if self._format == "tar" else partial(_count_lines, has_header=skips, delimiter=delimiter)
         counts = counted(list(self._locations.values()), f"{self._format} {int(skips)}", count)
         self._marks = {key: np.frombuffer(each.marks, dtype=np.int64) for key, each in counts.items()}
         shards = [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
         if self._format in ("csv", "tsv"):
             first = next((shard for shard in shards if shard.rows), None)
             self._schema = self._inferred(self._locations[first.key]) if first is not None else None
+            if first is not None and self._header:
+                self._names = self._names_by_file(
+                    first.key, {each.key: counts[each.key].columns for each in shards if each.rows}
+                )
         return shards
 
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
@@ -121,16 +133,47 @@ class Files:
         try:
             table = csv.read_csv(
                 pa.BufferReader(chunk),
-                csv.ReadOptions(use_threads=False, column_names=self._schema.names, block_size=max(len(chunk), 1)),
+                csv.ReadOptions(
+                    use_threads=False, column_names=self._names.get(key, self._schema.names), block_size=max(len(chunk), 1)
+                ),
                 csv.ParseOptions(delimiter=self._delimiter, ignore_empty_lines=False),
-                csv.ConvertOptions(column_types=self._schema, include_columns=self._wanted),
+                csv.ConvertOptions(column_types=self._schema, include_columns=self._wanted or self._schema.names),
             )
         except (pa.ArrowInvalid, ValueError) as error:
             raise DataError(
                 f"{key} cannot be parsed as {self._format}: {error}. Types come from the first {LINES_TO_INFER_FROM} lines of "
-                "the first file; give others with files(..., types={'column': 'float64'}). A value cannot hold a line break"
+                "the first file; give others with files(..., types={'column': 'float64'})"
             ) from error
+        if table.num_rows != _num_lines(chunk):
+            raise DataError(f"{key}: {_num_lines(chunk)} lines have {table.num_rows} rows. {NO_LINE_BREAKS}")
         yield from table.to_batches()
+
+    def _names_by_file(self, first: str, headers: Mapping[str, bytes]) -> dict[str, list[str]]:
+        """Return the names of columns of each file that has them in another order than the first one.
+
+        Args:
+            headers: first lines of the files.
+
+        Raises:
+            DataError: a file has other columns.
+        """
+        expected: list[str] = self._schema.names
+        of_line = {line: _names_in(line, self._delimiter) for line in set(headers.values())}
+        for key, line in headers.items():
+            names = of_line[line]
+            wanted = self._wanted or [*expected, *(name for name in names if name not in expected)]
+            for name in wanted:
+                if names.count(name) > 1:
+                    raise DataError(
+                        f"{key} has {names.count(name)} columns with the name {name!r}: a row can only hold one of them"
+                    )
+                if name not in names or name not in expected:
+                    here, there = (key, first) if name not in names else (first, key)
+                    raise DataError(
+                        f"{here} has no column {name!r}, and {there} has one. Give the columns that all files have with "
+                        "files(..., columns=[...]), or make a stream of each kind of file"
+                    )
+        return {key: of_line[line] for key, line in headers.items() if of_line[line] != expected}
 
     def _inferred(self, location: Location) -> Any:
         """Return names and types of the columns, by the first lines of a file and by what the user gave."""
@@ -239,25 +282,90 @@ def _line_breaks(data: bytes) -> npt.NDArray[np.int64]:
     return np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == ord("\n"))
 
 
-def _count_lines(location: Location, has_header: bool) -> Count:
-    lines, position, last = 0, 0, b"\n"
-    marks: list[int] = [0]
-    begin = 0  # number of the first row
+def _num_lines(text: bytes) -> int:
+    return text.count(b"\n") + (not text.endswith(b"\n"))
+
+
+def _count_lines(location: Location, has_header: bool, delimiter: str) -> Count:
+    """Count the lines of a file; with a delimiter, the rows of a table."""
+    lines, position = 0, 0
+    marks, header = [0], b""
+    rest = b""
+    is_over = False
     try:
         with _opened(location) as file:
-            while data := file.read(CHUNK_BYTES):
-                ends = _line_breaks(data) + position + 1  # where the next line begins
-                if has_header and not begin and len(ends):
-                    begin = marks[0] = int(ends[0])
+            while not is_over:
+                data = file.read(CHUNK_BYTES)
+                is_over = not data
+                text = rest + data
+                end = len(text) if is_over else text.rfind(b"\n") + 1
+                text, rest = text[:end], text[end:]
+                if not text:
+                    continue
+                if delimiter:
+                    _check_line_breaks(text, delimiter, location.key)
+                ends = _line_breaks(text) + position + 1  # where the next line begins
+                if not text.endswith(b"\n"):
+                    ends = np.append(ends, position + len(text))
+                if has_header and not header:
+                    header, marks[0] = text[: int(ends[0])], int(ends[0])
                     ends = ends[1:]
                 first = -lines % LINES_PER_MARK or LINES_PER_MARK
                 marks.extend(ends[first - 1 :: LINES_PER_MARK].tolist())
-                lines, position, last = lines + len(ends), position + len(data), data[-1:]
+                lines, position = lines + len(ends), position + len(text)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"{location.key} cannot be read: {error}") from error
-    if last != b"\n" and (begin or not has_header):
-        lines += 1
-    return Count(lines, np.array(marks, dtype=np.int64).tobytes())
+    return Count(lines, np.array(marks, dtype=np.int64).tobytes(), header)
+
+
+def _check_line_breaks(text: bytes, delimiter: str, key: str) -> None:
+    """Check that each line is a row: rows are found by line breaks.
+
+    Raises:
+        DataError: one is not.
+    """
+    if b'"' not in text and (b"\r" not in text or text.count(b"\r") == text.count(b"\r\n")):
+        return
+    if _are_rows(text, delimiter):
+        return
+    ends = _line_breaks(text) + 1
+    good, bad = 0, len(ends)  # lines that are rows, and lines of which one is not
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        is_good = _are_rows(text[: ends[middle - 1]], delimiter)
+        good, bad = (middle, bad) if is_good else (good, middle)
+    line = text[ends[good - 1] if good else 0 :][:80]
+    raise DataError(f"{key}: the line {line!r} is no row. {NO_LINE_BREAKS}")
+
+
+def _are_rows(text: bytes, delimiter: str) -> bool:
+    """Return whether each line is a row for the parser."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    text = text if text.endswith(b"\n") else text + b"\n"
+    text += text[: text.index(b"\n") + 1]  # the parser closes quotes that are open at the end
+    try:
+        table = csv.read_csv(
+            pa.BufferReader(text),
+            csv.ReadOptions(use_threads=False, autogenerate_column_names=True, block_size=len(text)),
+            csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False),
+            csv.ConvertOptions(check_utf8=False, include_columns=["f0"], column_types={"f0": pa.binary()}),
+        )
+    except pa.ArrowInvalid:
+        return False
+    return bool(table.num_rows == text.count(b"\n"))
+
+
+def _names_in(header: bytes, delimiter: str) -> list[str]:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    try:
+        table = csv.read_csv(pa.BufferReader(header), parse_options=csv.ParseOptions(delimiter=delimiter))
+    except pa.ArrowInvalid:  # the line is empty
+        return []
+    return [str(name) for name in table.column_names]
 
 
 def _samples(file: Any, skip: int, key: str) -> Iterator[dict[str, Any]]:

@@ -11,11 +11,13 @@ import io
 import logging
 import os
 import random
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +49,9 @@ NUM_THREADS = 32
 
 HIDDEN = ("_", ".")
 """First letters of names that Spark, Hive and others give to files which are no data."""
+
+TABLES = {"_delta_log": "Delta Lake", ".hoodie": "Apache Hudi", "metadata/*.metadata.json": "Apache Iceberg"}
+"""Where tables whose folders hold more than the rows of one version keep the lists of their files."""
 
 TRANSIENT_STATUSES = (408, 425, 429)
 """HTTP statuses below 500 that another attempt may not get: timeout, too early, too many requests."""
@@ -336,10 +341,14 @@ def located(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], su
 
 def _local(path: str, suffix: str) -> list[Location]:
     path = os.path.abspath(os.path.expanduser(path))
+    is_pattern = not os.path.exists(path)
     if os.path.isdir(path):
         names = [str(file) for file in Path(path).rglob(f"*{suffix}") if _is_data(str(file.relative_to(path)))]
     else:
-        names = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+        names = glob.glob(path, recursive=True) if is_pattern else [path]
+    if is_pattern or os.path.isdir(path):
+        folders = dict.fromkeys(folder for name in names for folder in _parents(name))
+        _refuse_tables(folders, lambda folder, mark: bool(glob.glob(mark, root_dir=folder)))
     files = [(name, os.stat(name)) for name in names if os.path.isfile(name)]
     return [Location(name, name, _local_version(status), status.st_size) for name, status in files]
 
@@ -353,15 +362,30 @@ def _remote(url: str, suffix: str) -> list[Location]:
         raise DataError(f"{url} cannot be read: {error}") from error
     is_http = _is_http(filesystem)
 
+    def has_mark(folder: str, mark: str) -> bool:
+        try:
+            return bool(filesystem.glob(f"{folder}/{mark}"))
+        except Exception as error:  # each store has errors of its own, and a folder above may be closed to us
+            log.debug("%s cannot be listed: %s", folder, error)
+            return False
+
     def listed() -> dict[str, Any]:
         filesystem.invalidate_cache()  # a listing of an earlier fit may be out of date
         if any(letter in path for letter in ("*[" if is_http else "*?[")):  # an address may have a query
+            if not is_http:
+                _refuse_tables(_parents(re.split(r"[*?\[]", path)[0]), has_mark)
             return {name: info for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file"}
         if not (is_http and url.endswith("/")):
             info = filesystem.info(path)
             if info["type"] == "file":
                 return {path: info}
         below: dict[str, Any] = filesystem.find(path, detail=True)
+        for name in below:
+            for mark, kind in TABLES.items():
+                if fnmatch(f"/{name}", f"*/{mark}" if "*" in mark else f"*/{mark}/*"):
+                    raise DataError(_is_table(f"{url}: {name}", kind))
+        if not is_http:
+            _refuse_tables(_parents(f"{path}/"), has_mark)
         return {name: info for name, info in below.items() if name.endswith(suffix) and _is_data(name[len(path) :].lstrip("/"))}
 
     # A listing of many files consists of many requests.
@@ -369,6 +393,35 @@ def _remote(url: str, suffix: str) -> list[Location]:
     store = Store(filesystem)
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         return list(threads.map(lambda name: _found(store, name, infos[name]), infos))
+
+
+def _parents(path: str) -> list[str]:
+    """Return all folders that a path is in; the path itself, if it ends with a slash."""
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[:number]) for number in range(len(parts), 0, -1) if parts[number - 1]]
+
+
+def _refuse_tables(folders: Iterable[str], has_mark: Callable[[str, str], bool]) -> None:
+    """Check that no folder belongs to a table that keeps a list of its files.
+
+    Args:
+        has_mark: whether a folder has something that fits a pattern.
+
+    Raises:
+        DataError: one does.
+    """
+    for folder in folders:
+        for mark, kind in TABLES.items():
+            if has_mark(folder, mark):
+                raise DataError(_is_table(f"{folder} has {mark}", kind))
+
+
+def _is_table(found: str, kind: str) -> str:
+    return (
+        f"{found}, so this is a table of {kind}, whose folder also holds deleted rows and those of former versions. "
+        "Give the files of one version as a list: DeltaTable(...).file_uris() of deltalake, or the files of a scan's "
+        "plan_files() of pyiceberg; or write that version to plain Parquet files"
+    )
 
 
 def _found(store: Store, name: str, info: dict[str, Any]) -> Location:
@@ -413,4 +466,5 @@ def _remote_version(info: dict[str, Any]) -> str:
         ),
         "",
     )
-    return f"{info['size']} {when}"
+    # Azure gives an ETag with quotes in some of its answers, and without in others.
+    return f"{info['size']} {str(when).removeprefix('W/').strip(chr(34))}"

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
+from lightning_dlrover.data.own_copies import own_copies
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.rdzv.group import transfer
 
@@ -242,9 +243,18 @@ class OnePass:
                     began = time.monotonic()  # the first row may take long, as files are opened and buffers filled
 
     def rows(self, start: int, stop: int) -> list[Any]:
-        """Return rows that are kept."""
+        """Return rows that are kept, for someone who only looks at them."""
         assert self.first <= start
         return [self._kept[number - self.first] for number in range(start, min(stop, self.next))]
+
+    def hand_out(self, start: int, stop: int) -> list[Any]:
+        """Return rows to someone who may change them. Rows that cannot be copied are kept no longer."""
+        rows = self.rows(start, stop)
+        copies = own_copies(rows)
+        if copies is None:
+            self.keep_from(stop)
+            return rows
+        return copies
 
     def _read_one(self) -> bool:
         if self._stateful is not None and self.next % self._batch_size == 0:

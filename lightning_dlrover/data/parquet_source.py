@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lightning_dlrover.data.agreed_columns import AgreedColumns, agreed_columns
 from lightning_dlrover.data.counted_files import Count, counted
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
@@ -33,13 +34,21 @@ class Parquet:
 
     reads_in_threads = True
 
-    def __init__(self, paths: str | Sequence[str], columns: Sequence[str] | None, on_error: str) -> None:
+    def __init__(
+        self,
+        paths: str | Sequence[str],
+        columns: Sequence[str] | None,
+        on_error: str,
+        types: Mapping[str, str] | None,
+    ) -> None:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
         self._paths = paths
         self._columns = list(columns) if columns is not None else None
         self._on_error = on_error
+        self._types = dict(types or {})
         self._locations: dict[str, Location] = {}
+        self._agreed = AgreedColumns()
         self._begin_in_process()
 
     def _begin_in_process(self) -> None:
@@ -64,15 +73,21 @@ class Parquet:
 
         pa.array([0]).to_numpy(zero_copy_only=False)  # imports pandas where it is installed, which takes half a second
         self._locations = {each.key: each for each in located(self._paths, suffix=".parquet")}
-        counts = counted(list(self._locations.values()), "parquet", _num_rows)
+        counts = counted(list(self._locations.values()), "parquet", _counted)
+        columns = {key: counts[key].columns for key in self._locations if counts[key].rows}
+        self._agreed = agreed_columns(columns, self._columns, self._types)
         return [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
 
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
         """Yield record batches from a row on.
 
         Raises:
-            DataError: the file is another than the one that was counted, lacks a column, or a row group cannot be read.
+            DataError: the file is another than the one that was counted, or rows of it cannot be read.
         """
+        for item in self._read(shard, row):
+            yield item if isinstance(item, Skipped) else self._agreed.batch(item, shard.key)
+
+    def _read(self, shard: Shard, row: int) -> Iterator[Any]:
         import pyarrow.parquet as pq
 
         with self._locations[shard.key].open(shard.version) as file:
@@ -84,7 +99,6 @@ class Parquet:
                 )
             except (OSError, ValueError) as error:
                 raise DataError(f"{shard.key} cannot be read as Parquet: {error}") from error
-            self._check_columns(shard, parquet_file.schema_arrow)
             metadata = parquet_file.metadata
             self._remember(shard, metadata)
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -144,38 +158,41 @@ class Parquet:
                 ) from error
             yield Skipped(left, f"{where}: {str(error).splitlines()[0]}")
 
-    def _check_columns(self, shard: Shard, schema: Any) -> None:
-        missing = [name for name in self._columns or () if name.partition(".")[0] not in schema.names]
-        if missing:
-            raise DataError(f"{shard.key} has no column {', '.join(missing)}, only {', '.join(schema.names)}")
-
 
 def _last(batch: Any, num_rows: int) -> Any:
     """Return the last `num_rows` rows of a batch, or all if it has fewer."""
     return batch if num_rows >= batch.num_rows else batch.slice(batch.num_rows - num_rows)
 
 
-def parquet(paths: str | Sequence[str], columns: Sequence[str] | None = None, on_error: str = "raise") -> Parquet:
+def parquet(
+    paths: str | Sequence[str],
+    columns: Sequence[str] | None = None,
+    on_error: str = "raise",
+    types: Mapping[str, str] | None = None,
+) -> Parquet:
     """Return Parquet files as a source of a stream. Rows are dictionaries by column; batches are made from columns.
 
     Args:
         paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
         columns: names of the columns to read; None: all.
         on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and count them.
+        types: Arrow's names of types by column, such as ``"float64"``, where those of the files differ or do not fit.
 
     Raises:
-        ValueError: `on_error` is neither.
+        ValueError: `on_error` is neither, or there is no such type.
         ModuleNotFoundError: pyarrow is missing.
     """
     check_extra()
-    return Parquet(paths, columns, on_error)
+    return Parquet(paths, columns, on_error, types)
 
 
-def _num_rows(location: Location) -> Count:
+def _counted(location: Location) -> Count:
     import pyarrow.parquet as pq
 
     with location.open() as file:
         try:
-            return Count(pq.ParquetFile(file).metadata.num_rows)
+            found = pq.ParquetFile(file)
+            columns = found.schema_arrow.remove_metadata().serialize().to_pybytes()
         except (OSError, ValueError) as error:
             raise DataError(f"{location.key} is no Parquet file: {error}") from error
+    return Count(found.metadata.num_rows, columns=columns)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from lightning_dlrover.data.lane_plan import LanePlan, Piece
 from lightning_dlrover.data.left_out import LeftOut
+from lightning_dlrover.data.own_copies import own_copies
 from lightning_dlrover.data.read_ahead import ReadingThreads
 from lightning_dlrover.data.rows import Block, Rows
 from lightning_dlrover.data.source import DataError, Shard, Skipped, Source
@@ -86,6 +87,7 @@ class _Lane:
     def __init__(self) -> None:
         self.number = -1  # number of the block
         self.loaded = _Loaded([])
+        self.num_given = 0  # rows of the block up to the last one that was handed out itself, as it could not be copied
         self.ahead: tuple[int, Future[_Loaded]] | None = None  # number of a block that a thread reads, with the cursor
         self.turn = 0  # count of the reader's pieces when this lane was last used
         self.cursor: _Cursor | None = None
@@ -162,11 +164,25 @@ class LaneReader:
                 if isinstance(loaded.rows, Block):
                     parts.append((loaded.rows, a, b))
                 else:
-                    rows.extend(loaded.rows[a:b])
+                    rows += self._handed_out(piece.lane, number, a, b)
                 first = stop
                 if self._threads is not None:
                     self._read_ahead(self._threads, piece.lane, lane, end - stop)
         return rows if rows else Rows(parts)
+
+    def _handed_out(self, number: int, block: int, a: int, b: int) -> list[Any]:
+        """Return some of the rows of a lane's block, which may be asked for again, to someone who may change them."""
+        lane = self._lanes[number]
+        if a < lane.num_given:
+            lane.number = -1
+            lane = self._at(number, block)
+        assert isinstance(lane.loaded.rows, list)
+        rows = lane.loaded.rows[a:b]
+        copies = own_copies(rows)
+        if copies is None:
+            lane.num_given = b
+            return rows
+        return copies
 
     def _read_ahead(self, threads: ReadingThreads, number: int, lane: _Lane, rows_left: int) -> None:
         """Let a thread read the lane's next block if it is among those that are needed next."""
@@ -204,7 +220,7 @@ class LaneReader:
         if lane.number != block:
             lane.number = -1  # loading may fail
             lane.loaded = lane.take_ahead(block) or self._loaded(lane, number, block)
-            lane.number = block
+            lane.number, lane.num_given = block, 0
         return lane
 
     def _loaded(self, lane: _Lane, number: int, block: int) -> _Loaded:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from lightning_dlrover.data import columns as memory
 from lightning_dlrover.data.columns import Columns
+from lightning_dlrover.data.own_copies import FIXED
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.private_names import Names, check_names
 
@@ -150,6 +152,11 @@ class Block:
         found |= values_of(self._others)
         return {name: found[name] for name in self.names}
 
+    @property
+    def num_numbers(self) -> int:
+        """Number of columns of numbers without nulls."""
+        return len(self._place)
+
     def numbers(self, name: str) -> npt.NDArray[Any] | None:
         """Return a column of numbers without nulls as an array, shape ``(num_rows,)``; None for any other column."""
         place = self._place.get(name)
@@ -160,20 +167,27 @@ Groups = tuple[tuple[np.dtype[Any], tuple[str, ...]], ...]
 """Types of numbers, and the names of the columns of each."""
 
 
+def _is_number(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
 @lru_cache(maxsize=64)
 def _number_columns(schema: pa.Schema) -> Groups:
     """Return a table's columns of numbers: the same object each time, as blocks are compared for each batch."""
-    import pyarrow as pa
-
     names: dict[np.dtype[Any], list[str]] = {}
     for field in schema:
-        if pa.types.is_integer(field.type) or pa.types.is_floating(field.type) or pa.types.is_boolean(field.type):
+        if _is_number(field.type):
             names.setdefault(np.dtype(field.type.to_pandas_dtype()), []).append(field.name)
     return tuple((kind, tuple(of_kind)) for kind, of_kind in names.items())
 
 
 class Rows(Sequence[Row]):
     """The rows of a batch. Behaves as a list of dictionaries; columns are there without making those.
+
+    A dictionary that was changed stays so, and the columns follow. Those whose values are no longer of one type that Arrow
+    knows can only be taken from the dictionaries, or by `default_collate`.
 
     Args:
         parts: blocks, with the first row of each and the row after the last.
@@ -183,7 +197,8 @@ class Rows(Sequence[Row]):
         self._parts = parts
         self._table: pa.Table | None = None
         self._lists: dict[str, list[Any]] | None = None
-        self._is_collated = False
+        self._peeked: tuple[Row, Row] | None = None  # the first row, and what it was
+        self._made: list[Row] | None = None  # all rows
 
     def __len__(self) -> int:
         return sum(stop - first for _, first, stop in self._parts)
@@ -193,26 +208,56 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if index == 0 and self._lists is None and not self._is_collated and self._parts:
+        if index == 0 and self._made is None and self._parts:
             # `default_collate` looks at the first row's type, and needs no other.
-            self._is_collated = True
             block, first, stop = self._parts[0]
-            if first < stop:
-                return block.row(first)
-        lists = self._columns_as_lists
-        return Row({name: values[index] for name, values in lists.items()})
+            if self._peeked is None and first < stop:
+                row = block.row(first)
+                self._peeked = row, Row(copy.deepcopy(row) if len(block.names) > block.num_numbers else row)
+            if self._peeked is not None:
+                return self._peeked[0]
+        return self._rows[index]
 
     def __iter__(self) -> Iterator[Row]:
-        lists = self._columns_as_lists
-        for values in zip(*lists.values(), strict=True):
-            yield Row(zip(lists, values, strict=True))
+        return iter(self._rows)
+
+    @property
+    def _rows(self) -> list[Row]:
+        if self._made is None:
+            lists = self._columns_as_lists
+            self._made = [Row(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+            if self._peeked is not None:
+                self._made[0] = self._peeked[0]
+        return self._made
+
+    @property
+    def _may_be_edited(self) -> bool:
+        """Whether someone has had rows and may have changed them."""
+        if self._made is None and self._peeked is not None and self._peeked[0] != self._peeked[1]:
+            return bool(self._rows)
+        return bool(self._made)
+
+    def values(self, name: str) -> list[Any]:
+        """Return the values of a column."""
+        edited = self._edited(name)
+        return self._blocks_table.column(name).to_pylist() if edited is None else edited
+
+    def _edited(self, name: str) -> list[Any] | None:
+        """Return a column's values by the rows; None: they are those of the blocks.
+
+        Raises:
+            KeyError: a row has no such value.
+        """
+        if not self._may_be_edited:
+            return None
+        values, before = [row[name] for row in self._rows], self._columns_as_lists.get(name, ())
+        has_changed = len(before) != len(values) or not all(map(is_, values, before))
+        return values if has_changed or not FIXED.issuperset(map(type, values)) else None
 
     @property
     def _columns_as_lists(self) -> dict[str, list[Any]]:
         if self._lists is None:
-            self._lists = {name: [] for name in self.names}
+            self._lists = {name: [] for name in self._names_in_blocks}
             for block, first, stop in self._parts:
                 for name, values in block.lists(first, stop).items():
                     self._lists[name] += values
@@ -221,20 +266,65 @@ class Rows(Sequence[Row]):
     @property
     def names(self) -> list[str]:
         """Names of the columns."""
+        if self._may_be_edited:
+            return list(self._rows[0])
+        return self._names_in_blocks
+
+    @property
+    def _names_in_blocks(self) -> list[str]:
         return self._parts[0][0].names if self._parts else []
 
     @property
     def table(self) -> pa.Table:
-        """All rows as one `pyarrow.Table`."""
-        if self._table is None:
-            import pyarrow as pa
+        """All rows as one `pyarrow.Table`.
 
-            self._table = pa.concat_tables([block.table(first, stop) for block, first, stop in self._parts]).combine_chunks()
+        Raises:
+            DataError: a column was changed to values that Arrow does not know.
+        """
+        import pyarrow as pa
+
+        if self._may_be_edited:
+            return pa.table({name: self._column(name) for name in self.names})
+        return self._blocks_table
+
+    @property
+    def _blocks_table(self) -> pa.Table:
+        import pyarrow as pa
+
+        if self._table is None:
+            tables = [block.table(first, stop) for block, first, stop in self._parts]
+            if len(tables) == 1:  # Arrow's memory can be written to by way of `to_numpy`, and blocks are read again
+                self._table = tables[0].take(np.arange(len(self)))
+            else:
+                self._table = pa.concat_tables(tables).combine_chunks()
         return self._table
 
+    def _column(self, name: str) -> pa.ChunkedArray:
+        """Return a column as it is now. It keeps its type if the values still are of the kind they were.
+
+        Raises:
+            DataError: it was changed to values that Arrow does not know.
+        """
+        import pyarrow as pa
+
+        values = self._edited(name)
+        if values is None:
+            return self._blocks_table.column(name)
+        before, kinds = self._columns_as_lists.get(name), set(map(type, values))
+        is_kept = before is not None and kinds <= {*map(type, before), *([int] if float in map(type, before) else [])}
+        for kind in [self._blocks_table.schema.field(name).type, None] if is_kept else [None]:
+            try:
+                return pa.chunked_array([pa.array(values, kind)])
+            except (pa.ArrowException, TypeError, ValueError, OverflowError):
+                continue
+        raise DataError(
+            f"column {name!r} holds {', '.join(sorted(kind.__name__ for kind in kinds))} since its rows were changed, which "
+            "makes no column: take it from the rows, or let default_collate do so"
+        )
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return columns of numbers by name, each of shape ``(rows,)``; none if some of the blocks have nulls."""
-        if not self._parts:
+        """Return columns of numbers by name, each of shape ``(rows,)``; none if blocks have nulls or rows were changed."""
+        if not self._parts or self._may_be_edited:
             return {}
         groups, num_rows = self._parts[0][0].groups, len(self)
         if any(block.groups is not groups and block.groups != groups for block, _, _ in self._parts):
@@ -257,11 +347,13 @@ class Rows(Sequence[Row]):
         Raises:
             DataError: the column holds nulls, lists of several lengths, or no numbers.
         """
+        if self._edited(name) is not None:
+            return self._tensor_of_column(name)
         arrays = [block.numbers(name) for block, _, _ in self._parts]
         pieces = [a[first:stop] for a, (_, first, stop) in zip(arrays, self._parts, strict=True) if a is not None]
         if len(pieces) == len(self._parts):
             return torch.from_numpy(np.concatenate(pieces))
-        return self._tensor_of_lists(name)
+        return self._tensor_of_column(name)
 
     def jagged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a column of lists as all values, shape ``(total,)``, and the length of each list, shape ``(rows,)``, int64.
@@ -275,7 +367,7 @@ class Rows(Sequence[Row]):
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        column = self.table.column(name).combine_chunks()
+        column = self._column(name).combine_chunks()
         kind = column.type
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
             raise DataError(f"column {name!r} holds {kind}, not lists: use rows.tensor({name!r})")
@@ -285,16 +377,18 @@ class Rows(Sequence[Row]):
             raise DataError(f"column {name!r} holds {kind} with {values.null_count} nulls in its lists, not lists of numbers")
         return torch.tensor(values.to_numpy(zero_copy_only=False)), torch.tensor(lengths.to_numpy(zero_copy_only=False))
 
-    def _tensor_of_lists(self, name: str) -> torch.Tensor:
+    def _tensor_of_column(self, name: str) -> torch.Tensor:
         import pyarrow as pa
 
-        column = self.table.column(name)
+        column = self._column(name)
         kind = column.type
         if column.null_count:
             raise DataError(
                 f"column {name!r} has {column.null_count} nulls in a batch of {len(self)} rows, and a tensor has no nulls: "
                 "fill them in a transform or a collate_fn, for example with rows.table and pyarrow.compute.fill_null"
             )
+        if _is_number(kind):
+            return torch.from_numpy(np.array(column.to_numpy()))
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
             raise DataError(f"column {name!r} holds {kind}, which is no number: leave it out of columns=, or use a collate_fn")
         values, lengths = self.jagged(name)
@@ -322,11 +416,11 @@ def _collated(rows: Rows, name: str) -> Any:
     try:
         return rows.tensor(name)
     except DataError as error:
-        values = rows.table.column(name)
-        if values.null_count or "lists in column" in str(error):
+        values = rows.values(name)
+        if "lists in column" in str(error) or any(value is None for value in values):
             raise
         try:
-            return default_collate(values.to_pylist())
+            return default_collate(values)
         except (TypeError, RuntimeError):
             raise error from None
 

@@ -201,8 +201,8 @@ class SequenceReader(Dataset[Any]):
             begin, end = share(num_rows, request.global_rank, request.world_size)
             if begin == end:
                 begin, end = 0, 1  # a placeholder with loss weight 0
-            samples.extend(current.rows(first + begin, first + end))
             described = self._describe(current.rows(first, first + 1)[0]) if request.describes or is_last else None
+            samples.extend(current.hand_out(first + begin, first + end))
         snapshot, current.fresh = current.fresh, None
         samples.facts = BatchFacts(num_rows, is_last, described, snapshot)
         return samples
@@ -223,7 +223,7 @@ class SequenceReader(Dataset[Any]):
                 "count the rows of an IterableDataset for validation once, and then split them. Give the dataset the same "
                 "number of rows in each epoch, or use a map-style dataset"
             )
-        return [row for start, stop in request.ranges for row in current.rows(start, stop)]
+        return [row for start, stop in request.ranges for row in current.hand_out(start, stop)]
 
     def _count(self, request: RowCount) -> int:
         counting = self._begin(request.place, 1)

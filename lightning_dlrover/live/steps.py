@@ -131,7 +131,7 @@ class TrainingSteps:
                 own = kwargs
                 if again:
                     call_restart_hooks(self._fit.trainer, batch_idx)
-                    own = self._taken_back(kwargs)
+                    own = self._taken_back()
                     counts.restore(before)
                     self._num_backwards = num_backwards
                 return self.parts.compute(lambda part: make(part, optimizer, batch_idx), own)
@@ -141,12 +141,13 @@ class TrainingSteps:
         made.closure = evaluate
         return made
 
-    def _taken_back(self, kwargs: Any) -> Any:
+    def _taken_back(self) -> Any:
         """Take back what the batch under computation has changed. Return the arguments of its step."""
         if (self._epoch_loop.batch_progress.current.ready - 1) % self._fit.trainer.accumulate_grad_batches:
             return self._redo_window(inside=True)  # its gradients are added to those of earlier batches
         if self._before is not None:
             self._before.restore()
+        kwargs = self._fit.loaders.refetched(1)[0]  # the step may have changed the batch in place
         self._is_logged_for(kwargs)
         return kwargs
 

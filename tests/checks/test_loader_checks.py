@@ -6,16 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    StackDataset,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    random_split,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -26,6 +31,8 @@ from lightning_dlrover.checks.loaders import (
     check_data_loader,
     check_step_signature,
 )
+from lightning_dlrover.data import Shard
+from lightning_dlrover.data import stream as streamed
 
 
 class Numbers(Dataset[int]):
@@ -42,6 +49,27 @@ DATA = Numbers()
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(5))
+
+
+class Counted:
+    def shards(self) -> list[Shard]:
+        return [Shard("a", 20)]
+
+    def read(self, shard: Shard, row: int) -> Iterator[int]:
+        yield from range(row, shard.rows)
+
+
+class Around(Dataset[Any]):
+    """A dataset of the user's own that takes rows of another one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
 
 class OwnBatches(BatchSampler):
@@ -114,6 +142,33 @@ def test_loader_that_cannot_be_split_is_refused_with_advice(loader: DataLoader[A
         batching_of(loader)
     with pytest.raises(UnsupportedLoaderError, match=advice):
         check_data_loader(loader, is_split_by_user=False, hook="train_dataloader")
+
+
+ROWS = streamed(Counted())
+
+
+@pytest.mark.parametrize(
+    "dataset, name",
+    [
+        (random_split(ROWS, [15, 5], torch.Generator().manual_seed(1))[0], "Subset"),
+        (Subset(ROWS, range(10)), "Subset"),
+        (ConcatDataset([DATA, ROWS]), "ConcatDataset"),
+        (Subset(ConcatDataset([Subset(ROWS, range(5)), DATA]), range(3)), "Subset"),
+        (StackDataset(a=DATA, b=ROWS), "StackDataset"),
+        (Around(ROWS), "Around"),
+    ],
+)
+def test_view_of_a_stream_is_refused_with_the_next_move(dataset: Any, name: str) -> None:
+    with pytest.raises(
+        UnsupportedLoaderError, match=rf"{name} asks a stream for single rows by number.*parquet\('val/\*.parquet'\)"
+    ):
+        check_data_loader(DataLoader(dataset, 4), is_split_by_user=False, hook="train_dataloader")
+
+
+def test_streams_and_views_of_other_data_are_taken() -> None:
+    datasets: list[Any] = [ROWS, Subset(DATA, range(4)), Around(DATA), ConcatDataset([DATA, DATA])]
+    for dataset in datasets:
+        check_data_loader(DataLoader(dataset, 4), is_split_by_user=False, hook="train_dataloader")
 
 
 @pytest.mark.parametrize("is_split_by_user", [False, True])

@@ -12,11 +12,13 @@ import tarfile
 from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import DataError, Source, file_source, files, parquet, stream
@@ -81,6 +83,80 @@ def test_columns_are_read_from_every_row(tmp_path: Path, name: str, header: bool
 def test_some_columns_of_a_csv_file_are_read(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", "id,x,name\n1,2.5,a\n2,3.5,b\n")
     assert_readable_from_every_row(files(str(tmp_path / "a.csv"), columns=["x"]), [{"x": 2.5}, {"x": 3.5}])
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("columns", [None, ["y", "x"]])
+def test_columns_of_each_csv_file_go_by_their_names(tmp_path: Path, suffix: str, columns: list[str] | None) -> None:
+    headers = ["x,y,name", "name,y,x", '"y",name,x', "\ufeffx,y,name\r"]
+    for number, header in enumerate(headers):
+        names = header.strip("\ufeff\r").replace('"', "").split(",")
+        values = {"x": f"{number}", "y": "0.5", "name": "a"}
+        write(tmp_path / f"{number}.csv{suffix}", header + "\n" + (",".join(values[name] for name in names) + "\n") * 20)
+    source = files(str(tmp_path / "*.csv*"), columns=columns)
+    for number, shard in enumerate(source.shards()):
+        expected = {"x": number, "y": 0.5, "name": "a"}
+        assert as_rows(source.read(shard, 7)) == [{name: expected[name] for name in columns or expected}] * 13
+    assert {len(batch["x"]) for batch in DataLoader(stream(source, keep_order=True), batch_size=16)} == {16}
+
+
+@pytest.mark.parametrize(
+    "header, columns, message",
+    [
+        ("x,z", None, r"b.csv has no column 'y', and .*a.csv has one. Give the columns that all files have with files\("),
+        ("x", None, "b.csv has no column 'y'"),
+        ("x,y,z", None, r"a.csv has no column 'z', and .*b.csv has one"),
+        ("x,y,x", None, "b.csv has 2 columns with the name 'x'"),
+        ("", None, "b.csv has no column 'x'"),
+        ("z,y", ["x"], "b.csv has no column 'x'"),
+    ],
+)
+def test_csv_file_with_other_columns_is_named_at_the_start(
+    tmp_path: Path, header: str, columns: list[str] | None, message: str
+) -> None:
+    write(tmp_path / "a.csv", "x,y\n1,2\n")
+    write(tmp_path / "b.csv", header + "\n" + ",".join(["1"] * (header.count(",") + 1)) + "\n")
+    with pytest.raises(DataError, match=message):
+        files(str(tmp_path), format="csv", columns=columns).shards()
+
+
+def test_columns_that_are_not_read_may_differ(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "x,y\n1,2\n")
+    write(tmp_path / "b.csv", "z,z,x\na,b,3\n")
+    write(tmp_path / "c.csv", "")
+    source = files(str(tmp_path / "*.csv"), columns=["x"])
+    assert [as_rows(source.read(shard, 0)) for shard in source.shards()] == [[{"x": 1}], [{"x": 3}], []]
+
+
+@pytest.mark.parametrize("place", [0, 11, 22])
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
+@pytest.mark.parametrize("value", ['"hello\nworld"', '"hello\rworld\r"x', '"not closed', "a\rb", '"a,""b""\n"'])
+def test_line_break_in_a_value_is_refused_at_the_start(tmp_path: Path, value: str, suffix: str, place: int) -> None:
+    lines = [f"{number},some text" for number in range(23)]
+    lines[place] = f"{place},{value}"
+    write(tmp_path / f"a{suffix}", "id,name\n" + "\n".join(lines) + "\n")
+    source = files(str(tmp_path / f"a{suffix}"))
+    if value == '"hello\rworld\r"x':  # quoted, so it is no end of a row
+        assert source.shards()[0].rows == len(lines)
+        return
+    with pytest.raises(DataError, match=rf"a{suffix}: the line .* is no row. A value with a line break, or a quote that"):
+        source.shards()
+
+
+def test_quotes_without_line_breaks_are_read(tmp_path: Path) -> None:
+    values = ['"a,b"', '"say ""hi"""', 'a 5" pipe', '""', '"x"']
+    expected = ["a,b", 'say "hi"', 'a 5" pipe', "", "x"]
+    write(tmp_path / "a.csv", 'id,"the name"\r\n' + "".join(f"{number},{values[number % 5]}\r\n" for number in range(23)))
+    rows = [{"id": number, "the name": expected[number % 5]} for number in range(23)]
+    assert_readable_from_every_row(files(str(tmp_path / "a.csv")), rows)
+
+
+def test_chunk_whose_rows_are_not_its_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_source, "_check_line_breaks", lambda *args: None)
+    write(tmp_path / "a.csv", 'id,name\n1,a\n2,"hello\nworld"\n3,b\n')
+    source = files(str(tmp_path / "a.csv"))
+    with pytest.raises(DataError, match=r"a.csv: 4 lines have 3 rows. A value with a line break"):
+        as_rows(source.read(source.shards()[0], 0))
 
 
 def test_samples_of_a_tar_archive_are_read_from_every_one(tmp_path: Path) -> None:
@@ -202,15 +278,65 @@ def test_folders_leave_out_marker_files_and_other_suffixes(tmp_path: Path) -> No
     assert len(parquet([str(tmp_path / "day=1/a.parquet"), str(tmp_path / "day=1")]).shards()) == 1
 
 
+MARKS = ["_delta_log/00000000000000000000.json", ".hoodie/hoodie.properties", "metadata/v1.metadata.json"]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("root", ["", "memory:/"])
+def test_table_with_a_list_of_its_files_is_refused(tmp_path: Path, mark: str, root: str) -> None:
+    folder = f"{root}{tmp_path}"
+    filesystem, _ = fsspec.core.url_to_fs(folder)
+    rows = io.BytesIO()
+    pq.write_table(pa.table({"a": [1, 2]}), rows)
+    for name in ("table/data/day=1/a.parquet", "table/data/day=1/b.parquet", "plain/metadata/a.parquet"):
+        filesystem.makedirs(os.path.dirname(f"{tmp_path}/{name}"), exist_ok=True)
+        filesystem.pipe_file(f"{tmp_path}/{name}", rows.getvalue())
+    filesystem.makedirs(os.path.dirname(f"{tmp_path}/table/{mark}"), exist_ok=True)
+    filesystem.pipe_file(f"{tmp_path}/table/{mark}", b"{}")
+    for path in ("", "/table", "/table/data", "/table/data/day=*/*.parquet", "/table/data/day=1"):
+        with pytest.raises(
+            DataError, match=r"so this is a table of (Delta Lake|Apache).*Give the files of one version as a list"
+        ):
+            parquet(folder + path).shards()
+    assert len(parquet(f"{folder}/table/data/day=1/a.parquet").shards()) == 1  # as a list of one version's files has it
+    assert len(parquet(f"{folder}/plain").shards()) == len(parquet(f"{folder}/plain/metadata/*.parquet").shards()) == 1
+
+
+class LikeAzure(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Gives ETags with quotes for a file, and without in a listing."""
+
+    protocol = "likeazure"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("likeazure://", "memory://")))
+
+    def glob(self, path: str, **options: Any) -> Any:
+        return {name: {**super(LikeAzure, self).info(name), "etag": "0x8D"} for name in super().glob(path)}
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return {**super().info(path, **options), "etag": f'{"W/" if "weak" in path else ""}"0x8D"'}
+
+
+def test_etag_is_the_same_with_and_without_quotes() -> None:
+    fsspec.register_implementation("likeazure", LikeAzure, clobber=True)
+    for name in ("a", "weak"):
+        LikeAzure().pipe_file(f"/data/{name}.txt", b"1\n2\n")
+    source = files("likeazure://data/*.txt")
+    assert [as_rows(source.read(shard, 1)) for shard in source.shards()] == [["2"], ["2"]]
+
+
 def test_counts_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.txt", "a\nb\n")
     source = files(str(tmp_path / "a.txt"))
     counts: list[str] = []
     count = file_source._count_lines
 
-    def counting(location: Any, has_header: bool) -> Any:
+    def counting(location: Any, **options: Any) -> Any:
         counts.append(location.key)
-        return count(location, has_header)
+        return count(location, **options)
 
     monkeypatch.setattr(file_source, "_count_lines", counting)
     assert [shard.rows for _ in range(3) for shard in source.shards()] == [2, 2, 2]

@@ -12,9 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data import DataError, Shard, Stream, stream
 from lightning_dlrover.live.loader import ElasticLoader
 
@@ -109,3 +110,9 @@ def test_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch() -> None:
 def test_checkpoint_without_a_position_is_refused(checkpoint: Any) -> None:
     with pytest.raises(DataError, match="no position of training loader 0 in a stream"):
         numbers().resume_from(checkpoint)
+
+
+def test_view_of_a_stream_is_refused_by_the_callback(tmp_path: Path) -> None:
+    part: Any = Subset(numbers(), range(8))
+    with pytest.raises(UnsupportedLoaderError, match="Subset asks a stream for single rows by number"):
+        fit(tmp_path, part, callbacks=[DLRoverCallback()], strategy=DLRoverStrategy())

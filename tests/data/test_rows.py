@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,76 @@ def test_default_collate_takes_columns_and_makes_no_rows() -> None:
 def test_rows_that_a_transform_has_kept_are_collated_one_by_one() -> None:
     prepare_default_collate()
     assert default_collate([Row(a=1), Row(a=2)])["a"].tolist() == [1, 2]
+
+
+def edit(rows: Any) -> dict[str, Any]:
+    for row in rows:
+        row["i"] = row["i"] / 100
+        row["f"] += 1
+        row["l"].append(7)
+        row["new"] = torch.ones(2)
+        del row["b"]
+    rows[0]["s"] = "first"
+    batch: dict[str, Any] = default_collate(rows)
+    return batch
+
+
+def test_rows_that_were_changed_are_collated_as_those_of_a_list() -> None:
+    prepare_default_collate()
+    table = pa.table({**VALUES, "f": pa.array(VALUES["f"], pa.float32()), "l": [[1]] * 5})
+    rows = Rows([(block_of(table), 0, 5)])
+    batch = edit(rows)
+    of_list = edit(table.to_pylist())
+    assert list(batch) == list(of_list) == ["i", "f", "s", "l", "p", "n", "new"]
+    assert (batch["i"].dtype, batch["f"].dtype) == (
+        torch.float64,
+        torch.float32,
+    )
+    assert batch["l"].tolist() == torch.stack(of_list["l"], 1).tolist() == [[1, 7]] * 5  # a matrix, as of rows unchanged
+    assert batch["s"] == of_list["s"] == ["first", "b", "c", "d", "e"]
+    for name in ("i", "f", "new"):
+        assert batch[name].tolist() == of_list[name].tolist()
+    assert rows.tensor("i").tolist() == [value / 100 for value in VALUES["i"]]
+    assert rows.jagged("l")[0].tolist() == [1, 7] * 5
+    with pytest.raises(DataError, match="column 'new' holds Tensor since its rows were changed"):
+        _ = rows.table
+
+
+def test_change_of_the_first_row_alone_is_seen() -> None:
+    for name, value in (("i", 9), ("l", [8])):
+        rows = two_blocks(i=VALUES["i"], l=[[1]] * 5)
+        rows[0][name] = value
+        assert rows.table.to_pylist() == list(rows)
+        assert rows[0][name] == value
+    rows = two_blocks(l=[[1]] * 5)
+    rows[0]["l"][0] = 8
+    assert collate(rows)["l"].tolist() == [[8], [1], [1], [1]]
+
+
+def test_nulls_are_filled_in_place() -> None:
+    rows = two_blocks(c=[1, None, 2, 3, None])
+    for row in rows:
+        row["c"] = row["c"] or 0
+    assert rows.tensor("c").tolist() == [3, 0, 1, 0]
+    assert rows.tensor("c").dtype == torch.int64
+
+
+def test_batch_without_nulls_from_a_block_with_nulls_is_a_tensor() -> None:
+    block = block_of(pa.table({"c": [1, 2, None], "b": [True, False, None]}))
+    assert {name: tensor.tolist() for name, tensor in collate(Rows([(block, 0, 2)])).items()} == {
+        "c": [1, 2],
+        "b": [True, False],
+    }
+
+
+@pytest.mark.parametrize("values", [[1, 2, 3], [1, None, 3]])
+def test_table_shares_no_memory_with_the_block(values: list[Any]) -> None:
+    block = block_of(pa.table({"c": values, "l": [[1]] * 3}))
+    for name in ("c", "l"):
+        column = Rows([(block, 0, 3)]).table.column(name).chunk(0)
+        numbers = column.values if name == "l" else column
+        ctypes.memset(numbers.buffers()[1].address, 0, 8)  # as `torch.from_numpy(column.to_numpy())` allows
+    assert Rows([(block, 0, 3)]).table.to_pydict() == {"c": values, "l": [[1]] * 3}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +17,7 @@ from stream_schedules import Action, Numbered, SimulatedJob, Tally, follow, rows
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
-from lightning_dlrover.data import DataError, Shard, Stream, parquet, stream
+from lightning_dlrover.data import DataError, Shard, Stream, stream
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.loader import ElasticLoader, LoaderState
 
@@ -337,10 +336,3 @@ def test_wrong_number_of_rows_to_shuffle_is_refused(shuffle_rows: Any) -> None:
 def test_kept_order_and_shuffling_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="keep_order"):
         stream(Numbered([1]), shuffle_rows=10, keep_order=True)
-
-
-def test_files_of_other_columns_are_named(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "1.parquet")
-    pq.write_table(pa.table({"b": [1, 2]}), tmp_path / "2.parquet")
-    with pytest.raises(DataError, match=r"2.parquet has the columns b: int64, and .*1.parquet has a: int64"):
-        list(DataLoader(stream(parquet(str(tmp_path)), keep_order=True), batch_size=4))

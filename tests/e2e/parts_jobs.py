@@ -197,6 +197,14 @@ class OwnParts(OpaqueBatches):
         return [Opaque([next(rows) for _ in range(size)]) for size in sizes]
 
 
+class InPlace(Small):
+    """Changes its batches in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0].mul_(2).add_(1)
+        return super().training_step(batch, batch_idx)
+
+
 class Manual(Small):
     automatic_optimization = False
 
@@ -238,6 +246,7 @@ SCRIPTS = {
     "dictionaries": Script(Sparing, collate=as_dictionary),
     "stream": Script(streams=True),
     "own_parts": Script(OwnParts, collate=Opaque),
+    "in_place": Script(InPlace),
     "opaque": Script(OpaqueBatches, collate=Opaque),
     "wide": Script(Wide),
     "manual": Script(Manual),

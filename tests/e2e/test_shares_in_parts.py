@@ -116,11 +116,12 @@ def test_share_that_cannot_be_computed_in_parts_is_refused(run: PartsRun, text: 
     assert text in job.workers[0].output
 
 
-def test_module_may_cut_its_batches_itself(make_job: MakeJob) -> None:
-    job = make_job(PartsRun("own_parts", room=(3,)), script=run_in_parts)
+@pytest.mark.parametrize("kind", ["own_parts", "in_place"])
+def test_module_may_cut_and_change_its_batches_itself(kind: str, make_job: MakeJob) -> None:
+    job = make_job(PartsRun(kind, room=(3,)), script=run_in_parts)
     job.start()
     assert job.finish() == [0], job.report()
-    assert_same(job, undisturbed(make_job, "own_parts"))
+    assert_same(job, undisturbed(make_job, kind))
     assert [record["samples"] for record in job.records("full")] == [8, 4]
 
 
