@@ -75,7 +75,7 @@ class UsersLoaders:
         global_batch = batching_of(dataloader).batch_size * job.start_workers
         if training and self._global_batch_size is not None:
             global_batch = self._global_batch_size
-        return ElasticLoader(
+        made = ElasticLoader(
             dataloader,
             global_batch,
             training=training,
@@ -86,6 +86,8 @@ class UsersLoaders:
             max_workers=job.lane_workers,
             sequence=settings_for(trainer, training, global_batch, self._max_catch_up_s, self._compare_data),
         )
+        live.loaders.attend(made)
+        return made
 
 
 def _begin_window(data: Stream, dataloader: object, trainer: Any, training: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing
 import os
 import signal
 import socket
@@ -742,9 +743,9 @@ def test_loader_ends_with_the_trainers_epoch_if_that_is_shorter() -> None:
 
 def train_loaders(combined: CombinedLoader, has_global_batch_size: bool = False) -> TrainLoaders:
     """The loaders of a Trainer with epochs of 5 batches."""
-    trainer: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(_combined_loader=combined), num_training_batches=5, accumulate_grad_batches=1
-    )
+    val_loop = SimpleNamespace(_combined_loader=None)
+    fit_loop = SimpleNamespace(_combined_loader=combined, epoch_loop=SimpleNamespace(val_loop=val_loop))
+    trainer: Any = SimpleNamespace(fit_loop=fit_loop, num_training_batches=5, accumulate_grad_batches=1)
     return TrainLoaders(trainer, FitPosition(None), has_global_batch_size)
 
 
@@ -786,6 +787,35 @@ def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
     loaders.keep_step()
     assert (first.order.seed, later.order.seed) == (7, 7)
     assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]  # type: ignore[no-untyped-call]
+
+
+class Counted(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+@pytest.mark.parametrize("dataset", [Counted(), Numbers(8)])
+def test_loader_that_is_replaced_leaves_no_process(dataset: Dataset[int]) -> None:
+    def made(training: bool) -> ElasticLoader:
+        persistent = not isinstance(dataset, Counted)  # loader workers of an IterableDataset outlive an epoch anyway
+        loader = ElasticLoader(DataLoader(dataset, 4, num_workers=1, persistent_workers=persistent), 4, training)
+        loaders.attend(loader)
+        iter(loader)
+        return loader
+
+    before = set(multiprocessing.active_children())
+    loaders = train_loaders(CombinedLoader([]))
+    fit_loop: Any = loaders._trainer.fit_loop
+    for _ in range(3):
+        fit_loop._combined_loader = CombinedLoader([made(True)])
+        loaders.keep_step()
+        rest_of(loaders.first)
+        fit_loop.epoch_loop.val_loop._combined_loader = CombinedLoader([validation := made(False)])
+        loaders.close_unused()
+        rest_of(validation)
+        assert len(set(multiprocessing.active_children()) - before) == 2
+    loaders.close()
+    assert set(multiprocessing.active_children()) == before
 
 
 # --- behaviour towards user code ----------------------------------------------------------------------------------------
