@@ -254,6 +254,14 @@ class LoaderWorkers:
         return self._loader.num_workers
 
     @property
+    def would_be_first(self) -> bool:
+        """Whether loader workers would fetch from copies of a dataset that only the training process has used until now.
+
+        What training writes to the dataset, such as a replay buffer, would not reach them. The rows of a stream are in files.
+        """
+        return not self.number and not self.users_number and not isinstance(self._loader.dataset, Stream)
+
+    @property
     def prefetch_factor(self) -> int:
         """Batches that each loader worker prepares ahead; 0 without loader workers."""
         return self._feed.loader.prefetch_factor or 0

@@ -41,6 +41,7 @@ class TrainLoaders:
         self._known: Sequence[ElasticLoader] = ()
         self._made: list[ElasticLoader] = []  # loaders of this Trainer, validation and test included, that may have processes
         self._has_warned = False
+        self.may_add_workers = False  # whether a plan may give loader workers to any dataset whose loader has none
         self.saved_sequences: Sequence[Any] = ()  # places in an `IterableDataset` of the checkpoint that is being resumed
         self.computed: int | None = None  # batch under computation, if not the last one handed out
 
@@ -66,7 +67,9 @@ class TrainLoaders:
 
     @property
     def refusal(self) -> str:
-        """Reason why a loader cannot change its workers; empty if all can."""
+        """Reason why a plan cannot change the workers of a loader; empty if it can change those of all."""
+        if not self.may_add_workers and any(loader.workers.would_be_first for loader in self.all):
+            return "the script's DataLoader has num_workers=0, and its dataset may depend on the training process"
         return next((loader.workers.refusal for loader in self.all if loader.workers.refusal), "")
 
     def keep_step(self) -> None:

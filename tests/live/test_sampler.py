@@ -778,6 +778,17 @@ def test_iterable_dataset_beside_another_loader_is_refused() -> None:
         train_loaders(CombinedLoader([elastic(20, 4), endless])).keep_step()
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "allowed", "is_refused"), [((0, 1), False, True), ((0, 1), True, False), ((1, 2), False, False)]
+)
+def test_planner_is_told_of_a_loader_that_gets_no_loader_workers(
+    num_workers: tuple[int, int], allowed: bool, is_refused: bool
+) -> None:
+    loaders = train_loaders(CombinedLoader([elastic(num_workers=number) for number in num_workers]))
+    loaders.may_add_workers = allowed
+    assert ("num_workers=0" in loaders.refusal) == is_refused
+
+
 def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
     first, later = elastic(20, 4, shuffle=True), elastic(20, 4, shuffle=True)
     loaders = train_loaders(CombinedLoader([first]))
