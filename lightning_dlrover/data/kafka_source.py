@@ -181,9 +181,9 @@ class Kafka:
         try:
             return self._value(message.value())
         except Exception as error:  # a decoder of the user's may raise anything
-            where = f"the message at offset {message.offset()} of {name_of(message.topic(), message.partition())}"
             if self._on_error == "skip":
-                return Skipped(1, f"{where} cannot be decoded: {type(error).__name__}: {error}")
+                return Skipped(1, f"value= cannot decode such messages: {type(error).__name__}: {error}")
+            where = f"the message at offset {message.offset()} of {name_of(message.topic(), message.partition())}"
             kind = "has no value (a tombstone)" if message.value() is None else "cannot be decoded"
             raise DataError(
                 f"{where} {kind}: {type(error).__name__}: {error}. Leave such messages out with kafka(..., on_error='skip'), "

@@ -82,6 +82,24 @@ def test_numbers_without_data_are_not_named() -> None:
     assert data.take_left_out() == ()
 
 
+class Telling:
+    """200 rows, none of the second hundred of which can be read, each for a reason of its own."""
+
+    def shards(self) -> list[Shard]:
+        return [Shard("telling", 200)]
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        return (number if number < 100 else Skipped(1, f"cannot decode {number}") for number in range(row, 200))
+
+
+def test_rows_with_reasons_of_their_own_are_one_range_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    data = stream(Telling(), keep_order=True)
+    (rows,) = DataLoader(data, batch_size=200, collate_fn=list)
+    assert rows == [*range(100)]
+    assert data.take_left_out() == (LeftOut(0, "telling", 100, 200, "cannot decode 100"),)
+    assert [record.getMessage() for record in caplog.records] == ["telling: 100 rows are skipped: cannot decode 100"]
+
+
 def test_only_rows_that_are_not_on_record_are_news() -> None:
     rows = RowsLeftOut()
     rows.add([LeftOut(0, "a", 10, 20, "broken"), LeftOut(1, "b", 0, 5, "gone"), LeftOut(0, "a", 10, 20, "broken")])
