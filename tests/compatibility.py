@@ -201,6 +201,17 @@ ROWS: list[Row] = [
             f"{_FEATURES}::test_workers_with_seeds_of_their_own_share_one_order",
         ),
         (
+            "A DataLoader of graphs, which wraps its iterator, with loader workers",
+            "works",
+            f"{_UNIT}/live/test_sampler.py::test_loader_that_wraps_its_iterator_is_split_anew_and_ends",
+            "refused if the loader workers cannot be found in it",
+        ),
+        (
+            "A dataset that training writes to, with `num_workers=0`",
+            "works",
+            f"{_UNIT}/live/test_settings.py::test_planner_gives_no_loader_workers_to_a_dataset_that_training_may_write_to",
+        ),
+        (
             "`shuffle=True` with a `generator`",
             "works",
             f"{_UNIT}/live/test_sampler.py::test_a_generator_of_the_users_seeds_the_order",

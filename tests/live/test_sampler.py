@@ -935,6 +935,54 @@ def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
     assert (loader.num_workers, loader.workers.refusal) == (0, "Filtering makes its iterators itself")
 
 
+class Wrapped:
+    """Batches of an iterator, each one changed."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Wrapped:
+        return self
+
+    def __next__(self) -> Any:
+        return -next(self.inner)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.inner._reset(loader, first_iter)
+
+
+class OfGraphs(DataLoader[int]):
+    """Like NeighborLoader of PyTorch Geometric."""
+
+    def _get_iterator(self) -> Any:
+        return Wrapped(super()._get_iterator())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_that_wraps_its_iterator_is_split_anew_and_ends(persistent: bool) -> None:
+    before = set(multiprocessing.active_children())
+    loader = ElasticLoader(OfGraphs(Numbers(16), 4, num_workers=2, persistent_workers=persistent), 4, training=True)
+    try:
+        for _ in range(2):
+            iter(loader)
+            assert indices(next(loader)) == [0, -1, -2, -3]
+            loader.reshard(1, 2)
+            assert rest_of(loader) == [[-6, -7], [-10, -11], [-14, -15]]
+        assert [*loader.workers.fetch_apart([3, 5], list)] == [[3], [5]]
+    finally:
+        loader.close()
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_loader_whose_iterator_hides_its_loader_workers_is_refused() -> None:
+    class Hiding(DataLoader[int]):
+        def _get_iterator(self) -> Any:
+            return (batch for batch in super()._get_iterator())
+
+    with pytest.raises(UnsupportedLoaderError, match="Hiding hands out its batches through a generator"):
+        ElasticLoader(Hiding(Numbers(16), 4, num_workers=1), 4, training=True)
+
+
 def test_lightning_seeds_workers_of_any_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "1")  # set by `seed_everything(workers=True)`, which LightningCLI calls by default
     loader = ElasticLoader(DataLoader(Numbers(6), 2, num_workers=1), 2, training=True)

@@ -72,6 +72,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.autograd:Variable._execution_engine": ("queue_callback",),
     "torch.nn.parallel:DistributedDataParallel": ("_comm_hooks", "_distributed_broadcast_coalesced", "_sync_buffers"),
     "torch.utils.data:DataLoader": ("_get_iterator", "_iterator"),
+    "torch.utils.data.dataloader": ("_BaseDataLoaderIter",),
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
         *("_index_queues", "_mark_worker_as_unavailable", "_persistent_workers", "_pin_memory_thread_done_event", "_shutdown"),
         *("_prefetch_factor", "_shutdown_workers", "_try_put_index", "_worker_pids_set", "_worker_result_queue", "_workers"),
