@@ -276,6 +276,27 @@ def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
     assert rest_of(joiner) == expected
 
 
+def test_each_lap_of_a_random_sampler_is_drawn_anew() -> None:
+    def made(rank: int) -> ElasticLoader:
+        loader = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12, replacement=False), place=(rank, 2))
+        loader.order._materialise = lambda order: sent.setdefault("order", order)  # type: ignore[union-attr]
+        loader.keep_step(8, cycles=True)
+        return loader
+
+    sent: dict[str, list[int]] = {}
+    batches = zip(*(rest_of(made(rank)) for rank in range(2)), strict=True)
+    shown = [i for of_ranks in batches for share in of_ranks for i in share]
+    laps = shown[:12], shown[12:24]
+    assert sorted(laps[0]) == sorted(laps[1]) == list(range(12))
+    assert laps[0] != laps[1]  # equal once in 479,001,600 runs
+    assert len(set(shown[24:])) == 8
+
+    loader = made(0)
+    loader.order.num_laps = 1  # type: ignore[union-attr]
+    loader.order.take(torch.arange(12), 0)  # of a checkpoint that was saved before laps had orders of their own
+    assert rest_of(loader) == [[0, 1], [4, 5], [8, 9]] * 2 + [[0, 1], [4, 5]]
+
+
 # --- loader workers -----------------------------------------------------------------------------------------------------------
 
 
