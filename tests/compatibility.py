@@ -103,6 +103,12 @@ ROWS: list[Row] = [
             f"{_UNIT}/checks/test_loader_checks.py::test_loader_that_cannot_be_split_is_refused_with_advice",
         ),
         (
+            "`trainer.test` or `trainer.validate` with such a loader, after `fit`",
+            "warned",
+            f"{_UNIT}/live/test_users_loaders.py::test_test_loader_that_cannot_be_split_does_not_end_a_job_that_has_trained",
+            "each worker computes all of its batches",
+        ),
+        (
             "Streams of Parquet files with shuffling, `num_workers` and validation",
             "works",
             f"{_E2E}/test_schedules.py::test_every_sample_is_trained_on_exactly_once[0]",
