@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dlrover.data.counted_files import Count, counted
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
@@ -32,6 +33,7 @@ class Parquet:
     """Parquet files. `parquet` makes one."""
 
     reads_in_threads = True
+    block_rows = BLOCK_ROWS
 
     def __init__(self, paths: str | Sequence[str], columns: Sequence[str] | None, on_error: str) -> None:
         if on_error not in ("raise", "skip"):

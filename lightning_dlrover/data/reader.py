@@ -133,6 +133,7 @@ class LaneReader:
         self._threads = threads
         self._turn = 0  # pieces that were read so far
         self.left_out: dict[LeftOut, None] = {}
+        self._num_skipped: Counter[tuple[str, bool]] = Counter()  # by shard and whether these numbers have rows
         self._source = source
         self._shards = shards
         self._max_open = max_open
@@ -227,7 +228,10 @@ class LaneReader:
             else:
                 parts.add(self._shards[shard], item)
         for kind, num_rows in skipped.items():
-            log.warning("%s: %d rows are skipped: %s", kind[0], num_rows, reasons[kind])
+            before = self._num_skipped[kind]
+            self._num_skipped[kind] = found = before + num_rows
+            if found.bit_length() > before.bit_length():  # whenever the number has doubled: blocks may be small
+                log.warning("%s: %d rows are skipped so far: %s", kind[0], found, reasons[kind])
         order, starts = self.plan.order(number, block), None
         if skipped:
             starts, order = _without_skipped(np.concatenate(is_there), order)
