@@ -209,7 +209,7 @@ ROWS: list[Row] = [
         (
             "A DataLoader of graphs, which wraps its iterator, with loader workers",
             "works",
-            f"{_UNIT}/live/test_sampler.py::test_loader_that_wraps_its_iterator_is_split_anew_and_ends",
+            f"{_UNIT}/live/test_sampler.py::test_loader_that_wraps_its_iterator_is_resharded_and_closed",
             "refused if the loader workers cannot be found in it",
         ),
         (

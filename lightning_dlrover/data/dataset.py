@@ -37,7 +37,7 @@ MIN_SHUFFLED_BLOCK = 512
 """Minimum number of rows that are shuffled together in a lane."""
 
 OBJECTS_PER_BLOCK = 256
-"""Rows of a lane that are read together where a user's source does not say, and they may be large objects."""
+"""Rows of a lane that are read together from a user's source without `block_rows`. They may be large objects."""
 
 MIN_LANE_ROWS = 65_536
 """Minimum rows of a lane, unless workers need more lanes. Where a lane begins, part of a row group is decoded in vain."""

@@ -276,7 +276,7 @@ def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
     assert rest_of(joiner) == expected
 
 
-def test_each_lap_of_a_random_sampler_is_drawn_anew() -> None:
+def test_random_sampler_is_drawn_again_for_each_lap() -> None:
     def made(rank: int) -> ElasticLoader:
         loader = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12, replacement=False), place=(rank, 2))
         loader.order._materialise = lambda order: sent.setdefault("order", order)  # type: ignore[union-attr]
@@ -802,7 +802,7 @@ def test_iterable_dataset_beside_another_loader_is_refused() -> None:
 @pytest.mark.parametrize(
     ("num_workers", "allowed", "is_refused"), [((0, 1), False, True), ((0, 1), True, False), ((1, 2), False, False)]
 )
-def test_planner_is_told_of_a_loader_that_gets_no_loader_workers(
+def test_loaders_without_loader_workers_are_not_tunable_by_default(
     num_workers: tuple[int, int], allowed: bool, is_refused: bool
 ) -> None:
     loaders = train_loaders(CombinedLoader([elastic(num_workers=number) for number in num_workers]))
@@ -980,7 +980,7 @@ class OfGraphs(DataLoader[int]):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_loader_that_wraps_its_iterator_is_split_anew_and_ends(persistent: bool) -> None:
+def test_loader_that_wraps_its_iterator_is_resharded_and_closed(persistent: bool) -> None:
     before = set(multiprocessing.active_children())
     loader = ElasticLoader(OfGraphs(Numbers(16), 4, num_workers=2, persistent_workers=persistent), 4, training=True)
     try:
