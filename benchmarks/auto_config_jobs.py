@@ -214,7 +214,7 @@ def main() -> None:
             # A snapshot in the middle of a measurement would count against the settings of that time.
             snapshots=SnapshotConfig(interval_s=0.0),
         ),
-        callbacks=[DLRoverCallback(options.window_s, options.plan_every_s), Recorder(options)],
+        callbacks=[DLRoverCallback(options.window_s, options.plan_every_s, tune=callback.TUNABLE), Recorder(options)],
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,

@@ -49,9 +49,16 @@ else:
 
 __all__ = ["TUNABLE", "DLRoverCallback", "Tunable"]
 
-Tunable = Literal["num_workers", "loader_workers", "intra_op_threads", "prefetch_factor"]
+Tunable = Literal["num_workers", "loader_workers", "intra_op_threads", "prefetch_factor", "first_loader_workers"]
 TUNABLE: tuple[Tunable, ...] = get_args(Tunable)
-"""Settings that the planner may change while a job runs."""
+"""Settings that the planner may change while a job runs.
+
+`first_loader_workers` adds to `loader_workers` the change from 0, for any dataset. The script's own dataset objects then stay
+as they are when the loader workers are forked: what `training_step` writes to them later is not in the batches.
+"""
+
+TUNED: tuple[Tunable, ...] = tuple(name for name in TUNABLE if name != "first_loader_workers")
+"""Settings that the planner changes by default."""
 
 
 class DLRoverCallback(Callback):
@@ -67,7 +74,8 @@ class DLRoverCallback(Callback):
         history: storage of past jobs, from which later ones start: a path, a SQLAlchemy URL, or `off`.
             None: the variable DLROVER_HISTORY, else a file in the user's data folder.
         tune: settings that the planner may change. All others keep the script's values, or those of `dlrover scale`.
-            Loader workers are added, up to the cores of the node, only to datasets that hold no open file.
+            A DataLoader with num_workers=0 gets loader workers only if it reads a stream, or if `tune` holds
+            `first_loader_workers`, as in ``tune=TUNABLE``, and the dataset holds no open file.
         hang_after_s: minimum seconds without a step before all workers report their position. The wait is also at least 20
             times as long as a usual step. 0 switches the report off.
     """
@@ -79,7 +87,7 @@ class DLRoverCallback(Callback):
         *,
         objective: Aim | Objective | None = None,
         history: str | None = None,
-        tune: Collection[Tunable] = TUNABLE,
+        tune: Collection[Tunable] = TUNED,
         hang_after_s: float = 60.0,
     ) -> None:
         if not 0 <= hang_after_s < math.inf:
@@ -120,6 +128,8 @@ class DLRoverCallback(Callback):
         live = strategy.live
         membership = live.world.membership if live is not None else None
         self._membership = membership
+        if live is not None:
+            live.loaders.may_add_workers = "first_loader_workers" in self._tune
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
         self._strategy = strategy
         self._profiler = StepProfiler(worker_id, strategy.root_device, strategy.times)

@@ -103,6 +103,12 @@ ROWS: list[Row] = [
             f"{_UNIT}/checks/test_loader_checks.py::test_loader_that_cannot_be_split_is_refused_with_advice",
         ),
         (
+            "`trainer.test` or `trainer.validate` with such a loader, after `fit`",
+            "warned",
+            f"{_UNIT}/live/test_users_loaders.py::test_test_loader_that_cannot_be_split_does_not_end_a_job_that_has_trained",
+            "each worker computes all of its batches",
+        ),
+        (
             "Streams of Parquet files with shuffling, `num_workers` and validation",
             "works",
             f"{_E2E}/test_schedules.py::test_every_sample_is_trained_on_exactly_once[0]",
@@ -199,6 +205,17 @@ ROWS: list[Row] = [
             "Loaders made anew each epoch, with other lengths; a seed per worker",
             "works",
             f"{_FEATURES}::test_workers_with_seeds_of_their_own_share_one_order",
+        ),
+        (
+            "A DataLoader of graphs, which wraps its iterator, with loader workers",
+            "works",
+            f"{_UNIT}/live/test_sampler.py::test_loader_that_wraps_its_iterator_is_resharded_and_closed",
+            "refused if the loader workers cannot be found in it",
+        ),
+        (
+            "A dataset that training writes to, with `num_workers=0`",
+            "works",
+            f"{_UNIT}/live/test_settings.py::test_planner_gives_no_loader_workers_to_a_dataset_that_training_may_write_to",
         ),
         (
             "`shuffle=True` with a `generator`",

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dlrover.data.lane_plan import CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS, CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
 from lightning_dlrover.data.left_out import LeftOut
 from lightning_dlrover.data.read_ahead import ReadingThreads
 from lightning_dlrover.data.reader import LaneReader
@@ -35,6 +35,9 @@ OWN_BATCH_SIZE = 2048
 
 MIN_SHUFFLED_BLOCK = 512
 """Minimum number of rows that are shuffled together in a lane."""
+
+OBJECTS_PER_BLOCK = 256
+"""Rows of a lane that are read together from a user's source without `block_rows`. They may be large objects."""
 
 MIN_LANE_ROWS = 65_536
 """Minimum rows of a lane, unless workers need more lanes. Where a lane begins, part of a row group is decoded in vain."""
@@ -223,11 +226,15 @@ class Stream(Dataset[Any]):
             batch_size: rows of a global batch.
             max_workers: maximum number of workers, each of which should have lanes of its own.
         """
+        num_rows = len(self)  # a source of files knows their format from here on
+        # Where rows are not shuffled, their order does not depend on the size of blocks.
+        default = BLOCK_ROWS if getattr(self.source, "reads_in_threads", False) else OBJECTS_PER_BLOCK
+        block_rows = getattr(self.source, "block_rows", default)
         if self.keep_order:
-            return Layout(batch_size, slots=1, cycle=1)
+            return Layout(batch_size, slots=1, cycle=1, block_rows=block_rows)
         slots = min(batch_size, max(MIN_SLOTS, max_workers))
-        cycle = next((each for each in CYCLES if slots * each * MIN_LANE_ROWS <= len(self)), CYCLES[-1])
-        layout = Layout(batch_size, slots, cycle)
+        cycle = next((each for each in CYCLES if slots * each * MIN_LANE_ROWS <= num_rows), CYCLES[-1])
+        layout = Layout(batch_size, slots, cycle, block_rows)
         if not self.shuffle_rows:
             return layout
         return replace(layout, block_rows=max(MIN_SHUFFLED_BLOCK, -(-self.shuffle_rows // layout.num_lanes)))

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_dlrover.data.counted_files import Count, counted
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, check_extra
 
@@ -40,6 +41,9 @@ NO_LINE_BREAKS = (
     "breaks in values, or write such data to Parquet or to lines of JSON"
 )
 """What a table has to keep to."""
+
+SAMPLES_PER_BLOCK = 64
+"""Samples of tar archives that a lane keeps in memory. With less, lanes would be opened again after most repeated steps."""
 
 LINES_TO_INFER_FROM = 1000
 """Lines of the first file from which types of columns are inferred."""
@@ -72,6 +76,11 @@ class Files:
     def __repr__(self) -> str:
         options = f", {self._given_format!r}" if self._given_format is not None else ""
         return f"files({self._paths!r}{options}{'' if self._header else ', header=False'})"
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a lane to keep in memory, once the shards are known."""
+        return SAMPLES_PER_BLOCK if self._format == "tar" else BLOCK_ROWS
 
     def shards(self) -> Sequence[Shard]:
         """Return the files, counted.

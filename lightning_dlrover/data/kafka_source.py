@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lightning_dlrover.data.kafka_consumer import OWN_SETTINGS, KafkaConsumer, name_of
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS
 from lightning_dlrover.data.source import DataError, Ranges, Shard, Skipped
 
 __all__ = ["Kafka", "Partition", "kafka"]
@@ -45,6 +46,8 @@ class Kafka:
         grows: whether each epoch is a window of its own, with the messages that came after those of the window before.
         dry_s: seconds without a new message after which a growing source counts as ended.
     """
+
+    block_rows = BLOCK_ROWS  # with less the lanes of a partition would take turns more often, and lose what was read ahead
 
     def __init__(
         self,
@@ -181,9 +184,9 @@ class Kafka:
         try:
             return self._value(message.value())
         except Exception as error:  # a decoder of the user's may raise anything
-            where = f"the message at offset {message.offset()} of {name_of(message.topic(), message.partition())}"
             if self._on_error == "skip":
-                return Skipped(1, f"{where} cannot be decoded: {type(error).__name__}: {error}")
+                return Skipped(1, f"value= cannot decode such messages: {type(error).__name__}: {error}")
+            where = f"the message at offset {message.offset()} of {name_of(message.topic(), message.partition())}"
             kind = "has no value (a tombstone)" if message.value() is None else "cannot be decoded"
             raise DataError(
                 f"{where} {kind}: {type(error).__name__}: {error}. Leave such messages out with kafka(..., on_error='skip'), "

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CYCLE", "CYCLES", "MIN_SLOTS", "STRIDE_OF_LAPS", "LanePlan", "Layout", "Piece", "Place", "share"]
+__all__ = ["BLOCK_ROWS", "CYCLE", "CYCLES", "MIN_SLOTS", "STRIDE_OF_LAPS", "LanePlan", "Layout", "Piece", "Place", "share"]
 
 CYCLE = 12
 """Batches until a lane's next turn. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
@@ -27,6 +27,9 @@ CYCLES = (CYCLE, 6, 4, 2, 1)
 
 MIN_SLOTS = 4
 """Minimum number of lanes that a batch takes rows from."""
+
+BLOCK_ROWS = 8192
+"""Rows of a lane that are read together, if they are columns of numbers or short texts."""
 
 STRIDE_OF_LAPS = 1_000_003
 """Step added to an order's seed whenever a loader begins again within an epoch."""
@@ -41,7 +44,7 @@ class Layout:
     batch_size: int  # rows of a global batch
     slots: int = MIN_SLOTS  # lanes in one batch
     cycle: int = CYCLE
-    block_rows: int = 8192  # rows of a lane that are read, and shuffled, together
+    block_rows: int = BLOCK_ROWS  # rows of a lane that are read, and shuffled, together
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "slots", "cycle", "block_rows"):

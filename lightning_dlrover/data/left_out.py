@@ -18,7 +18,7 @@ class LeftOut(NamedTuple):
     key: str  # its name
     first: int  # number of the first row; in a Kafka topic its offset
     stop: int  # number of the row after the last one; `first`: further rows of the block are not named
-    reason: str
+    reason: str  # of the first row
 
     @property
     def is_cut_short(self) -> bool:

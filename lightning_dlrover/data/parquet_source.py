@@ -12,6 +12,7 @@ import numpy as np
 
 from lightning_dlrover.data.agreed_columns import AgreedColumns, agreed_columns
 from lightning_dlrover.data.counted_files import Count, counted
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
@@ -25,6 +26,9 @@ ROWS_AT_ONCE = 8192
 BUFFER_BYTES = 64 * 2**10
 """Bytes of each column of a local file that are read at once. A store is asked for whole columns of a row group instead."""
 
+HEAVY_BYTES = 20 * 2**20
+"""Stored bytes of a row group at a URL above which its memory is logged: 48 lanes of one worker hold 1 GB of such."""
+
 NUM_METADATA = 64
 """Files of which a process keeps the metadata. Several lanes read one file, and parsing takes as long as hundreds of rows."""
 
@@ -33,6 +37,7 @@ class Parquet:
     """Parquet files. `parquet` makes one."""
 
     reads_in_threads = True
+    block_rows = BLOCK_ROWS
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class Parquet:
         self._types = dict(types or {})
         self._locations: dict[str, Location] = {}
         self._agreed = AgreedColumns()
+        self._has_looked = False  # whether the size of a file's row groups was compared with `HEAVY_BYTES`
         self._begin_in_process()
 
     def _begin_in_process(self) -> None:
@@ -101,6 +107,8 @@ class Parquet:
                 raise DataError(f"{shard.key} cannot be read as Parquet: {error}") from error
             metadata = parquet_file.metadata
             self._remember(shard, metadata)
+            if not buffer_size:
+                self._warn_of_memory(shard, metadata)
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             ends = np.cumsum(sizes)
             group = int(np.searchsorted(ends, row, side="right"))
@@ -124,6 +132,24 @@ class Parquet:
                 if skip < sizes[number]:
                     yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
                 skip = max(0, skip - sizes[number])
+
+    def _warn_of_memory(self, shard: Shard, metadata: Any) -> None:
+        """Log if the row groups of the first file that is read are large for one at a URL: each lane holds the bytes of one."""
+        if self._has_looked or not metadata.num_row_groups:
+            return
+        self._has_looked = True
+        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+        largest = max(groups, key=lambda group: group.num_rows)
+        columns = (largest.column(number) for number in range(largest.num_columns))
+        wanted = {name.partition(".")[0] for name in self._columns} if self._columns is not None else None
+        stored = [c.total_compressed_size for c in columns if wanted is None or c.path_in_schema.partition(".")[0] in wanted]
+        if sum(stored) > HEAVY_BYTES:
+            log.warning(
+                "row groups of %s have up to %.0f MB as stored. Each lane that a process reads holds one of them in memory, "
+                "as the file is at a URL (a lone worker reads 48 lanes): write row groups of at most %.0f MB, read fewer "
+                "columns=, or copy the files to a local disk",
+                *(shard.key, sum(stored) / 1e6, HEAVY_BYTES / 1e6),
+            )
 
     def _in_one_pass(self, file: Any, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the rows of these row groups up to an error, which reading them one by one has to attribute."""

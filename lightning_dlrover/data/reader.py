@@ -135,6 +135,7 @@ class LaneReader:
         self._threads = threads
         self._turn = 0  # pieces that were read so far
         self.left_out: dict[LeftOut, None] = {}
+        self._num_skipped: Counter[tuple[str, bool]] = Counter()  # by shard and whether these numbers have rows
         self._source = source
         self._shards = shards
         self._max_open = max_open
@@ -226,7 +227,8 @@ class LaneReader:
     def _loaded(self, lane: _Lane, number: int, block: int) -> _Loaded:
         """Read a block. One thread at a time does so for a lane."""
         first, stop = self.plan.block(number, block)
-        skipped: Counter[tuple[str, str]] = Counter()  # rows, by shard and reason
+        skipped: Counter[tuple[str, bool]] = Counter()  # rows, by shard and whether these numbers have rows
+        reasons: dict[tuple[str, bool], str] = {}  # of the first ones: those of messages may all differ
         left_out: list[LeftOut] = []
         is_there: list[npt.NDArray[np.bool_]] = []  # flags of the rows that could be read
         parts = _Parts(stop - first)
@@ -234,13 +236,18 @@ class LaneReader:
             is_skipped = isinstance(item, Skipped)
             is_there.append(np.full(_length(item), not is_skipped))
             if is_skipped:
-                skipped[self._shards[shard].key, item.reason] += item.rows
+                kind = self._shards[shard].key, item.are_rows
+                skipped[kind] += item.rows
+                reasons.setdefault(kind, item.reason)
                 if item.are_rows:
                     self._name(left_out, shard, row, item)
             else:
                 parts.add(self._shards[shard], item)
-        for (key, reason), num_rows in skipped.items():
-            log.warning("%s: %d rows are skipped: %s", key, num_rows, reason)
+        for kind, num_rows in skipped.items():
+            before = self._num_skipped[kind]
+            self._num_skipped[kind] = found = before + num_rows
+            if found.bit_length() > before.bit_length():  # whenever the number has doubled: blocks may be small
+                log.warning("%s: %d rows are skipped so far: %s", kind[0], found, reasons[kind])
         order, starts = self.plan.order(number, block), None
         if skipped:
             starts, order = _without_skipped(np.concatenate(is_there), order)
@@ -250,7 +257,7 @@ class LaneReader:
         """Add rows of a shard that come after those in the list."""
         shard, last = self._shards[number], left_out[-1] if left_out else None
         first = shard.number_of_first_row + row
-        if last is not None and (last.shard, last.stop, last.reason) == (number, first, skipped.reason):
+        if last is not None and (last.shard, last.stop) == (number, first):
             left_out[-1] = last._replace(stop=first + skipped.rows)
         elif len(left_out) < MAX_NAMED:
             left_out.append(LeftOut(number, shard.key, first, first + skipped.rows, skipped.reason))

@@ -71,6 +71,7 @@ class Source(Protocol):
     """Where rows come from. A user's own source has these two methods and can be pickled.
 
     With an attribute ``reads_in_threads = True``, `read` may run in several threads at once, each for another place.
+    An attribute ``block_rows`` is the number of rows of a lane that a process keeps in memory, if they are not shuffled.
     """
 
     def shards(self) -> Sequence[Shard]:

@@ -59,6 +59,7 @@ __all__ = [
     "keep_gradients",
     "leave_experiment",
     "load_callback_states",
+    "loaders_of_fit",
     "logged_name",
     "logger_connector",
     "metrics",
@@ -111,6 +112,12 @@ def combined_loader(loop: Any) -> CombinedLoader | None:
     """Return the dataloaders of a fit or an evaluation; None before they are set up."""
     combined: CombinedLoader | None = loop._combined_loader
     return combined
+
+
+def loaders_of_fit(trainer: L.Trainer) -> list[object]:
+    """Return the loaders that a `fit` uses now, for training and validation."""
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+    return [loader for loop in loops if (combined := combined_loader(loop)) is not None for loader in combined.flattened]
 
 
 def mode_of(combined: CombinedLoader) -> str:

@@ -325,6 +325,8 @@ class ElasticLoader:
         if self.sequence is None and (num_batches, cycles) != (self._epoch_batches, self._cycles):
             self._discard()  # prepared batches end where the epoch ended before
         self._epoch_batches, self._cycles = num_batches, cycles
+        if isinstance(self.order, SampleOrder):
+            self.order.num_laps = self.split.num_laps
 
     def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
         """Split the batches from the cursor on for another world.

@@ -28,7 +28,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.collating import StreamCollate
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.sequence import SequenceReader
@@ -116,30 +118,57 @@ class _Feed(Sampler[Sequence[int]]):
         DataLoader begins anew with its first process. A stream's lanes would change hands among all of them in most changes of
         the world, and each would be opened again.
         """
-        running: Any = self.loader._iterator
-        if running is not None:
+        if (running := self.running) is not None:
             shift = (self.first - self._dealt_from) % len(running._workers)
             for of_each in (running._workers, running._index_queues):
                 of_each[:] = of_each[shift:] + of_each[:shift]
         self._dealt_from = self.first
 
+    @property
+    def running(self) -> Any:
+        """DataLoader's own iterator, which has the loader workers; None if there are none."""
+        return _unwrapped(self.loader._iterator)
+
     def dismiss(self) -> None:
         """Let the loader workers end by themselves, without waiting for them. Call `end` once they have."""
         self.batches = None
-        if self.loader._iterator is not None:
-            _dismiss(self.loader._iterator)
+        if self.running is not None:
+            _dismiss(self.running)
 
     @property
     def is_over(self) -> bool:
-        running: Any = self.loader._iterator
+        running = self.running
         return running is None or not any(worker.is_alive() for worker in running._workers)
 
     def end(self) -> None:
         """End the loader workers, and wait for that. Those that are still busy after a short time are killed."""
-        if self.loader._iterator is not None:
-            _end(self.loader._iterator)
+        if self.running is not None:
+            _end(self.running)
         self.batches = None
         self.loader._iterator = None
+
+
+def _unwrapped(batches: Any) -> Any:
+    """Return DataLoader's own iterator, which a subclass may have wrapped in one of its own, as loaders of graphs do."""
+    if batches is None or isinstance(batches, _BaseDataLoaderIter):
+        return batches
+    return next((each for each in getattr(batches, "__dict__", {}).values() if isinstance(each, _BaseDataLoaderIter)), None)
+
+
+def _check_iterator(loader: DataLoader[Any]) -> None:
+    """Raise `UnsupportedLoaderError` if a subclass of DataLoader hides its loader workers in an iterator of its own."""
+    if not loader.num_workers or type(loader)._get_iterator is DataLoader._get_iterator:
+        return
+    loader = copy.copy(loader)  # without loader workers it starts no process
+    loader.num_workers, loader.prefetch_factor, loader.timeout, loader.generator = 0, None, 0, torch.Generator()
+    object.__setattr__(loader, "persistent_workers", False)
+    batches = loader._get_iterator()
+    if _unwrapped(batches) is None or not hasattr(batches, "_reset"):
+        raise UnsupportedLoaderError(
+            f"{type(loader).__name__} hands out its batches through a {type(batches).__name__}, in which its loader workers "
+            "cannot be found, or which cannot begin another epoch (it has no _reset): give it num_workers=0, or use a plain "
+            "DataLoader"
+        )
 
 
 def _dismiss(running: Any) -> None:
@@ -235,6 +264,7 @@ class LoaderWorkers:
         self._loader = loader
         self._source = source
         self._sockets = sockets
+        _check_iterator(loader)
         self._user_init = loader.worker_init_fn
         self._prefetch_factor = loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR
         self._feed = _Feed(source, loader, loader.num_workers, self._prefetch_factor)
@@ -252,6 +282,14 @@ class LoaderWorkers:
     def users_number(self) -> int:
         """Number of loader workers in the user's own loader."""
         return self._loader.num_workers
+
+    @property
+    def would_be_first(self) -> bool:
+        """Whether loader workers would fetch from copies of a dataset that only the training process has used until now.
+
+        What training writes to the dataset, such as a replay buffer, would not reach them. The rows of a stream are in files.
+        """
+        return not self.number and not self.users_number and not isinstance(self._loader.dataset, Stream)
 
     @property
     def prefetch_factor(self) -> int:
@@ -286,7 +324,7 @@ class LoaderWorkers:
 
     def begin(self, batch: int) -> None:
         """Let loader workers that have been started prepare the batches from this one on."""
-        if self._feed.loader._iterator is None or self._next_feed is not None:
+        if self._feed.running is None or self._next_feed is not None:
             return
         try:
             self._running(batch)
@@ -295,7 +333,7 @@ class LoaderWorkers:
 
     def ask_for_more(self) -> None:
         """Ask each loader worker for one more batch than it usually prepares ahead, until the next `discard`."""
-        running: Any = self._feed.loader._iterator
+        running = self._feed.running
         if running is None or self._feed.batches is None or running._prefetch_factor != self.prefetch_factor:
             return
         # DataLoader asks for a batch when one is taken, so not all loader workers would be asked before a change.
@@ -368,6 +406,8 @@ class LoaderWorkers:
         loader.pin_memory = False
         object.__setattr__(loader, "batch_sampler", [[index] for index in indices])
         object.__setattr__(loader, "persistent_workers", False)
+        # A subclass may change each batch in an iterator of its own, and these are none.
+        object.__setattr__(loader, "_get_iterator", partial(DataLoader._get_iterator, loader))
         batches = self._iterate(loader, torch.Generator())
         try:
             yield from batches
@@ -437,12 +477,11 @@ class LoaderWorkers:
         self._draws_seed = False
         self._num_starts += 1
         feed.deal_as_before()
-        running: Any = feed.loader._iterator
-        if running is not None:
+        if (running := feed.running) is not None:
             running._prefetch_factor = feed.loader.prefetch_factor
         feed.batches = self._iterate(feed.loader, generator)
         if feed.loader.num_workers and not self.users_number:
-            _unwatch(feed.batches)
+            _unwatch(feed.running)
 
     def _iterate(self, loader: DataLoader[Any], generator: Any) -> Iterator[Any]:
         """Start a loader's processes with our start-up function."""

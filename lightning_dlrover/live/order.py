@@ -198,7 +198,8 @@ class SampleOrder(WithoutWindows):
                 self.seed = sampler.generator.initial_seed() % 2**62
         elif type(sampler) is not SequentialSampler:
             self._user_sampler = sampler
-        self._order = torch.empty(0, dtype=torch.int64)
+        self.num_laps = 1  # orders of a user's sampler to draw for an epoch, in which a shorter loader begins again
+        self._order = torch.empty(0, dtype=torch.int64)  # of a user's sampler: those of all laps, one after the other
         self._drawn_for: tuple[int, int] | None = None  # epoch and lap of the order that is kept
 
     @property
@@ -236,16 +237,23 @@ class SampleOrder(WithoutWindows):
     def of(self, epoch: int, lap: int = 0) -> EpochOrder:
         """Return the order of an epoch's samples, or that of one lap if a loader begins again within the epoch."""
         if self._user_sampler is not None:
-            lap = 0  # rank 0 draws it, which is possible only at an epoch's start
+            return self._of_user(epoch, lap)
         if self._drawn_for != (epoch, lap):
-            if self._user_sampler is None:
-                self._order = epoch_order(self.num_samples, self._shuffle, self.seed + lap * STRIDE_OF_LAPS, epoch)
-            else:
-                if hasattr(self._user_sampler, "set_epoch"):
-                    self._user_sampler.set_epoch(epoch)
-                self._order = self._checked(self._materialise(list(self._user_sampler)), epoch)
+            self._order = epoch_order(self.num_samples, self._shuffle, self.seed + lap * STRIDE_OF_LAPS, epoch)
             self._drawn_for = epoch, lap
         return _Drawn(self._order)
+
+    def _of_user(self, epoch: int, lap: int) -> EpochOrder:
+        num_samples = self.num_samples
+        if self.drawn(epoch) is None:
+            if hasattr(self._user_sampler, "set_epoch"):
+                self._user_sampler.set_epoch(epoch)
+            # Rank 0 draws all laps at the epoch's start: later on not all workers would take part.
+            drawn = [index for _ in range(self.num_laps) for index in [*self._user_sampler][:num_samples]]
+            self._order = self._checked(self._materialise(drawn), epoch)
+            self._drawn_for = epoch, 0
+        lap %= max(1, len(self._order) // max(1, num_samples))  # a checkpoint of an older version has one lap
+        return _Drawn(self._order[lap * num_samples :])
 
     def _checked(self, order: list[Any], epoch: int) -> torch.Tensor:
         name = type(self._user_sampler).__name__
@@ -255,9 +263,10 @@ class SampleOrder(WithoutWindows):
             raise UnsupportedLoaderError(f"sampler {name} gives {order[0]!r:.80}, not a sample's number: {error}") from error
         if indices.dim() != 1 or indices.is_floating_point():
             raise UnsupportedLoaderError(f"sampler {name} gives {order[:1]!r:.80}, not the numbers of samples")
-        if len(indices) < self.num_samples:
+        if len(indices) < self.num_samples * self.num_laps:
             raise UnsupportedLoaderError(
-                f"sampler {name} gave {len(indices)} samples in epoch {epoch}, but its length is {self.num_samples}: "
-                "the batches of an epoch are counted before they are split over the workers, so its __len__ must be right"
+                f"sampler {name} gave {len(indices) // self.num_laps} samples in epoch {epoch}, but its "
+                f"length is {self.num_samples}: the batches of an epoch are counted before they are split over the workers, so "
+                "its __len__ must be right"
             )
         return indices.to(torch.int64)

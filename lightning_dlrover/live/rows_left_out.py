@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 from lightning_dlrover.data.left_out import LeftOut
@@ -31,11 +31,8 @@ class RowsLeftOut:
     def add(self, found: Iterable[LeftOut]) -> None:
         for each in found:
             known = self._known.setdefault(each.shard, [])
-            place = bisect_right(known, each.first, key=lambda span: span[0]) - 1
-            is_known = self._is_cut_short if each.is_cut_short else place >= 0 and each.stop <= known[place][1]
-            if not is_known:
+            if not self._is_cut_short if each.is_cut_short else _added(known, each.first, each.stop):
                 self._news.setdefault(each.shard, []).append(each)
-                known[:] = merged([*known, *([] if each.is_cut_short else [(each.first, each.stop)])])
 
     def take_news(self, fit: int, number: int) -> list[RowsSkipped]:
         """Return records of the rows found since the last call.
@@ -56,3 +53,18 @@ class RowsLeftOut:
                 self._is_cut_short = True
                 found.append(RowsSkipped(fit, number, shard, file, [], reason))
         return found
+
+
+def _added(known: list[tuple[int, int]], first: int, stop: int) -> bool:
+    """Add a half-open range to ascending ones that neither overlap nor touch. Return False if one of them contains it.
+
+    Only the ranges that it touches are merged, because a damaged store has thousands, and training waits for this.
+    """
+    begin = bisect_left(known, first, key=lambda span: span[1])
+    end = bisect_right(known, stop, key=lambda span: span[0])
+    if begin < end:
+        if known[begin][0] <= first and stop <= known[begin][1]:
+            return False
+        first, stop = min(first, known[begin][0]), max(stop, known[end - 1][1])
+    known[begin:end] = [(first, stop)]
+    return True

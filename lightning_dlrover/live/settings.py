@@ -47,8 +47,13 @@ class SettingsInForce:
         self._loaders: Sequence[ElasticLoader] = ()  # loaders of that plan; a Trainer may make new ones for each epoch
         self._begun: tuple[PlanRecord, _Settings] | None = None  # plan under way, and the settings before it
 
-    def follow(self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader]) -> tuple[SettingsApplied, str] | None:
+    def follow(
+        self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader], may_add_workers: bool
+    ) -> tuple[SettingsApplied, str] | None:
         """Apply as much of the plan as possible. Call it between any two batches.
+
+        Args:
+            may_add_workers: whether the planner may give loader workers to any dataset whose loader has none.
 
         Returns:
             The change and its text, once it is complete.
@@ -64,7 +69,8 @@ class SettingsInForce:
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
         refusals = {loader.workers.refusal for loader in loaders}
-        under_way = [x for x in loaders if not x.workers.retune(self._loader_workers(plan, x), plan.prefetch_factor)]
+        wanted = [self._loader_workers(plan, loader, may_add_workers) for loader in loaders]
+        under_way = [x for x, number in zip(loaders, wanted, strict=True) if not x.workers.retune(number, plan.prefetch_factor)]
         if under_way:
             return None
         before, now = self._begun[1], _in_force(loaders)
@@ -78,9 +84,11 @@ class SettingsInForce:
         text = f"{now} on each worker, instead of {before}" + (f"; not more loader workers: {refused}" if refused else "")
         return SettingsApplied(**asdict(now), before=asdict(before), seconds=seconds, refused=refused), text
 
-    def _loader_workers(self, plan: PlanRecord, loader: ElasticLoader) -> int | None:
+    def _loader_workers(self, plan: PlanRecord, loader: ElasticLoader, may_add_workers: bool) -> int | None:
         if plan.loader_workers is None or plan.source == "user":
             return plan.loader_workers
+        if loader.workers.would_be_first and not may_add_workers:
+            return None
         wanted = min(plan.loader_workers, max(self._cores, loader.workers.users_number))
         return loader.order.fitting_loader_workers(wanted)
 

@@ -59,6 +59,11 @@ class Split:
             return self._num_batches
         return self.epoch_batches if self.cycles and self._num_batches else min(self._num_batches, self.epoch_batches)
 
+    @property
+    def num_laps(self) -> int:
+        """Number of passes over the samples in the Trainer's epoch. The last one may be cut short."""
+        return -(-self.end // self._num_batches) if self._num_batches else 1
+
     def num_dealt(self, limit: float) -> int:
         """Return the number of samples of a validation run that all workers compute together.
 

@@ -39,7 +39,9 @@ class TrainLoaders:
         self._has_global_batch_size = has_global_batch_size
         self._order_seeds: Sequence[int] = ()
         self._known: Sequence[ElasticLoader] = ()
+        self._made: list[ElasticLoader] = []  # loaders of this Trainer, validation and test included, that may have processes
         self._has_warned = False
+        self.may_add_workers = False  # whether a plan may give loader workers to any dataset whose loader has none
         self.saved_sequences: Sequence[Any] = ()  # places in an `IterableDataset` of the checkpoint that is being resumed
         self.computed: int | None = None  # batch under computation, if not the last one handed out
 
@@ -65,7 +67,9 @@ class TrainLoaders:
 
     @property
     def refusal(self) -> str:
-        """Reason why a loader cannot change its workers; empty if all can."""
+        """Reason why a plan cannot change the workers of a loader; empty if it can change those of all."""
+        if not self.may_add_workers and any(loader.workers.would_be_first for loader in self.all):
+            return "the script's DataLoader has num_workers=0, and its dataset may depend on the training process"
         return next((loader.workers.refusal for loader in self.all if loader.workers.refusal), "")
 
     def keep_step(self) -> None:
@@ -102,7 +106,19 @@ class TrainLoaders:
                 cycles=lightning_names.mode_of(combined) == "max_size_cycle",
             )
         self._known = loaders
+        self.close_unused()
         self.take_order_seeds(self._order_seeds)
+
+    def attend(self, made: ElasticLoader) -> None:
+        """Close a loader of any kind as soon as the Trainer uses it no longer."""
+        self._made.append(made)
+
+    def close_unused(self) -> None:
+        """End the processes of loaders that the Trainer has replaced. Lightning closes only loaders of torch's own."""
+        in_use = lightning_names.loaders_of_fit(self._trainer)
+        for loader in [made for made in self._made if not any(made is used for used in in_use)]:
+            loader.close()
+            self._made.remove(loader)
 
     def take_order_seeds(self, seeds: Sequence[int]) -> None:
         """Give each loader, and its later replacement, the job's order."""
@@ -250,7 +266,7 @@ class TrainLoaders:
         return lightning_names.combine(combined, parts)
 
     def close(self) -> None:
-        """End the loaders' processes."""
-        if self.are_made:
-            for loader in self.all:
-                loader.close()
+        """End the processes of all loaders."""
+        for loader in self._made:
+            loader.close()
+        self._made = []

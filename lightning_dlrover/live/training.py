@@ -192,7 +192,7 @@ class LiveTraining:
 
     def _follow_plan(self) -> None:
         """Apply the plan's settings for each worker. Other workers may do so a few steps earlier or later."""
-        done = self._settings.follow(self.world.membership.view.plan, self.loaders.all)
+        done = self._settings.follow(self.world.membership.view.plan, self.loaders.all, self.loaders.may_add_workers)
         if done is not None and self.position.rank == 0 and not self.position.is_standby:
             self.world.event(*done)
 

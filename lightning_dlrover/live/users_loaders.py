@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from lightning_dlrover.live.place_in_job import PlaceInJob
 
 __all__ = ["UsersLoaders"]
+
+log = logging.getLogger(__name__)
 
 
 class UsersLoaders:
@@ -72,20 +75,33 @@ class UsersLoaders:
             check_step_signature(training and takes_iterator(trainer.lightning_module))
         assert isinstance(dataloader, DataLoader)
         job.agree_on_start()
-        global_batch = batching_of(dataloader).batch_size * job.start_workers
-        if training and self._global_batch_size is not None:
-            global_batch = self._global_batch_size
-        return ElasticLoader(
-            dataloader,
-            global_batch,
-            training=training,
-            before_next=live.boundary if training else None,
-            place=place,
-            sockets=lambda: live.world.owned_sockets,
-            materialise=of_rank_zero,
-            max_workers=job.lane_workers,
-            sequence=settings_for(trainer, training, global_batch, self._max_catch_up_s, self._compare_data),
-        )
+        try:
+            global_batch = batching_of(dataloader).batch_size * job.start_workers
+            if training and self._global_batch_size is not None:
+                global_batch = self._global_batch_size
+            made = ElasticLoader(
+                dataloader,
+                global_batch,
+                training=training,
+                before_next=live.boundary if training else None,
+                place=place,
+                sockets=lambda: live.world.owned_sockets,
+                materialise=of_rank_zero,
+                max_workers=job.lane_workers,
+                sequence=settings_for(trainer, training, global_batch, self._max_catch_up_s, self._compare_data),
+            )
+        except UnsupportedLoaderError as error:
+            if fitting:
+                raise
+            # The loader was not known before, and a job that has trained for days must not end here.
+            log.warning(
+                "this loader is not split over the workers: each one computes all batches that the loader gives it, which "
+                "leaves means as they are, and counts samples once per worker in sums over workers. The reason: %s",
+                error,
+            )
+            return dataloader
+        live.loaders.attend(made)
+        return made
 
 
 def _begin_window(data: Stream, dataloader: object, trainer: Any, training: bool) -> None:

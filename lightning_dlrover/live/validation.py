@@ -138,6 +138,7 @@ class Validation:
     def begin_batches(self, loop: EvaluationLoop, reset: Callable[[], None]) -> None:
         """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
+        self._fit.loaders.close_unused()
         if self._fit.position.size > 1:
             module = self._fit.strategy.lightning_module
             assert module is not None

@@ -191,7 +191,7 @@ def test_offsets_without_a_message_are_skipped_and_counted(tansu: Tansu, caplog:
     assert isinstance(skipped, Skipped)
     data = stream(source)
     assert drawn(data, batch_size=3) == [0, 1, 3, 5, 6, 7]
-    assert "gaps/0: 3 rows are skipped: these offsets have no message" in caplog.text
+    assert "gaps/0: 3 rows are skipped so far: these offsets have no message" in caplog.text
 
 
 def test_share_without_any_message_is_an_error(tansu: Tansu) -> None:

@@ -521,3 +521,31 @@ def test_loaders_that_make_batches_themselves_are_refused() -> None:
 
     with pytest.raises(UnsupportedLoaderError, match="Use a plain DataLoader"):
         ElasticLoader(StatefulDataLoader(Opaque(8), batch_size=2), 8, True)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_reader_keeps_as_many_rows_as_documented(accumulated: int, drop_last: bool) -> None:
+    loader = ElasticLoader(DataLoader(Opaque(400), 8, drop_last=drop_last), 8, training=True)
+    assert loader.sequence is not None
+    loader.sequence.redo_batches = accumulated + 1  # as the loaders of a Trainer that accumulates so many batches
+    iter(loader)
+    for _ in range(20):
+        loader.refetch()
+    reader: Any = loader.workers._feed.loader.dataset
+    assert len(reader._pass._kept) == (accumulated + 2) * 8 + (8 if drop_last else 1)
+
+
+def test_reader_keeps_batches_that_are_prepared_ahead_too() -> None:
+    loader = ElasticLoader(DataLoader(Opaque(400), 8, num_workers=1, prefetch_factor=3), 8, training=True)
+    assert loader.sequence is not None
+    loader.sequence.redo_batches = 2
+    iter(loader)
+    try:
+        for _ in range(20):
+            loader.refetch()
+        assert loader.workers._feed.asked_for - loader.cursor == 3
+        requests: list[Any] = list(itertools.islice(loader.shares(loader.cursor), 3))
+        assert max(each.first_row + each.batch_size - each.keep_from for each in requests) <= (1 + 2 + 3) * 8
+    finally:
+        loader.close()

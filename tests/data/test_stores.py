@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_dlrover.data import DataError, counted_files, files, locations, parquet, stream
+from lightning_dlrover.data import DataError, counted_files, files, locations, parquet, parquet_source, stream
 
 pytest.importorskip("aiohttp")
 
@@ -318,6 +319,28 @@ def test_footers_of_many_files_are_read_in_parallel_with_one_request_each(store:
     assert store.max_at_once > counted_files.NUM_THREADS / 4
     assert {store.requests["GET", name] for name in store.files} == {1}
     assert {store.requests["HEAD", name] for name in store.files} == {1}
+
+
+@pytest.mark.parametrize(("columns", "is_heavy"), [(None, True), (["small"], False)])
+def test_large_row_groups_in_a_store_are_named_once(
+    store: FaultyStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    columns: Any,
+    is_heavy: bool,
+) -> None:
+    monkeypatch.setattr(parquet_source, "HEAVY_BYTES", 40_000)
+    table = pa.table({"large": list(range(10_000)), "small": [0] * 10_000})
+    pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=["small"])
+    store.files["/a.parquet"] = (tmp_path / "a.parquet").read_bytes()
+    for source in (parquet(str(tmp_path / "a.parquet"), columns), parquet(f"{store.url}/a.parquet", columns)):
+        (shard,) = source.shards()
+        for row in (0, 5_000):
+            assert next(source.read(shard, row)).num_rows
+    said = [text for record in caplog.records if "row groups of" in (text := record.getMessage())]
+    assert len(said) == is_heavy
+    assert all(f"row groups of {store.url}/a.parquet have up to 0 MB as stored" in text for text in said)
 
 
 def test_file_is_read_ahead(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data import DataError, Shard, Stream, stream
-from lightning_dlrover.data.lane_plan import share
+from lightning_dlrover.data.dataset import OBJECTS_PER_BLOCK
+from lightning_dlrover.data.lane_plan import LanePlan, Layout, share
 from lightning_dlrover.live.loader import ElasticLoader, LoaderState
 
 
@@ -193,6 +194,8 @@ def test_plans_loader_workers_are_rounded_to_a_divisor_of_the_cycle() -> None:
 class Listed(Numbered):
     """Writes a line to a file for each lane that is opened."""
 
+    block_rows = 8192  # a lane that goes back over a block's edge is opened again
+
     def __init__(self, lengths: list[int], file: Path) -> None:
         super().__init__(lengths, chunk_rows=1024)
         self._file = file
@@ -225,6 +228,44 @@ def test_loader_workers_keep_their_lanes_when_the_split_stays(num_workers: int, 
     iter(alone)
     expected = [numbers(alone.refetch()) for _ in range(47)]
     assert batches == [*expected[:26], *expected[25:38], *expected[34:47]]
+
+
+class Weighed(Numbered):
+    """Counts the rows that are read, all of them objects of their own."""
+
+    def __init__(self) -> None:
+        super().__init__([4_000_000])
+        self.num_read = 0
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        for item in super().read(shard, row):
+            self.num_read += 1
+            yield item
+
+
+@pytest.mark.parametrize("block_rows", [None, 40, 8192])
+def test_process_keeps_one_block_of_objects_of_each_lane(block_rows: int | None) -> None:
+    source = Weighed()
+    if block_rows is not None:
+        source.block_rows = block_rows  # type: ignore[attr-defined]
+    data = stream(source)
+    loader = ElasticLoader(DataLoader(data, batch_size=64), 64, training=True)
+    iter(loader)
+    loader.refetch()
+    per_block = block_rows or OBJECTS_PER_BLOCK
+    assert source.num_read <= 4 * (per_block + 16)  # of 4 lanes; the first block of a lane may be a part
+    for _ in range(59):
+        loader.refetch()
+    (reader,) = data._readers.values()
+    held = [len(lane.loaded.rows) for lane in reader._lanes.values()]
+    assert (len(held), max(held)) == (48, per_block)
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_order_of_unshuffled_rows_does_not_depend_on_blocks(one: int, other: int) -> None:
+    plans = [LanePlan([37, 3, 61], None, Layout(8, slots=2, cycle=2, block_rows=number)) for number in (one, other)]
+    (first, second) = ([found.tolist() for found in plan.rows_between(0, 101)] for plan in plans)
+    assert first == second
 
 
 def test_workers_share_a_batch_as_one_reads_it_whole() -> None:

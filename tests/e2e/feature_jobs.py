@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -821,11 +822,13 @@ class Reloading(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         assert self.live is not None
-        self.recorder.write("number", of=self.live.progress.now.batch)
+        children = len(multiprocessing.active_children())
+        self.recorder.write("number", of=self.live.progress.now.batch, children=children)
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Rows(NUM_ROWS // (self.trainer.current_epoch + 1)), BATCH_SIZE, shuffle=True)
+        rows = Rows(NUM_ROWS // (self.trainer.current_epoch + 1))
+        return DataLoader(rows, BATCH_SIZE, shuffle=True, num_workers=1, persistent_workers=True)
 
 
 def run_two_trainers(recorder: Recorder, feature: Feature) -> None:

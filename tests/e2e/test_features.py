@@ -648,6 +648,7 @@ def test_workers_with_seeds_of_their_own_share_one_order(make_job: MakeJob) -> N
     for worker in job.workers:
         numbers_of_batches = [r["of"] for r in worker.records("number")]
         assert numbers_of_batches == list(range(numbers_of_batches[0], numbers_of_batches[-1] + 1))
+        assert {r["children"] for r in worker.records("number")} == {1}  # former loaders are closed
 
 
 def test_the_only_worker_asked_to_leave_ends_with_143_instead_of_hanging(make_job: MakeJob) -> None:

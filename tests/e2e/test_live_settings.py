@@ -24,7 +24,7 @@ MakeJob = Callable[..., Job]
 
 TOY = ToySettings(num_rows=203, max_epochs=2, step_s=0.05)
 
-PLAN = PlanRecord(2, "planner", "a test says so", binding=False)
+PLAN = PlanRecord(2, "user", "a test says so", binding=False)
 """A plan that can only set the workers' settings: no controller adds or ends nodes here."""
 
 
@@ -177,11 +177,11 @@ def test_impossible_plan_is_named_and_ignored(settings: dict[str, Any], make_job
 def test_a_plan_made_for_larger_nodes_is_cut_to_the_cores_of_this_one(
     make_job: MakeJob, planner_of: Callable[[Job], Planner]
 ) -> None:
-    job = make_job(TOY)
+    job = make_job(dataclasses.replace(TOY, loader_workers=1))
     job.start()
     job.wait_for_step(1)
     plan = planner_of(job)
-    plan(intra_op_threads=512, loader_workers=512)
+    plan(source="planner", intra_op_threads=512, loader_workers=512)
     cores = len(os.sched_getaffinity(0))
     plan.wait_until_in_force(cores, cores, num_workers=1)
     assert job.finish() == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from spoiled_files import spoil_row_group
 from torch.utils.data import DataLoader
 
@@ -20,6 +23,8 @@ from lightning_dlrover.live.rows_left_out import MAX_LISTED, RowsLeftOut
 
 class Gappy:
     """300 numbers, of which every third one of the second hundred has none, and those of the last hundred cannot be read."""
+
+    block_rows = 512  # all of them
 
     def shards(self) -> list[Shard]:
         return [Shard("whole", 40), Shard("gappy", 300)]
@@ -79,6 +84,24 @@ def test_numbers_without_data_are_not_named() -> None:
     assert data.take_left_out() == ()
 
 
+class Telling:
+    """200 rows, none of the second hundred of which can be read, each for a reason of its own."""
+
+    def shards(self) -> list[Shard]:
+        return [Shard("telling", 200)]
+
+    def read(self, shard: Shard, row: int) -> Iterator[Any]:
+        return (number if number < 100 else Skipped(1, f"cannot decode {number}") for number in range(row, 200))
+
+
+def test_rows_with_reasons_of_their_own_are_one_range_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    data = stream(Telling(), keep_order=True)
+    (rows,) = DataLoader(data, batch_size=200, collate_fn=list)
+    assert rows == [*range(100)]
+    assert data.take_left_out() == (LeftOut(0, "telling", 100, 200, "cannot decode 100"),)
+    assert [record.getMessage() for record in caplog.records] == ["telling: 100 rows are skipped so far: cannot decode 100"]
+
+
 def test_only_rows_that_are_not_on_record_are_news() -> None:
     rows = RowsLeftOut()
     rows.add([LeftOut(0, "a", 10, 20, "broken"), LeftOut(1, "b", 0, 5, "gone"), LeftOut(0, "a", 10, 20, "broken")])
@@ -90,6 +113,25 @@ def test_only_rows_that_are_not_on_record_are_news() -> None:
     rows.add([LeftOut(0, "a", 15, 30, "broken"), LeftOut(0, "a", 30, 40, "broken")])
     (only,) = rows.take_news(1, 0)
     assert only.ranges == [[15, 40]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=30))
+def test_rows_are_news_once_in_any_order(found: list[tuple[int, int]]) -> None:
+    rows, named = RowsLeftOut(), set[int]()
+    for first, length in found:
+        is_new = not {*range(first, first + length)} <= named
+        rows.add([LeftOut(0, "a", first, first + length, "broken")])
+        assert rows.has_news == is_new
+        for record in rows.take_news(1, 0):
+            named.update(row for begin, stop in record.ranges for row in range(begin, stop))
+        assert {*range(first, first + length)} <= named
+
+
+def test_time_per_row_does_not_grow_with_the_rows_before() -> None:
+    rows = RowsLeftOut()
+    began = time.process_time()
+    rows.add([LeftOut(0, "a", 2 * n, 2 * n + 1, "broken") for n in range(10_000)])
+    assert time.process_time() - began < 2.0  # 0.05 s; 6 s if each row is compared with all
 
 
 def test_records_end_with_one_that_names_no_rows() -> None:

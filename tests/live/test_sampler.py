@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing
 import os
 import signal
 import socket
@@ -273,6 +274,27 @@ def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
     expected = rest_of(there)
     assert len(expected) == 2
     assert rest_of(joiner) == expected
+
+
+def test_random_sampler_is_drawn_again_for_each_lap() -> None:
+    def made(rank: int) -> ElasticLoader:
+        loader = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12, replacement=False), place=(rank, 2))
+        loader.order._materialise = lambda order: sent.setdefault("order", order)  # type: ignore[union-attr]
+        loader.keep_step(8, cycles=True)
+        return loader
+
+    sent: dict[str, list[int]] = {}
+    batches = zip(*(rest_of(made(rank)) for rank in range(2)), strict=True)
+    shown = [i for of_ranks in batches for share in of_ranks for i in share]
+    laps = shown[:12], shown[12:24]
+    assert sorted(laps[0]) == sorted(laps[1]) == list(range(12))
+    assert laps[0] != laps[1]  # equal once in 479,001,600 runs
+    assert len(set(shown[24:])) == 8
+
+    loader = made(0)
+    loader.order.num_laps = 1  # type: ignore[union-attr]
+    loader.order.take(torch.arange(12), 0)  # of a checkpoint that was saved before laps had orders of their own
+    assert rest_of(loader) == [[0, 1], [4, 5], [8, 9]] * 2 + [[0, 1], [4, 5]]
 
 
 # --- loader workers -----------------------------------------------------------------------------------------------------------
@@ -742,9 +764,9 @@ def test_loader_ends_with_the_trainers_epoch_if_that_is_shorter() -> None:
 
 def train_loaders(combined: CombinedLoader, has_global_batch_size: bool = False) -> TrainLoaders:
     """The loaders of a Trainer with epochs of 5 batches."""
-    trainer: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(_combined_loader=combined), num_training_batches=5, accumulate_grad_batches=1
-    )
+    val_loop = SimpleNamespace(_combined_loader=None)
+    fit_loop = SimpleNamespace(_combined_loader=combined, epoch_loop=SimpleNamespace(val_loop=val_loop))
+    trainer: Any = SimpleNamespace(fit_loop=fit_loop, num_training_batches=5, accumulate_grad_batches=1)
     return TrainLoaders(trainer, FitPosition(None), has_global_batch_size)
 
 
@@ -777,6 +799,17 @@ def test_iterable_dataset_beside_another_loader_is_refused() -> None:
         train_loaders(CombinedLoader([elastic(20, 4), endless])).keep_step()
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "allowed", "is_refused"), [((0, 1), False, True), ((0, 1), True, False), ((1, 2), False, False)]
+)
+def test_loaders_without_loader_workers_are_not_tunable_by_default(
+    num_workers: tuple[int, int], allowed: bool, is_refused: bool
+) -> None:
+    loaders = train_loaders(CombinedLoader([elastic(num_workers=number) for number in num_workers]))
+    loaders.may_add_workers = allowed
+    assert ("num_workers=0" in loaders.refusal) == is_refused
+
+
 def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
     first, later = elastic(20, 4, shuffle=True), elastic(20, 4, shuffle=True)
     loaders = train_loaders(CombinedLoader([first]))
@@ -786,6 +819,35 @@ def test_order_that_was_agreed_on_holds_for_loaders_made_later() -> None:
     loaders.keep_step()
     assert (first.order.seed, later.order.seed) == (7, 7)
     assert rest_of(later) == [order.tolist() for order in epoch_order(20, True, 7, 0).split(4)]  # type: ignore[no-untyped-call]
+
+
+class Counted(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+@pytest.mark.parametrize("dataset", [Counted(), Numbers(8)])
+def test_loader_that_is_replaced_leaves_no_process(dataset: Dataset[int]) -> None:
+    def made(training: bool) -> ElasticLoader:
+        persistent = not isinstance(dataset, Counted)  # loader workers of an IterableDataset outlive an epoch anyway
+        loader = ElasticLoader(DataLoader(dataset, 4, num_workers=1, persistent_workers=persistent), 4, training)
+        loaders.attend(loader)
+        iter(loader)
+        return loader
+
+    before = set(multiprocessing.active_children())
+    loaders = train_loaders(CombinedLoader([]))
+    fit_loop: Any = loaders._trainer.fit_loop
+    for _ in range(3):
+        fit_loop._combined_loader = CombinedLoader([made(True)])
+        loaders.keep_step()
+        rest_of(loaders.first)
+        fit_loop.epoch_loop.val_loop._combined_loader = CombinedLoader([validation := made(False)])
+        loaders.close_unused()
+        rest_of(validation)
+        assert len(set(multiprocessing.active_children()) - before) == 2
+    loaders.close()
+    assert set(multiprocessing.active_children()) == before
 
 
 # --- behaviour towards user code ----------------------------------------------------------------------------------------
@@ -892,6 +954,54 @@ def test_a_loader_that_makes_its_own_iterators_keeps_its_workers() -> None:
     loader = ElasticLoader(Filtering(Numbers(5), 1), 1, training=True)
     assert loader.workers.retune(1)
     assert (loader.num_workers, loader.workers.refusal) == (0, "Filtering makes its iterators itself")
+
+
+class Wrapped:
+    """Batches of an iterator, each one changed."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Wrapped:
+        return self
+
+    def __next__(self) -> Any:
+        return -next(self.inner)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.inner._reset(loader, first_iter)
+
+
+class OfGraphs(DataLoader[int]):
+    """Like NeighborLoader of PyTorch Geometric."""
+
+    def _get_iterator(self) -> Any:
+        return Wrapped(super()._get_iterator())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_that_wraps_its_iterator_is_resharded_and_closed(persistent: bool) -> None:
+    before = set(multiprocessing.active_children())
+    loader = ElasticLoader(OfGraphs(Numbers(16), 4, num_workers=2, persistent_workers=persistent), 4, training=True)
+    try:
+        for _ in range(2):
+            iter(loader)
+            assert indices(next(loader)) == [0, -1, -2, -3]
+            loader.reshard(1, 2)
+            assert rest_of(loader) == [[-6, -7], [-10, -11], [-14, -15]]
+        assert [*loader.workers.fetch_apart([3, 5], list)] == [[3], [5]]
+    finally:
+        loader.close()
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_loader_whose_iterator_hides_its_loader_workers_is_refused() -> None:
+    class Hiding(DataLoader[int]):
+        def _get_iterator(self) -> Any:
+            return (batch for batch in super()._get_iterator())
+
+    with pytest.raises(UnsupportedLoaderError, match="Hiding hands out its batches through a generator"):
+        ElasticLoader(Hiding(Numbers(16), 4, num_workers=1), 4, training=True)
 
 
 def test_lightning_seeds_workers_of_any_loader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_dlrover.data import stream
+from lightning_dlrover.data.source import Shard
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.settings import (
     SettingsInForce,
@@ -27,6 +31,16 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class Tens:
+    """Source of ten rows."""
+
+    def shards(self) -> Sequence[Shard]:
+        return [Shard("tens", 10)]
+
+    def read(self, shard: Shard, row: int) -> Iterator[int]:
+        return iter(range(row, 10))
+
+
 def make_loader() -> ElasticLoader:
     return ElasticLoader(DataLoader(TensorDataset(torch.arange(100)), 1), 1, training=True)
 
@@ -34,7 +48,7 @@ def make_loader() -> ElasticLoader:
 def follow(settings: SettingsInForce, plan: PlanRecord, loader: ElasticLoader, num_batches: int = 10) -> list[SettingsApplied]:
     done = []
     for _ in range(num_batches):
-        applied = settings.follow(plan, [loader])
+        applied = settings.follow(plan, [loader], may_add_workers=True)
         done += [applied[0]] if applied is not None else []
         next(loader)
     return done
@@ -52,6 +66,52 @@ def test_rebuilt_loaders_follow_the_plan() -> None:
     finally:
         first.close()
         second.close()
+
+
+class Bank(Dataset[int]):
+    """Samples that training writes."""
+
+    def __init__(self) -> None:
+        self.values = [0] * 40
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> int:
+        return self.values[index]
+
+
+def test_planner_gives_no_loader_workers_to_a_dataset_that_training_may_write_to() -> None:
+    bank, settings = Bank(), SettingsInForce(CORES)
+    loader = ElasticLoader(DataLoader(bank, 1), 1, training=True)
+    fetched = []
+    for step in range(20):
+        settings.follow(PLAN, [loader], may_add_workers=False)
+        bank.values[step] = step
+        fetched.append(int(next(loader)))
+    assert fetched == [*range(20)]
+
+
+@pytest.mark.parametrize(
+    ("loader", "source", "allowed", "expected"),
+    [
+        ({"dataset": Bank()}, "planner", False, 0),
+        ({"dataset": Bank()}, "planner", True, 1),
+        ({"dataset": Bank()}, "brain", False, 0),
+        ({"dataset": Bank()}, "user", False, 1),
+        ({"dataset": Bank(), "num_workers": 2}, "planner", False, 1),
+        ({"dataset": stream(Tens())}, "planner", False, 1),
+    ],
+)
+def test_first_loader_workers_need_a_permission(loader: dict[str, Any], source: Any, allowed: bool, expected: int) -> None:
+    settings, made = SettingsInForce(CORES), ElasticLoader(DataLoader(batch_size=1, **loader), 1, training=True)
+    try:
+        for _ in range(8):
+            settings.follow(replace(PLAN, source=source), [made], may_add_workers=allowed)
+            next(made)
+        assert made.num_workers == expected
+    finally:
+        made.close()
 
 
 def test_change_of_threads_is_not_charged_with_an_earlier_change() -> None:

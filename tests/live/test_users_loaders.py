@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data import stream
@@ -56,6 +56,31 @@ def replaced(loader: DataLoader[Any], **options: Any) -> Any:
 def test_loader_that_trains_every_row_is_accepted(loader: dict[str, Any], options: dict[str, Any]) -> None:
     made: DataLoader[Any] = DataLoader(stream(Growing()), **loader)
     assert replaced(made, **options) is made
+
+
+class Pairs(Sampler[list[int]]):
+    """Batches of a user's own making."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 9], [1, 8]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_test_loader_that_cannot_be_split_does_not_end_a_job_that_has_trained(caplog: pytest.LogCaptureFixture) -> None:
+    job: Any = SimpleNamespace(live=SimpleNamespace(), start_workers=2, agree_on_start=lambda: None)
+    loader: DataLoader[Any] = DataLoader(range(10), batch_sampler=Pairs())  # type: ignore[arg-type]
+
+    def replaced_in(fn: str, stage: str) -> Any:
+        state = SimpleNamespace(fn=fn, stage=stage)
+        trainer = SimpleNamespace(state=state, training=stage == "train", predicting=False)
+        return UsersLoaders(None).replaced(loader, trainer, job, lambda: (0, 2), list)
+
+    assert replaced_in("test", "test") is loader
+    assert "batch_sampler Pairs decides which samples form a batch" in caplog.text
+    with pytest.raises(UnsupportedLoaderError, match="batch_sampler Pairs"):
+        replaced_in("fit", "train")
 
 
 @pytest.mark.parametrize(

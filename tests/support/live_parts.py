@@ -40,6 +40,7 @@ def a_trainer(**options: float) -> Any:
     epoch_loop = SimpleNamespace(
         manual_optimization=SimpleNamespace(optim_step_progress=progress),
         batch_progress=SimpleNamespace(total=SimpleNamespace(ready=0), current=SimpleNamespace(ready=2)),
+        val_loop=SimpleNamespace(_combined_loader=None),
     )
     trainer = SimpleNamespace(
         lightning_module=module,

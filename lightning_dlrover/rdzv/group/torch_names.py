@@ -77,6 +77,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("_comm_hooks", "_distributed_broadcast_coalesced", "_remove_autograd_hooks", "_sync_buffers"),
     ),
     "torch.utils.data:DataLoader": ("_get_iterator", "_iterator"),
+    "torch.utils.data.dataloader": ("_BaseDataLoaderIter",),
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
         *("_index_queues", "_mark_worker_as_unavailable", "_persistent_workers", "_pin_memory_thread_done_event", "_shutdown"),
         *("_prefetch_factor", "_shutdown_workers", "_try_put_index", "_worker_pids_set", "_worker_result_queue", "_workers"),
