@@ -13,6 +13,7 @@ from lightning_dlrover.checks.script import UnsupportedScriptError, different_ca
 from lightning_dlrover.live.leaving import leave_quietly
 from lightning_dlrover.live.lightning_names import devices_argument, is_search
 from lightning_dlrover.live.position import can_meet
+from lightning_dlrover.live.state import is_lightnings
 from lightning_dlrover.live.training import LiveTraining
 from lightning_dlrover.output import drop_what_cannot_be_written
 from lightning_dlrover.packages import TrainerFn, fabric_submodule, package_of
@@ -106,6 +107,8 @@ class PlaceInJob:
             self.close()
             raise
         self.live = self._take_over_world(self.world, trainer, formation)
+        if formation is not None and formation.round.number > 1:
+            _let_configs_be_replaced(trainer)
         if formation is not None and formation.rank == 0:
             self._compare_with_arguments(trainer, formation.size)
         if formation is not None and formation.size > 1:
@@ -223,6 +226,13 @@ class PlaceInJob:
         """Whether no worker will ever continue the job, so that nothing of it need be kept for one."""
         standing = self.world.standing if self.world is not None else None
         return standing is not None and (standing.ask_whether_finished() or standing.ask_whether_cancelled())
+
+
+def _let_configs_be_replaced(trainer: Any) -> None:
+    """Let LightningCLI write its configuration again, as an earlier life of the job has left the file."""
+    for callback in trainer.callbacks:
+        if is_lightnings(callback, "SaveConfigCallback"):
+            callback.overwrite = True
 
 
 def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:

@@ -35,7 +35,8 @@ class Model(L.LightningModule):
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         groups = [[group["lr"], len(group["params"])] for group in self.trainer.optimizers[0].param_groups]
         self.seen.append((self.trainer.global_step, groups, all(p.requires_grad for p in self.parameters())))
-        return self.head(self.body(batch[0])).square().mean()
+        loss: torch.Tensor = self.head(self.body(batch[0])).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 0.5)
