@@ -16,6 +16,9 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
 )
 _AGENT_LINE = re.compile(r"[DIWEF]\d{4} \d\d:\d\d:\d\d")
+_FRAME = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lightning_dlrover/|/lib/python3|^<frozen |^<string>$")
+_LOOPS = re.compile(r"/(?:lightning/(?:pytorch|fabric)|pytorch_lightning|lightning_fabric)/")
 _AGENT_FILE = "torch/distributed/run.py"
 _RANK_PREFIX = re.compile(r"\[(?:rank|default)?\d+\]:? ?")
 _CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
@@ -37,6 +40,7 @@ class PostMortem:
 
     error: str  # one line; empty if another process ended it
     traceback: str  # empty if there is none
+    place: str = ""  # innermost frame of the script; empty if the error was raised outside of its code
     cause: str = ""  # the place's reason for ending it, if it was appended to the node's output
 
 
@@ -55,18 +59,19 @@ def examine(output: str) -> PostMortem:
     if faults and (name := _signal(faults[0])):
         # A warning above is unrelated. A traceback may be, too, or the process received the signal while exiting after it.
         after = f", after {_message(own)}" if own else ""
-        return PostMortem(f"the script was ended by {name}{after}", "\n".join([*(own or []), *_fatal_error(lines)]), cause)
+        text = "\n".join([*(own or []), *_fatal_error(lines)])
+        return PostMortem(f"the script was ended by {name}{after}", text, cause=cause)
     if faults:
         error = _message(own) if own else f"the script ended with exit code {faults[0]}{_last_words(lines)}"
-        return PostMortem(error, "\n".join(own or []), cause)
+        return PostMortem(error, "\n".join(own or []), _place(own or []), cause)
     if codes:
-        return PostMortem("", "", cause)
+        return PostMortem("", "", cause=cause)
     # No worker has failed, so the agent itself has: it was killed, received a signal, or could not start a worker.
     agents = [t for t in tracebacks if t is not own and "SignalException" not in _message(t)]
     if agents or (own and not any("SignalException" in _message(t) for t in tracebacks)):
         fault = agents[0] if agents else own or []
-        return PostMortem(_message(fault), "\n".join(fault), cause)
-    return PostMortem("", "", cause)
+        return PostMortem(_message(fault), "\n".join(fault), cause=cause)
+    return PostMortem("", "", cause=cause)
 
 
 def _signal(code: int) -> str:
@@ -119,3 +124,14 @@ def _message(traceback: list[str]) -> str:
     """Return the line of the last exception."""
     last_start = max((i for i, line in enumerate(traceback) if line.startswith(_START)), default=0)
     return next((line for line in traceback[last_start + 1 :] if line and not line.startswith(" ")), "")
+
+
+def _place(traceback: list[str]) -> str:
+    """Return the innermost frame of the script, as file, line and function; empty if it had only called Lightning there."""
+    last_start = max((i for i, line in enumerate(traceback) if line.startswith(_START)), default=0)
+    for frame in reversed([match for line in traceback[last_start:] if (match := _FRAME.match(line))]):
+        if not _LIBRARY.search(frame["file"]):
+            return f"{frame['file']}:{frame['line']} ({frame['function']})"
+        if _LOOPS.search(frame["file"]):
+            return ""
+    return ""

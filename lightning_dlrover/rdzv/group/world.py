@@ -423,6 +423,7 @@ class World:
         """
         assert self._vote is None
         assert self.formation is not None
+        self.standing.step_made()
         is_alone = self.formation.size == 1
         if self._meeting is None and not is_alone:
             raise self.broken_error()
