@@ -156,7 +156,8 @@ def _run_job(
         complain(f"job {place.run_id} failed: {end.reason}")
         # Workers report errors of the training only; a later failure shows up in the output of a node.
         reported = None if end.is_trained else first_traceback(folder / EVENTS_FILE)
-        complain(reported or failure, prefix="")
+        if not controller.has_shown(reported or failure):
+            complain(reported or failure, prefix="")
     elif not end.is_trained:
         complain(f"job {place.run_id}: {end.reason}")
     return end.exit_code

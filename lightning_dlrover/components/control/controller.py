@@ -156,6 +156,10 @@ class Controller:
         """Return the traceback of the first node in the newest group of failures, else why it was ended; empty if unknown."""
         return self._ledger.failure_text()
 
+    def has_shown(self, traceback: str) -> bool:
+        """Whether the output that was shown contains this traceback."""
+        return traceback in self._output.tracebacks
+
     @property
     def mark(self) -> str:
         """Part of the name of each of the job's nodes at its scheduler."""

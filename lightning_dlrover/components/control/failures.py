@@ -59,6 +59,11 @@ class Node:
     lacks_memory: bool = False  # failed: killed for lack of memory, and the plan does not account for it yet
 
     @property
+    def fault(self) -> str:
+        """The error and its place in the script."""
+        return f"{self.error} (at {self.place})" if self.place else self.error
+
+    @property
     def is_living(self) -> bool:
         return self.status in ("pending", "running")
 
@@ -99,7 +104,7 @@ def most_frequent(nodes: Iterable[Node]) -> tuple[int, str]:
     if not counts:
         return 0, ""
     kind, count = counts.most_common(1)[0]
-    return count, min((n for n in failed if _kind(n) == kind), key=lambda n: n.ended_s).error
+    return count, min((n for n in failed if _kind(n) == kind), key=lambda n: n.ended_s).fault
 
 
 def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress_s: float) -> list[Node]:

@@ -287,7 +287,7 @@ def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str |
     if count >= patience.max_same_error:
         return f"the same error stopped the job {count} times without progress in between: {error}"
     if len(stops) >= patience.max_stops:
-        cause = stops[-1].error or "it was killed; its host may lack memory, see the nodes' output and the kernel's log there"
+        cause = stops[-1].fault or "it was killed; its host may lack memory, see the nodes' output and the kernel's log there"
         return f"the job was stopped {len(stops)} times without progress in between; the last time by {stops[-1].name}: {cause}"
     if view.failures_in_a_row >= patience.max_failures and not any(node.is_member for node in living):
         return f"{view.failures_in_a_row} nodes in a row have failed"
@@ -311,7 +311,7 @@ def _failed_before_training(view: JobView, patience: Patience) -> str:
     first = culprit(view.nodes, patience.together_s)
     if first is None or first.ended_s <= patience.settle_s:
         return ""
-    return f"{first.name} failed before the first step: {first.error}"
+    return f"{first.name} failed before the first step: {first.fault}"
 
 
 def _end_after_training(view: JobView) -> Give:
@@ -319,7 +319,7 @@ def _end_after_training(view: JobView) -> Give:
     failed = max((node for node in view.nodes if node.after_training), key=lambda node: node.ended_s, default=None)
     if failed is None:
         return Give(0, "the job has finished", is_trained=True)
-    why = failed.error or "it was killed"
+    why = failed.fault or "it was killed"
     return Give(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
 
 
