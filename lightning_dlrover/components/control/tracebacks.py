@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 __all__ = ["RANK_PREFIX", "START", "ShownTracebacks", "TracebackFilter", "place_of"]
 
 START = "Traceback (most recent call last):"
-RANK_PREFIX = re.compile(r"\[(?:rank|default)?\d+\]:? ?")
+RANK_PREFIX = re.compile(r"(?:\[(?:rank|default)?\d+\]:? ?)+")
 
 _FRAME = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lightning_dlrover/|/lib/python3|^<frozen |^<string>$")
