@@ -476,8 +476,8 @@ class DLRoverStrategy(EitherStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self.live is not None and not isinstance(exception, SystemExit):
-            self.live.world.report_error(exception)
+        if self._job is not None and self.live is not None and not isinstance(exception, SystemExit):
+            self._job.report_error(exception)
 
     def teardown(self) -> None:
         if self._job is not None:
