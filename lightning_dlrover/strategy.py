@@ -140,7 +140,9 @@ class DLRoverStrategy(EitherStrategy):
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self._forward_redirection: Any = ForwardRedirection(
-            self._forward_redirection, lambda: self.live.steps.parts.users_step() if self.live is not None else nullcontext()
+            self._forward_redirection,
+            lambda: self.live.steps.parts.users_step() if self.live is not None else nullcontext(),
+            lambda output: self.live.steps.loss_of(output) if self.live is not None else output,
         )
         self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
@@ -439,6 +441,7 @@ class DLRoverStrategy(EitherStrategy):
         def checked() -> Any:
             result = closure()
             live.collectives.check_gradients()
+            live.steps.drop_update_without_loss()
             return result
 
         return super().optimizer_step(optimizer, checked, model, **kwargs)
