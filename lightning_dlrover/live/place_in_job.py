@@ -73,7 +73,7 @@ class PlaceInJob:
         """
         former = PlaceInJob.newest
         if former is not None:
-            former._go_on_after_error()
+            former.continue_after_error()
         is_about_to_fit = trainer.state.fn == TrainerFn.FITTING and not is_search(trainer)
         if former is not None and former.live is not None and former.world is not None and is_about_to_fit:
             try:
@@ -230,15 +230,15 @@ class PlaceInJob:
             self._common_error = None
             self.world.report_error(error)
 
-    def _go_on_after_error(self) -> None:
-        """Record the end of a `fit` whose error the script has caught."""
+    def continue_after_error(self) -> None:
+        """Record the end of a `fit` whose error the script has caught, if there is one."""
         if self._common_error is not None and self.live is not None:
             self._common_error = None
             self.live.fits.end_early()
 
     def close(self) -> None:
         if self.live is not None and self.live.position.fit > 1:  # else the job is not done, and another process may go on
-            self._go_on_after_error()
+            self.continue_after_error()
         if self.tables is not None:
             self.tables.close(self._is_over)
         for store in self._stores:  # includes models that an earlier Trainer has trained
