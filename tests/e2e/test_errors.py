@@ -1,7 +1,8 @@
-"""Errors of a script: one that it catches is none, and one that ends the job is shown once."""
+"""The end of a job's output: errors that the script catches or not, and how to continue."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from dlrover_process import Dlrover
@@ -75,3 +76,22 @@ def test_error_in_the_first_step_is_shown_once(dlrover: Dlrover, tmp_path: Path)
     last = run.output.splitlines()[-1]
     assert "failed before the first step: ValueError: boom (at " in last
     assert last.endswith("faulty.py:21 (training_step))")
+
+
+def test_interrupted_job_ends_with_its_checkpoint_and_the_next_move(dlrover: Dlrover, tmp_path: Path) -> None:
+    script = tmp_path / "kept.py"
+    script.write_text(
+        SCRIPT.replace("        return self.net", "        time.sleep(0.02)\n        return self.net")
+        .replace("import torch\n", "import time\nimport torch\n", 1)
+        .replace("max_epochs=2", "max_epochs=999")
+        .replace("enable_checkpointing=False", f"default_root_dir={str(tmp_path)!r}")
+        + "fit(L.pytorch.callbacks.ModelCheckpoint('kept', every_n_train_steps=4))\n"
+    )
+    run = dlrover.start("--workers", "1", script)
+    run.wait_for(lambda: list(tmp_path.rglob("epoch=*.ckpt")), "a checkpoint")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait_for_exit(60) == 130
+    last = run.output.splitlines()[-1]
+    assert last.startswith("dlrover: newest checkpoint of job job: /")
+    assert "to continue from it, start a job under another --rdzv-id with trainer.fit(..., ckpt_path='/" in last
+    assert Path(last.partition("ckpt_path='")[2].partition("'")[0]).is_file()

@@ -207,10 +207,14 @@ class Observer:
         is_news = round_number != self._streak.round_number or (is_last and entry.is_member)
         self._streak = _Streak(1 if is_news else self._streak.count + 1, now, round_number)
 
+    def newest_checkpoint(self) -> CheckpointRecord | None:
+        """Return the job's newest checkpoint; None: none is known."""
+        # An unreadable record is reported by workers that resume from it.
+        return readable(CheckpointRecord, self._mirror.get(self._keys.checkpoint))
+
     def _checkpoint_step(self) -> int:
         """Return the step of the job's newest checkpoint; 0: none is known."""
-        # An unreadable record is reported by workers that resume from it.
-        record = readable(CheckpointRecord, self._mirror.get(self._keys.checkpoint))
+        record = self.newest_checkpoint()
         return record.global_step if record is not None else 0
 
     def _stop_reason(self) -> str:
