@@ -255,6 +255,7 @@ class JobRecord:
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
     start_workers: int = 0  # workers at the start: a DataLoader's batch_size times this is its global batch
     lane_workers: int = 0  # workers for which the rows of streams are laid out: the most that the job could have at its start
+    started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0
     message: str = ""  # reason for the failure
     unjoinable: str = ""  # reason why the state cannot be handed over to joiners; empty if it can
