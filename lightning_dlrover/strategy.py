@@ -51,6 +51,7 @@ from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
 from lightning_dlrover.live.place_in_job import PlaceInJob
 from lightning_dlrover.live.replica import Replica
+from lightning_dlrover.live.state import trained_parameters
 from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
 from lightning_dlrover.live.training import LiveTraining
 from lightning_dlrover.live.unused_parameters import UnusedParameters
@@ -138,7 +139,7 @@ class DLRoverStrategy(EitherStrategy):
             self._job = PlaceInJob(config, self, check_interval_s)
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
-        self._forward_redirection: Any = ForwardRedirection(self._forward_redirection, self._users_step)
+        self._forward_redirection: Any = ForwardRedirection(self._forward_redirection, self._users_step, self._loss_of)
         self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
         self.clock = OwnClock(self.times)
@@ -157,6 +158,9 @@ class DLRoverStrategy(EitherStrategy):
 
     def _users_step(self) -> AbstractContextManager[None]:
         return self.live.steps.parts.users_step() if self.live is not None else nullcontext()
+
+    def _loss_of(self, output: Any) -> Any:
+        return self.live.steps.loss_of(output) if self.live is not None else output
 
     # --- place in the job ----------------------------------------------------------------------------------------------------
 
@@ -376,6 +380,8 @@ class DLRoverStrategy(EitherStrategy):
                 "streams": live.loaders.positions_in_streams if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
                 "sequences": live.loaders.places_in_sequences if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
             }
+            if self.tables is None and "optimizer_states" in checkpoint:
+                checkpoint["dlrover"]["parameters"] = trained_parameters(self._lightning_trainer)
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
         if self.tables is None:
             save = saving_file(partial(write, filepath), lambda: self.is_global_zero, barrier)
@@ -437,6 +443,7 @@ class DLRoverStrategy(EitherStrategy):
         def checked() -> Any:
             result = closure()
             live.collectives.check_gradients()
+            live.steps.drop_update_without_loss()
             return result
 
         return super().optimizer_step(optimizer, checked, model, **kwargs)
@@ -474,8 +481,8 @@ class DLRoverStrategy(EitherStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self.live is not None and not isinstance(exception, SystemExit):
-            self.live.world.report_error(exception)
+        if self._job is not None and self.live is not None and not isinstance(exception, SystemExit):
+            self._job.report_error(exception)
 
     def teardown(self) -> None:
         if self._job is not None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+from live_parts import BETWEEN, a_formation, hellos
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover.live import place_in_job
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
 
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 CONFIG = """
 trainer:
@@ -69,3 +73,22 @@ def test_command_line_sets_the_strategys_arguments() -> None:
     strategy = trainer_of(args).strategy
     assert isinstance(strategy, DLRoverStrategy)
     assert strategy._global_batch_size == 4
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_configuration_is_written_again_only_by_a_job_that_comes_back(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text("of an earlier life\n")
+    args = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false", "--trainer.strategy=dlrover"]
+    cli = LightningCLI(Model, run=False, args=[*args, f"--trainer.default_root_dir={tmp_path}"])
+    saving = next(each for each in cli.trainer.callbacks if isinstance(each, SaveConfigCallback))  # type: ignore[attr-defined]
+    first_round = a_formation("w0", hellos(BETWEEN), number=number)
+    monkeypatch.setattr(place_in_job, "World", lambda *_: SimpleNamespace(start=lambda: first_round))
+    monkeypatch.setattr(place_in_job.PlaceInJob, "_take_over_world", lambda *_: None)
+    config: Any = SimpleNamespace(workers_per_node=1)
+    strategy: Any = cli.trainer.strategy
+    place_in_job.PlaceInJob(config, strategy, 0.1)._start(cli.trainer, "gloo")
+    with pytest.raises(RuntimeError, match="to NOT exist") if number == 1 else nullcontext():
+        saving.setup(cli.trainer, cli.model, "fit")
+    assert ((tmp_path / "config.yaml").read_text() == "of an earlier life\n") == (number == 1)

@@ -190,7 +190,8 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
 
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
-    former = SimpleNamespace(live=SimpleNamespace(fits=SimpleNamespace(begin_later=leave)), world=object())
+    live = SimpleNamespace(fits=SimpleNamespace(begin_later=leave))
+    former = SimpleNamespace(live=live, world=object(), continue_after_error=lambda: None)
     monkeypatch.setattr(PlaceInJob, "newest", former)
     alarm = Alarm()
     trainer = L.Trainer(

@@ -43,7 +43,7 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
 from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import RecordError
+from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
 from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
 from lightning_dlrover.report.event_log import EVENTS_FILE, EventLog, JobNotFoundError, first_traceback
 from lightning_dlrover.report.status import JOB_FILE, JobPlace, connect, read_job
@@ -85,6 +85,7 @@ def run_command(options: argparse.Namespace) -> int:
     prefix = checked_prefix(options.key_prefix or around.prefix)
     asked = place_in_pool(options, endpoint, prefix)
     hurry = threading.Event()
+    last_words: list[str] = []
     with signals_as_exceptions(hurry):
         try:
             with (
@@ -97,7 +98,7 @@ def run_command(options: argparse.Namespace) -> int:
                     place = JobPlace(run_id, server.endpoint, prefix)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
-                return _run_job(options, script, place, folder, server, hurry, asked)
+                return _run_job(options, script, place, folder, server, hurry, asked, last_words)
         except EtcdLostError as error:
             complain(f"job {run_id} failed: {error}")
             return EXIT_FAILED
@@ -105,6 +106,9 @@ def run_command(options: argparse.Namespace) -> int:
             name = signal.Signals(interrupted.signal_number).name
             complain(f"job {run_id} was ended by {name}; nothing it started is left")
             return 128 + interrupted.signal_number
+        finally:
+            for line in last_words:
+                complain(line)
 
 
 def _run_job(
@@ -114,9 +118,15 @@ def _run_job(
     folder: Path,
     server: EmbeddedEtcd | None,
     hurry: threading.Event,
-    asked: tuple[PoolKeys, MemberRecord] | None = None,
+    asked: tuple[PoolKeys, MemberRecord] | None,
+    last_words: list[str],
 ) -> int:
-    """Run the job to its end; all nodes have ended when this returns or raises."""
+    """Run the job to its end; all nodes have ended when this returns or raises.
+
+    Args:
+        last_words: takes the lines that end the command's output.
+    """
+    end: Give | None = None
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options))
     spec = _node_spec(options, script, place)
@@ -151,15 +161,33 @@ def _run_job(
             log.complete(client)
             if not hurry.is_set():
                 write_final_report(place.run_id, folder)
+            checkpoint = controller.newest_checkpoint()
+            if checkpoint is not None and (end is None or (end.exit_code and not end.is_trained)):
+                keeps_records = end is None and (server is None or options.target != "local")
+                last_words.append(_how_to_continue(place.run_id, checkpoint, keeps_records))
         failure = controller.failure_text()
     if end.exit_code:
         complain(f"job {place.run_id} failed: {end.reason}")
         # Workers report errors of the training only; a later failure shows up in the output of a node.
         reported = None if end.is_trained else first_traceback(folder / EVENTS_FILE)
-        complain(reported or failure, prefix="")
+        if not controller.has_shown(reported or failure):
+            complain(reported or failure, prefix="")
     elif not end.is_trained:
         complain(f"job {place.run_id}: {end.reason}")
     return end.exit_code
+
+
+def _how_to_continue(run_id: str, checkpoint: CheckpointRecord, same_command: bool) -> str:
+    """Return the next move after the end of a job that is not done.
+
+    Args:
+        same_command: whether the job can continue under its name.
+    """
+    move = "the same command continues from it"
+    if not same_command:
+        script = f"trainer.fit(..., ckpt_path={checkpoint.path!r}), or --ckpt_path of LightningCLI"
+        move = f"to continue from it, start a job under another --rdzv-id with {script}"
+    return f"newest checkpoint of job {run_id}: {checkpoint.path} (step {checkpoint.global_step}); {move}"
 
 
 def _node_spec(options: argparse.Namespace, script: Path, place: JobPlace) -> NodeSpec:

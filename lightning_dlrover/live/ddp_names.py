@@ -42,11 +42,13 @@ class ForwardRedirection:
 
     Args:
         inside: surrounds the module's own method, which begins once DDP's collectives of the forward pass are done.
+        loss_of: returns what DDP receives in place of the output of the training step.
     """
 
-    def __init__(self, detour: Any, inside: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, detour: Any, inside: Callable[[], AbstractContextManager[None]], loss_of: Callable[[Any], Any]) -> None:
         self._detour = detour
         self._inside = inside
+        self._loss_of = loss_of
 
     def __call__(
         self, wrapper_module: nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
@@ -55,7 +57,8 @@ class ForwardRedirection:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._inside():
-                return method(*args, **kwargs)
+                output = method(*args, **kwargs)
+            return self._loss_of(output) if method_name == "training_step" else output
 
         vars(original_module)[_DETOUR] = run
         try:

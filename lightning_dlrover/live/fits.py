@@ -14,6 +14,9 @@ from lightning_dlrover.rdzv.live.outlook import Outlook
 
 __all__ = ["Fits"]
 
+FAIL_TOGETHER_S = 2.0
+"""Seconds to wait for the others to fail at the same place. Meanwhile a worker that fails alone holds up the others."""
+
 
 class Fits:
     """The `fit` calls of one worker's script. All workers run the same script, so their numbers are alike."""
@@ -41,6 +44,28 @@ class Fits:
             self._fit.collectives.exchange(f"the start of fit number {number}", _meet)
         finally:
             position.has_entered = position.is_between_fits = False
+
+    def fail_together(self) -> bool:
+        """Return whether all workers have left this `fit` by an error at one place, so that a script that catches it goes on.
+
+        The others need not recover from the loss of this worker then, and all of them run the same code next.
+        """
+        position = self._fit.position
+        if not position.has_entered or self._fit.strategy.elastic_tables is not None or self._fit.world.broken:
+            return False
+        place = f"error/{position.fit}/{position.batch}/{position.collective}/{position.validation}"
+        try:
+            together = self._fit.world.all_reach(place, FAIL_TOGETHER_S)
+        except WorldError:
+            return False
+        if together:
+            position.has_entered = position.in_step = position.is_redoing = False
+            position.validation = 0
+        return together
+
+    def end_early(self) -> None:
+        """Record the end of a `fit` that an error has ended on all workers, once the script has caught it."""
+        self._fit.world.finish(self._fit.trainer.global_step, self._fit.position.fit)
 
     def finish(self) -> None:
         """Mark the end of the training loop. All updates are done, so the job does not change from here on.

@@ -85,6 +85,30 @@ class JobCheckpoints:
             return None
         return record
 
+    def take_users_choice(self) -> None:
+        """Let the user's `ckpt_path` replace the job's newest checkpoint, if it is a new choice.
+
+        Called by rank 0 of a round without the job's state.
+
+        A script that begins with the same `ckpt_path` at each start continues from the job's newest checkpoint.
+        """
+        chosen = str(self._fit.trainer.ckpt_path or "")
+        if not chosen or os.path.basename(chosen).startswith("last"):  # "last" means the newest, another file at each start
+            return
+        membership = self._fit.world.membership
+        job = membership.view.job
+        if job is None or chosen == job.started_from:
+            return
+        membership.shared.update_job(lambda job: replace(job, started_from=chosen))
+        record = self.unread()
+        if record is not None:
+            log.warning(
+                "run %s: going back from the job's newest checkpoint %s (step %d) to ckpt_path=%s (step %d)",
+                *(self._fit.world.config.run_id, record.path, record.global_step, chosen, self._fit.trainer.global_step),
+            )
+            path = chosen if "://" in chosen else os.path.abspath(chosen)
+            membership.shared.put_checkpoint(CheckpointRecord(path=path, global_step=self._fit.trainer.global_step))
+
     def resume_together(self) -> None:
         """First round: continue from the job's newest checkpoint if an earlier life of the job has left one.
 

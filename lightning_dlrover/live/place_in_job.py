@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_dlrover.checks.script import UnsupportedScriptError, different_callbacks, monitoring
 from lightning_dlrover.live.leaving import leave_quietly
 from lightning_dlrover.live.lightning_names import devices_argument, is_search
 from lightning_dlrover.live.position import can_meet
+from lightning_dlrover.live.state import is_lightnings
 from lightning_dlrover.live.training import LiveTraining
 from lightning_dlrover.output import drop_what_cannot_be_written
 from lightning_dlrover.packages import TrainerFn, fabric_submodule, package_of
@@ -20,7 +23,7 @@ from lightning_dlrover.rdzv.group import transfer, waits
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.live.admission import JobClosedError
-from lightning_dlrover.rdzv.live.member import Formation, LeftOutError
+from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, MembershipError, WorldError
 from lightning_dlrover.tables.snapshot_store import SnapshotStore
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ class PlaceInJob:
         self._stores: list[SnapshotStore] = []  # stores of all models with tables that this script has trained
         self._strategy = strategy
         self._check_interval_s = check_interval_s
+        self._common_error: Exception | None = None  # has ended the `fit` on all workers; the script may catch it
         self._undo_quiet: Callable[[], None] | None = None  # set while Lightning handles a leave before this Trainer's loops
 
     # --- entering ----------------------------------------------------------------------------------------------------------
@@ -68,6 +72,8 @@ class PlaceInJob:
             backend: torch's name for the backend of the job's process groups.
         """
         former = PlaceInJob.newest
+        if former is not None:
+            former.continue_after_error()
         is_about_to_fit = trainer.state.fn == TrainerFn.FITTING and not is_search(trainer)
         if former is not None and former.live is not None and former.world is not None and is_about_to_fit:
             try:
@@ -106,6 +112,8 @@ class PlaceInJob:
             self.close()
             raise
         self.live = self._take_over_world(self.world, trainer, formation)
+        if formation is not None and formation.round.number > 1:
+            _let_configs_be_replaced(trainer)
         if formation is not None and formation.rank == 0:
             self._compare_with_arguments(trainer, formation.size)
         if formation is not None and formation.size > 1:
@@ -127,6 +135,7 @@ class PlaceInJob:
         if not PlaceInJob._closes_at_exit:
             PlaceInJob._closes_at_exit = True
             atexit.register(_close_newest)
+            _report_what_is_not_caught()
         live = LiveTraining(self._strategy, trainer, world, formation, self._check_interval_s)
         waits.time_with(self._strategy.clock.stopped)
         if formation is not None:
@@ -203,10 +212,33 @@ class PlaceInJob:
         live.position.is_in_loops = False
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not live.position.is_standby:
             live.fits.finish()
-        if trainer.interrupted or live.leaving.has_left:
+        if (trainer.interrupted and self._common_error is None) or live.leaving.has_left:
             self.close()
 
+    def report_error(self, error: BaseException) -> None:
+        """Report why a Trainer ends, unless the script may catch the error and go on in all workers."""
+        assert self.live is not None
+        is_fitting = self.live.position.has_entered and isinstance(error, Exception)
+        if is_fitting and not isinstance(error, WorldError | MembershipError) and self.live.fits.fail_together():
+            self._common_error = error  # type: ignore[assignment]
+        else:
+            self.live.world.report_error(error)
+
+    def not_caught(self, error: BaseException) -> None:
+        """Report an error that ends this process, after one that has ended a `fit` on all workers."""
+        if self._common_error is not None and self.world is not None:
+            self._common_error = None
+            self.world.report_error(error)
+
+    def continue_after_error(self) -> None:
+        """Record the end of a `fit` whose error the script has caught, if there is one."""
+        if self._common_error is not None and self.live is not None:
+            self._common_error = None
+            self.live.fits.end_early()
+
     def close(self) -> None:
+        if self.live is not None and self.live.position.fit > 1:  # else the job is not done, and another process may go on
+            self.continue_after_error()
         if self.tables is not None:
             self.tables.close(self._is_over)
         for store in self._stores:  # includes models that an earlier Trainer has trained
@@ -225,6 +257,13 @@ class PlaceInJob:
         return standing is not None and (standing.ask_whether_finished() or standing.ask_whether_cancelled())
 
 
+def _let_configs_be_replaced(trainer: Any) -> None:
+    """Let LightningCLI write its configuration again, as an earlier life of the job has left the file."""
+    for callback in trainer.callbacks:
+        if is_lightnings(callback, "SaveConfigCallback"):
+            callback.overwrite = True
+
+
 def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:
     """Compare callbacks before Lightning's first collectives.
 
@@ -238,6 +277,17 @@ def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:
     for rank, theirs in enumerate(by_rank):  # all workers compare with rank 0, so that all of them end
         if problem := different_callbacks(by_rank[0], theirs, "rank 0", f"rank {rank}"):
             raise UnsupportedScriptError(problem)
+
+
+def _report_what_is_not_caught() -> None:
+    former = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if PlaceInJob.newest is not None:
+            PlaceInJob.newest.not_caught(error)
+        former(kind, error, trace)
+
+    sys.excepthook = report
 
 
 def _close_newest() -> None:

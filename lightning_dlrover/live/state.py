@@ -59,6 +59,7 @@ __all__ = [
     "restore",
     "resume",
     "seed_for",
+    "trained_parameters",
 ]
 
 log = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ def restore(
         _run_epoch_start_hooks(trainer, state)
     _prune_alike(trainer.lightning_module, state.running.pruned)
     if strategy.elastic_tables is None:
-        _set_groups(trainer, state)
+        _set_groups(trainer, state.running.groups, state.checkpoint["optimizer_states"])
     _compare_schedulers(trainer, state.running)
     _restore_checkpoint(trainer, state.checkpoint)
     adopt_running_state(trainer, strategy, state.running)
@@ -286,11 +287,21 @@ def resume(trainer: L.Trainer, checkpoint: dict[str, Any], reruns_hooks: bool = 
 
     After a checkpoint from an epoch's end, training continues at the start of the next epoch.
     """
-    _restore_loops(trainer, checkpoint)
-    if reruns_hooks:
+    begins_epoch = _restore_loops(trainer, checkpoint)
+    if reruns_hooks and not begins_epoch:
         run_epoch_start_hooks(trainer)
+    if saved := checkpoint.get("dlrover", {}).get("parameters"):
+        _set_trained_parameters(trainer, checkpoint, saved)
     _restore_checkpoint(trainer, checkpoint)
     _begin_next_epoch_if_ended(trainer)
+    if reruns_hooks and begins_epoch:  # what they change is not in the checkpoint
+        run_epoch_start_hooks(trainer)
+
+
+def trained_parameters(trainer: L.Trainer) -> dict[str, Any]:
+    """Return names of the parameters in each group and of those that are trained, for a checkpoint."""
+    trained = [name for name, parameter in trainer.lightning_module.named_parameters() if parameter.requires_grad]
+    return {"groups": _group_names(trainer), "trained": trained}
 
 
 def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -308,23 +319,27 @@ def run_epoch_start_hooks(trainer: L.Trainer) -> None:
         lightning_names.call_hooks(trainer, "on_train_epoch_start")
 
 
-def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore epoch, step and callbacks alone, which hooks look at. Weights and optimizers follow."""
+def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> bool:
+    """Restore epoch, step and callbacks alone, which hooks look at. Weights and optimizers follow.
+
+    Returns:
+        Whether the next epoch begins.
+    """
     part = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
     lightning_names.restore_loops(trainer, part)
     lightning_names.load_callback_states(trainer, part)
     _go_on(trainer)
-    _begin_next_epoch_if_ended(trainer)
+    return _begin_next_epoch_if_ended(trainer)
 
 
-def _begin_next_epoch_if_ended(trainer: L.Trainer) -> None:
+def _begin_next_epoch_if_ended(trainer: L.Trainer) -> bool:
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
     epoch_loop = fit_loop.epoch_loop
     steps, max_steps = epoch_loop.global_step, epoch_loop.max_steps
     is_last = fit_loop.max_epochs not in (None, -1) and epochs.processed >= fit_loop.max_epochs
     if epochs.processed < epochs.ready or is_last or (max_steps != -1 and steps >= max_steps):
-        return
+        return False
     epochs.completed = epochs.processed
     epochs.ready += 1
     epochs.started += 1
@@ -332,6 +347,7 @@ def _begin_next_epoch_if_ended(trainer: L.Trainer) -> None:
     epoch_loop.scheduler_progress.reset_on_run()
     epoch_loop.automatic_optimization.optim_progress.reset_on_run()
     epoch_loop.val_loop.batch_progress.reset_on_run()
+    return True
 
 
 def _run_epoch_start_hooks(trainer: L.Trainer, state: TrainerState) -> None:
@@ -419,11 +435,28 @@ def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) ->
             prune.custom_from_mask(owner, parameter, mask.to(next(module.parameters()).device))  # type: ignore[no-untyped-call]
 
 
-def _set_groups(trainer: L.Trainer, state: TrainerState) -> None:
-    """Form the others' parameter groups, which fine-tuning changes while training."""
+def _set_trained_parameters(trainer: L.Trainer, checkpoint: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Form the parameter groups that a checkpoint's optimizers had, and train the same parameters.
+
+    Args:
+        saved: `trained_parameters` when the checkpoint was saved.
+    """
+    _set_groups(trainer, saved["groups"], checkpoint["optimizer_states"])
+    trained = {*saved["trained"]}
+    for name, parameter in trainer.lightning_module.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def _set_groups(trainer: L.Trainer, theirs: Sequence[list[list[str]] | None], states: Sequence[Mapping[str, Any]]) -> None:
+    """Form the others' parameter groups, which fine-tuning changes while training.
+
+    Args:
+        theirs: see `RunningState.groups`.
+        states: the others' state of each optimizer.
+    """
     parameters = dict(trainer.lightning_module.named_parameters())
     mine = _group_names(trainer)
-    for i, (optimizer, groups) in enumerate(zip(trainer.optimizers, state.running.groups, strict=True)):
+    for i, (optimizer, groups) in enumerate(zip(trainer.optimizers, theirs, strict=True)):
         if groups is None or groups == mine[i]:
             continue
         if missing := [name for group in groups for name in group if name not in parameters]:
@@ -431,7 +464,7 @@ def _set_groups(trainer: L.Trainer, state: TrainerState) -> None:
                 f"optimizer {i} of the other workers trains {missing[:3]}, which this worker's module does not have: "
                 "parameters that are created while training cannot be handed over"
             )
-        saved = state.checkpoint["optimizer_states"][i]["param_groups"]
+        saved = states[i]["param_groups"]
         optimizer.param_groups[:] = [
             {**{key: value for key, value in options.items() if key != "params"}, "params": [parameters[n] for n in names]}
             for options, names in zip(saved, groups, strict=True)

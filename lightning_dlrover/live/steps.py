@@ -50,6 +50,7 @@ class TrainingSteps:
         self._manual_steps = 0
         self._max_manual_steps = 0  # most optimizer steps in one batch; 0: not known, so there may be several
         self._num_backwards = 0  # backward passes in the current step
+        self._has_loss = False  # whether the current step has returned a loss
         self._max_backwards = 0  # most backward passes in one step; 0: not known
 
     def begin_fit(self) -> None:
@@ -84,7 +85,7 @@ class TrainingSteps:
         def compute() -> Any:
             # A worker may also be lost while earlier batches are computed again.
             own = self._redo_window(inside=True) if again else kwargs
-            self._num_backwards = 0  # those of earlier batches do not belong to this step
+            self._num_backwards, self._has_loss = 0, False  # those of earlier batches do not belong to this step
             return run(optimizer, batch_idx, own)
 
         if (self._epoch_loop.batch_progress.current.ready - 1) % self._fit.trainer.accumulate_grad_batches == 0:
@@ -212,6 +213,21 @@ class TrainingSteps:
         if self._manual_steps == 0 and self._max_manual_steps != 1 and self._can_undo:
             self._undo = copy.deepcopy(capture(self._fit.trainer))
         self._manual_steps += 1
+
+    def loss_of(self, output: Any) -> Any:
+        """Return a training step's output, or a loss without a gradient if it is None: other workers wait for this share's."""
+        module = self._fit.trainer.lightning_module
+        if output is not None or not module.automatic_optimization or self._fit.strategy.tables is not None:
+            self._has_loss = True
+            return output
+        return sum((parameter.flatten()[:1] * 0).sum() for parameter in module.parameters() if parameter.requires_grad)
+
+    def drop_update_without_loss(self) -> None:
+        """Drop the gradients if no worker's training step has returned a loss: momentum alone would move the weights."""
+        if self._has_loss or self._fit.position.size == 1 or self._fit.trainer.accumulate_grad_batches > 1:
+            return
+        if self._fit.world.all_reach(f"no-loss/{self._fit.position.fit}/{self._fit.position.batch}"):
+            self._fit.trainer.optimizers[0].zero_grad()
 
     def backward_begins(self) -> None:
         self._num_backwards += self.parts.is_first

@@ -308,6 +308,8 @@ class LiveTraining:
             if formation.rank != 0:
                 loggers.adopt(self._trainer.loggers, runs)
         has_finished = self.world.has_finished
+        if formation.rank == 0 and not has_finished and self.tables.elastic is None:
+            self.checkpoints.take_users_choice()
         if formation.size > 1:
             mine = data.encode(), [loader.order.seed for loader in self.loaders.all], has_finished
             said = transfer.all_gather(mine)
@@ -392,6 +394,8 @@ class LiveTraining:
                 self._take_over_rank_zero()
             self._pace.went_on(self.loaders.batch_number + 1)
             return False
+        if not standing and me == formation.round.members[0]:
+            self.checkpoints.take_users_choice()
         has_resumed = not standing and self._successors.resume()
         if not standing and not has_resumed and me == formation.round.members[0]:
             self.checkpoints.resume_alone()

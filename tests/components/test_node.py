@@ -86,13 +86,14 @@ def test_a_notice_is_written_down_and_then_passed_on_to_the_worker_alone(start: 
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_failed_script_keeps_the_summary_of_torchrun_and_its_exit_code(start: Start, tmp_path: Path) -> None:
+def test_failed_script_prints_one_traceback_and_keeps_its_exit_code(start: Start, tmp_path: Path) -> None:
     node = start("raise ValueError('bad')")
     assert node.wait(60) == 1
     assert (tmp_path / "exit_code").read_text() == "1\n"
     assert not notice_file(tmp_path / "exit_code").exists()
     output = (tmp_path / "output").read_text()
-    assert "ChildFailedError" in output
+    assert output.count("Traceback") == 1
+    assert output.splitlines()[-1].endswith("has failed (exitcode: 1), see its error above")
     assert examine(output).error == "ValueError: bad"
 
 

@@ -295,12 +295,12 @@ class Stopping(ToyModel):
         world = self.live.world
         all_reach = world.all_reach
 
-        def arrive_and_break(place: str) -> bool:
-            assert all_reach(place)  # so all have come, and the others go on
+        def arrive_and_break(place: str, timeout_s: float | None = None) -> bool:
+            assert all_reach(place, timeout_s)  # so all have come, and the others go on
             world.all_reach = all_reach  # type: ignore[method-assign]
             assert world.formation is not None
             world._sockets.sever(world.formation.round.number)
-            return all_reach(place)
+            return all_reach(place, timeout_s)
 
         world.all_reach = arrive_and_break  # type: ignore[method-assign]
 

@@ -36,7 +36,7 @@ def test_worker_killed_before_the_first_batch_is_replaced(dlrover: Dlrover, tmp_
     run.wait_for(two_train, "two workers that train", timeout_s=120)
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
-    assert "failed before training began" not in run.output
+    assert "failed before the first step" not in run.output
 
 
 @pytest.mark.on_demand

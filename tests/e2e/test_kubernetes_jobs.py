@@ -175,7 +175,7 @@ def test_the_error_of_a_script_ends_a_job_on_kubernetes_and_is_shown(
     assert run.wait_for_exit(60) == 1
     # Text that the shell does not expand belongs to the script.
     assert "ValueError: bad: ['$(LEVEL)', '${HOME}', '$$']" in run.output
-    assert "failed before training began" in run.output
+    assert "failed before the first step" in run.output
 
 
 @pytest.mark.on_demand

@@ -14,6 +14,7 @@ import pytest
 from harness import Job, streamed_order
 from resume_jobs import BATCH_SIZE, NUM_ROWS, STEPS_PER_EPOCH, Resumable, run_resumable
 from toy_job import ToySettings, streamed, write_files
+from waiting import eventually
 
 MakeJob = Callable[..., Job]
 
@@ -156,6 +157,19 @@ def test_last_checkpoint_of_a_stop_is_written_by_the_next_worker_when_its_writer
     again = job.start()
     assert job.finish()[-1] == 0, job.report()
     assert again.records("done")[0]["step"] == saved[0] + 1
+
+
+def test_newly_chosen_older_checkpoint_wins_over_the_newest_and_is_not_chosen_twice(make_job: MakeJob) -> None:
+    job = killed_at(make_job, Resumable(), STEPS_PER_EPOCH + 7)
+    chosen = replace(Resumable(epochs=1), resumes=str(job.folder / "checkpoints" / "step=5.ckpt"))
+    second = job.start(settings=chosen)
+    eventually(lambda: len(second.records("done")) > 6, "7 steps of the second worker", 60.0)
+    second.kill()
+    second.wait()
+    third = job.start(settings=chosen)
+    assert third.wait() == 0, job.report()
+    assert second.records("done")[0]["step"] == 6
+    assert third.records("done")[0]["step"] in (11, 16)
 
 
 def test_job_does_not_begin_anew_when_its_checkpoint_is_gone(make_job: MakeJob) -> None:

@@ -50,6 +50,7 @@ def a_trainer(**options: float) -> Any:
         training=True,
         should_stop=False,
         global_step=0,
+        ckpt_path=None,
         callbacks=[],
         loggers=[],
     )

@@ -45,7 +45,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.events import NodesHeldUp
-from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, ControllerRecord, Keys, RecordError
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, ControllerRecord, Keys, RecordError
 from lightning_dlrover.rdzv.live.rounds import View
 
 __all__ = ["Controller"]
@@ -155,6 +155,14 @@ class Controller:
     def failure_text(self) -> str:
         """Return the traceback of the first node in the newest group of failures, else why it was ended; empty if unknown."""
         return self._ledger.failure_text()
+
+    def newest_checkpoint(self) -> CheckpointRecord | None:
+        """Return the job's newest checkpoint; None: none is known."""
+        return self._observer.newest_checkpoint()
+
+    def has_shown(self, traceback: str) -> bool:
+        """Whether the output that was shown contains this traceback."""
+        return traceback in self._output.tracebacks
 
     @property
     def mark(self) -> str:

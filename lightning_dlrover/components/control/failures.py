@@ -22,6 +22,7 @@ __all__ = [
     "num_refusals",
     "of_their_own",
     "refusals",
+    "starvations",
     "stops_without_progress",
 ]
 
@@ -42,10 +43,12 @@ class Node:
     ended_s: float = 0.0  # time since it ended
     trained_s: float = 0.0  # total time as a member of rounds
     error: str = ""  # failed: the script's error; empty if it was killed
+    place: str = ""  # failed: innermost frame of the script in the error's traceback
     refused: bool = False  # failed: the scheduler refused it, `error` holds the refusal
     refusals_in_a_row: int = 1  # refused: refusals in a row up to this one, forgotten nodes included
     after_training: bool = False  # failed in the script's code after `fit`
     stopped_job: bool = False  # failed, and the round lost its last member with it
+    left_too_few: bool = False  # failed, and the members without it were too few to train
     checkpoint_step: int = 0  # ended: step of the job's newest checkpoint then; 0: none
     forgiven: bool = False  # failed: before the user last changed the plan, or under another controller
     warned: bool = False
@@ -54,6 +57,11 @@ class Node:
     worker: str = ""  # id of its newest registered worker
     wanted_back: bool = False  # the scheduler will end it soon, and its worker is a member
     lacks_memory: bool = False  # failed: killed for lack of memory, and the plan does not account for it yet
+
+    @property
+    def fault(self) -> str:
+        """The error and its place in the script."""
+        return f"{self.error} (at {self.place})" if self.place else self.error
 
     @property
     def is_living(self) -> bool:
@@ -84,14 +92,19 @@ def likeness(error: str) -> str:
     return " ".join(error.split())[:500]
 
 
+def _kind(node: Node) -> str:
+    """Return what the errors of one mistake have in common: type and place of one in the script's code, else the likeness."""
+    return f"{node.error.partition(':')[0]} in {node.place}" if node.place else likeness(node.error)
+
+
 def most_frequent(nodes: Iterable[Node]) -> tuple[int, str]:
     """Return the count of the most frequent error, and its newest text. Killed and refused nodes have no error."""
     failed = [node for node in nodes if node.error and not node.refused]
-    counts = Counter(likeness(node.error) for node in failed)
+    counts = Counter(_kind(node) for node in failed)
     if not counts:
         return 0, ""
     kind, count = counts.most_common(1)[0]
-    return count, min((n for n in failed if likeness(n.error) == kind), key=lambda n: n.ended_s).error
+    return count, min((n for n in failed if _kind(n) == kind), key=lambda n: n.ended_s).fault
 
 
 def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress_s: float) -> list[Node]:
@@ -110,6 +123,15 @@ def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress
             stops.clear()
         stops.append(node)
     return stops
+
+
+def starvations(nodes: Sequence[Node], useful_s: float) -> list[Node]:
+    """Return failed nodes that left too few members to train, since a replacement was last of use.
+
+    The members keep the state, so the next checkpoint says nothing about progress.
+    """
+    useful_since_s = min((node.asked_s for node in nodes if node.trained_s >= useful_s), default=float("inf"))
+    return [n for n in nodes if n.left_too_few and not n.forgiven and n.ended_s < useful_since_s]
 
 
 def early_failures(nodes: Sequence[Node], useful_s: float) -> list[Node]:

@@ -59,6 +59,7 @@ class NodeEntry:
     cancel_at: float = 0.0  # time of the next cancellation request
     post_mortem: PostMortem | None = None
     stopped_job: bool = False
+    left_too_few: bool = False
     after_training: bool = False
     warned: bool = False
     cancelled: bool = False
@@ -106,7 +107,9 @@ class NodeEntry:
             ended_at=ended_at,
             outcome=self.status,  # type: ignore[arg-type]
             error=self.post_mortem.error[:2000] if self.post_mortem else "",
+            place=self.post_mortem.place[:500] if self.post_mortem else "",
             stopped_job=self.stopped_job,
+            left_too_few=self.left_too_few,
             after_training=self.after_training,
             trained_s=round(self.trained_s, 1),
             checkpoint_step=self.checkpoint_step,
@@ -131,7 +134,9 @@ class NodeEntry:
             forgiven=self.ended_at is not None and self.ended_at <= forgiven_at,
             ended_s=now - self.ended_at if self.ended_at is not None else 0.0,
             error=self.post_mortem.error if self.post_mortem else "",
+            place=self.post_mortem.place if self.post_mortem else "",
             stopped_job=self.stopped_job,
+            left_too_few=self.left_too_few,
             after_training=self.after_training,
             warned=self.warned,
             size=self.size,
@@ -298,8 +303,8 @@ def _restored(record: NodeRecord, handle: str | None, now: float) -> NodeEntry:
     if record.state == "ended":
         entry.status = record.outcome or "gone"
         entry.ended_at = now - max(0.0, time.time() - record.ended_at)
-        entry.post_mortem = PostMortem(record.error, "") if record.outcome == "failed" else None
-        entry.stopped_job, entry.all_shown = record.stopped_job, True
+        entry.post_mortem = PostMortem(record.error, "", place=record.place) if record.outcome == "failed" else None
+        entry.stopped_job, entry.left_too_few, entry.all_shown = record.stopped_job, record.left_too_few, True
         entry.after_training = record.after_training
         entry.trained_s, entry.checkpoint_step = record.trained_s, record.checkpoint_step
     return entry

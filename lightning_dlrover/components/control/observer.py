@@ -53,6 +53,7 @@ class Observer:
         self._decoder = Decoder(keys, self._report_garbage)
         self._streak = _Streak()
         self._had_member = False
+        self._starved_round = 0  # newest round whose members became too few to train
         self._finished_at: float | None = None  # time at which the end of training was first observed
         self._looked_at = time.monotonic()
         self._plan_by_hand = 0  # revision of the newest plan set by a user
@@ -128,8 +129,9 @@ class Observer:
         if self._finished_at is None and view.job is not None and view.job.phase == "finished":
             self._finished_at = now
         since_look_s, self._looked_at = now - self._looked_at, now
+        can_train = len(with_member) >= self._limits.min_workers
         for name, entry in self._ledger.entries.items():
-            entry.trained_s += since_look_s if entry.is_member and name in with_member else 0.0
+            entry.trained_s += since_look_s if can_train and entry.is_member and name in with_member else 0.0
             entry.agent_seen = entry.agent_seen or name in with_agent
             entry.worker, entry.is_member = workers.get(name, ""), name in with_member
             entry.worker_seen_at = now if entry.worker else entry.worker_seen_at
@@ -143,7 +145,7 @@ class Observer:
                 ended = status not in ("pending", "running")
                 entry.status = "cancelled" if ended and entry.cancelled else status
                 if ended and not entry.cancelled:
-                    self._note_end(name, entry, entry.handle, view, now, is_last=not with_member - {name})
+                    self._note_end(name, entry, entry.handle, view, now, others=len(with_member - {name}))
 
     def look_for_wishes(self) -> None:
         """Ask the scheduler which nodes it wants back and which were killed for lack of memory.
@@ -179,8 +181,8 @@ class Observer:
         if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
-    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, is_last: bool) -> None:
-        entry.ended_at = now
+    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, others: int) -> None:
+        entry.ended_at, is_last = now, not others
         log.info("run %s: %s has %s", self._keys.run_id, name, entry.status)
         if entry.status != "failed":
             return
@@ -196,15 +198,23 @@ class Observer:
         entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
         entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()
         round_number = view.round.number if view.round else 0
+        if others < self._limits.min_workers:
+            # The first to leave a round too small. Those that fail after it have the same cause, or are its consequence.
+            entry.left_too_few = not is_last and round_number != self._starved_round
+            self._starved_round = round_number
         # A round formed since the last failure is progress, so the two failures are unrelated. The last member's failure is not
         # related to starts that failed beside it either; the scheduler may report it before etcd does.
         is_news = round_number != self._streak.round_number or (is_last and entry.is_member)
         self._streak = _Streak(1 if is_news else self._streak.count + 1, now, round_number)
 
+    def newest_checkpoint(self) -> CheckpointRecord | None:
+        """Return the job's newest checkpoint; None: none is known."""
+        # An unreadable record is reported by workers that resume from it.
+        return readable(CheckpointRecord, self._mirror.get(self._keys.checkpoint))
+
     def _checkpoint_step(self) -> int:
         """Return the step of the job's newest checkpoint; 0: none is known."""
-        # An unreadable record is reported by workers that resume from it.
-        record = readable(CheckpointRecord, self._mirror.get(self._keys.checkpoint))
+        record = self.newest_checkpoint()
         return record.global_step if record is not None else 0
 
     def _stop_reason(self) -> str:

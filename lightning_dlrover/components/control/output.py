@@ -1,4 +1,4 @@
-"""Show the output of a job's nodes as it arrives, line by line."""
+"""Show the output of a job's nodes as it arrives, line by line, and each traceback once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_dlrover.components.control.ledger import Ledger, NodeEntry
+from lightning_dlrover.components.control.tracebacks import ShownTracebacks, TracebackFilter
 from lightning_dlrover.components.targets.logs import LogFile
 from lightning_dlrover.components.targets.target import Target
 
@@ -21,6 +22,7 @@ class _Files:
     """Files with one node's output and their read positions."""
 
     logs: dict[Path, LogFile] = field(default_factory=dict)
+    filters: dict[Path, TracebackFilter] = field(default_factory=dict)
     unreadable: set[Path] = field(default_factory=set)  # files with a logged warning
 
 
@@ -32,6 +34,7 @@ class Output:
         self._target = target
         self._show = show
         self._files: dict[str, _Files] = {}  # key: node
+        self.tracebacks = ShownTracebacks()
 
     def show(self, ledger: Ledger) -> None:
         """Show all lines since the last call."""
@@ -63,5 +66,7 @@ class Output:
                     files.unreadable.add(file)
                     log.warning("run %s: the output of %s cannot be read for now: %s", self._run_id, name, error)
                 continue
-            for line in lines:
+            once = files.filters.setdefault(file, TracebackFilter(self.tracebacks))
+            shown = [each for line in lines for each in once.lines(line)]
+            for line in [*shown, *(once.rest() if entry.has_ended else ())]:
                 self._show(f"[{name}] {line}")

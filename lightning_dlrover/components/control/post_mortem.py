@@ -8,16 +8,16 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_dlrover.components.control.tracebacks import RANK_PREFIX, START, place_of
+
 __all__ = ["PostMortem", "examine"]
 
-_START = "Traceback (most recent call last):"
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
 _AGENT_LINE = re.compile(r"[DIWEF]\d{4} \d\d:\d\d:\d\d")
 _AGENT_FILE = "torch/distributed/run.py"
-_RANK_PREFIX = re.compile(r"\[(?:rank|default)?\d+\]:? ?")
 _CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
@@ -37,6 +37,7 @@ class PostMortem:
 
     error: str  # one line; empty if another process ended it
     traceback: str  # empty if there is none
+    place: str = ""  # innermost frame of the script; empty if the error was raised outside of its code
     cause: str = ""  # the place's reason for ending it, if it was appended to the node's output
 
 
@@ -46,7 +47,7 @@ def examine(output: str) -> PostMortem:
     To a scheduler, a killed node and one whose script raised an error look alike. Only the killed one is worth restarting
     without further analysis.
     """
-    lines = [_RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
+    lines = [RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
     cause = said[1] if lines and (said := _CAUSE.search(lines[-1])) else ""
     tracebacks = list(_tracebacks(lines))
     own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
@@ -55,18 +56,19 @@ def examine(output: str) -> PostMortem:
     if faults and (name := _signal(faults[0])):
         # A warning above is unrelated. A traceback may be, too, or the process received the signal while exiting after it.
         after = f", after {_message(own)}" if own else ""
-        return PostMortem(f"the script was ended by {name}{after}", "\n".join([*(own or []), *_fatal_error(lines)]), cause)
+        text = "\n".join([*(own or []), *_fatal_error(lines)])
+        return PostMortem(f"the script was ended by {name}{after}", text, cause=cause)
     if faults:
         error = _message(own) if own else f"the script ended with exit code {faults[0]}{_last_words(lines)}"
-        return PostMortem(error, "\n".join(own or []), cause)
+        return PostMortem(error, "\n".join(own or []), place_of(own or []), cause)
     if codes:
-        return PostMortem("", "", cause)
+        return PostMortem("", "", cause=cause)
     # No worker has failed, so the agent itself has: it was killed, received a signal, or could not start a worker.
     agents = [t for t in tracebacks if t is not own and "SignalException" not in _message(t)]
     if agents or (own and not any("SignalException" in _message(t) for t in tracebacks)):
         fault = agents[0] if agents else own or []
-        return PostMortem(_message(fault), "\n".join(fault), cause)
-    return PostMortem("", "", cause)
+        return PostMortem(_message(fault), "\n".join(fault), cause=cause)
+    return PostMortem("", "", cause=cause)
 
 
 def _signal(code: int) -> str:
@@ -97,13 +99,13 @@ def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
     """Yield tracebacks with their chained exceptions, in the order of output."""
     start = 0
     while start < len(lines):
-        if not lines[start].startswith(_START):
+        if not lines[start].startswith(START):
             start += 1
             continue
         end = start + 1
         while end < len(lines):
             line = lines[end]
-            if _AGENT_LINE.match(line) or line.startswith(_START):
+            if _AGENT_LINE.match(line) or line.startswith(START):
                 break
             if line == "":
                 if end + 1 < len(lines) and lines[end + 1] in _CHAINED:
@@ -117,5 +119,5 @@ def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
 
 def _message(traceback: list[str]) -> str:
     """Return the line of the last exception."""
-    last_start = max((i for i, line in enumerate(traceback) if line.startswith(_START)), default=0)
+    last_start = max((i for i, line in enumerate(traceback) if line.startswith(START)), default=0)
     return next((line for line in traceback[last_start + 1 :] if line and not line.startswith(" ")), "")

@@ -19,6 +19,7 @@ from lightning_dlrover.components.control.failures import (
     num_refusals,
     of_their_own,
     refusals,
+    starvations,
     stops_without_progress,
 )
 from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize
@@ -106,6 +107,7 @@ class JobView:
     etcd_away_s: float = 0.0  # time since etcd last answered; 0 while it does
     failures_in_a_row: int = 0  # failures without a new round between them
     since_failure_s: float = 0.0  # time since the newest failure, refused nodes excluded
+    has_stepped: bool = True  # False before the job's first step
     fewest: int = 1  # minimum number of workers to train
     checkpoint_step: int = 0  # step of the newest checkpoint; 0: none is known
     stop: str = ""  # reason of a request to end the whole job
@@ -122,6 +124,7 @@ class JobView:
         replacements = len(view.replacements & set(view.survivors))
         return cls(
             phase=view.job.phase if view.job is not None else "none",
+            has_stepped=view.job is not None and view.job.has_stepped,
             unfinished_fit=view.job.unfinished_fit if view.job is not None else 0,
             wanted=limits.num_workers(view.plan) + replacements,
             nodes=nodes,
@@ -275,15 +278,16 @@ def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str |
     """Return why restarting nodes would not help, or None."""
     if view.phase == "failed":
         return "the job has failed"
-    if view.phase in ("none", "starting") and (reason := _failed_before_training(view, patience)):
+    if _is_before_first_step(view) and (reason := _failed_before_training(view, patience)):
         return reason
     stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
+    tries = [*stops, *starvations(view.nodes, patience.useful_s)]
     # A killed node may have caused others to fail: their errors are consequences.
-    count, error = most_frequent(of_their_own(stops, view.nodes, patience.together_s))
+    count, error = most_frequent(of_their_own(tries, view.nodes, patience.together_s))
     if count >= patience.max_same_error:
         return f"the same error stopped the job {count} times without progress in between: {error}"
     if len(stops) >= patience.max_stops:
-        cause = stops[-1].error or "it was killed; its host may lack memory, see the nodes' output and the kernel's log there"
+        cause = stops[-1].fault or "it was killed; its host may lack memory, see the nodes' output and the kernel's log there"
         return f"the job was stopped {len(stops)} times without progress in between; the last time by {stops[-1].name}: {cause}"
     if view.failures_in_a_row >= patience.max_failures and not any(node.is_member for node in living):
         return f"{view.failures_in_a_row} nodes in a row have failed"
@@ -294,16 +298,20 @@ def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str |
     return None
 
 
+def _is_before_first_step(view: JobView) -> bool:
+    return view.phase in ("none", "starting") or (view.phase == "training" and not view.has_stepped)
+
+
 def _failed_before_training(view: JobView, patience: Patience) -> str:
-    """Return why the next attempt would fail alike, before any training."""
+    """Return why the next attempt would fail in the same way before any step."""
     refused = refusals(view.nodes)
     if refused and len(refused) == len(view.nodes):
-        return f"{refused[0].name} failed before training began: {refused[0].error}"
+        return f"{refused[0].name} failed before the first step: {refused[0].error}"
     # The record of the first step may arrive after that of the worker's end.
     first = culprit(view.nodes, patience.together_s)
     if first is None or first.ended_s <= patience.settle_s:
         return ""
-    return f"{first.name} failed before training began: {first.error}"
+    return f"{first.name} failed before the first step: {first.fault}"
 
 
 def _end_after_training(view: JobView) -> Give:
@@ -311,7 +319,7 @@ def _end_after_training(view: JobView) -> Give:
     failed = max((node for node in view.nodes if node.after_training), key=lambda node: node.ended_s, default=None)
     if failed is None:
         return Give(0, "the job has finished", is_trained=True)
-    why = failed.error or "it was killed"
+    why = failed.fault or "it was killed"
     return Give(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
 
 
@@ -338,7 +346,7 @@ def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> lis
     newest_s = min((node.ended_s for node in view.nodes if not node.is_living and not node.refused), default=float("inf"))
     if not living and newest_s <= patience.settle_s:
         return []  # the record that the job has finished may be on its way
-    if view.phase in ("none", "starting") and culprit(view.nodes, patience.together_s) is not None:
+    if _is_before_first_step(view) and culprit(view.nodes, patience.together_s) is not None:
         return []  # the script fails
     if _why_growth_is_given_up(view, living, patience):
         return []

@@ -1,7 +1,7 @@
-"""Run torchrun, with one line instead of its summary for workers that were ended from outside.
+"""Run torchrun, with one line instead of its own traceback and its summary of workers that failed.
 
-A worker that was killed, or drained with all others, leaves no error of the script. Torchrun's traceback and its summary of
-twenty-five lines would hide the important lines of the node's output.
+A worker that was killed, or drained with all others, leaves no error of the script. One that failed has printed its error.
+Torchrun's fifty lines would hide it.
 
 Run it as `python -m lightning_dlrover.rdzv.agents.program ARGS...`, with torchrun's ARGS.
 """
@@ -25,9 +25,7 @@ def main() -> None:
     try:
         run.main()
     except ChildFailedError as error:
-        if not (text := ended_from_outside(error.failures)):
-            raise
-        print(text, file=sys.stderr, flush=True)
+        print(ended_from_outside(error.failures) or _failed(error.failures), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
@@ -42,6 +40,13 @@ def ended_from_outside(failures: Mapping[int, ProcessFailure]) -> str:
     return (
         f"no error of the script: {', '.join(ends)}; likely causes are its scheduler, a drain, and the kernel when memory was "
         "short"
+    )
+
+
+def _failed(failures: Mapping[int, ProcessFailure]) -> str:
+    return "; ".join(
+        f"process {failure.pid} has failed (exitcode: {failure.exitcode}), see its error above"
+        for _, failure in sorted(failures.items())
     )
 
 

@@ -137,7 +137,7 @@ class LoneWorld:
     def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def all_reach(self, place: str) -> bool:
+    def all_reach(self, place: str, timeout_s: float | None = None) -> bool:
         return True
 
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -302,7 +303,9 @@ class Forming:
 
     def _create_default_group(self, rank: int, size: int, store: Store, connected: Mapping[str, Any]) -> None:
         with torch_names.as_connected(connected):
+            hook = sys.excepthook
             dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=self._patience)
+            sys.excepthook = hook  # torch's puts the rank of each round so far before each line of an error
         if traits_of(self._backend).is_abortable:
             self._sockets.end = RoundEnd(torch_names.default_groups, f"round {self._member.number}", self._report)
         of_cpu = has_gloo_for_cpu(self._backend)

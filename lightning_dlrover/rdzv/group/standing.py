@@ -40,6 +40,7 @@ class JobStanding:
         self._formation = formation
         self.is_recorded = True
         self._has_finished = False  # True once this worker itself has recorded the end
+        self._has_stepped = False  # True once this worker knows that the job has made a step
         self._has_ended = False  # True once this worker has written or read that nothing is left to train
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the record has them
 
@@ -113,6 +114,17 @@ class JobStanding:
 
         self._membership.shared.record(f"run {self._run_id}: the start of the training", announced)
         self._announcement = None
+
+    def step_made(self) -> None:
+        """Record the job's first step, if this worker is rank 0. A failure before it is one of the script's start."""
+        formation, job = self._formation(), self._membership.view.job
+        if self._has_stepped or formation is None or formation.rank != 0:
+            return
+        self._has_stepped = True
+        if job is None or not job.has_stepped:
+            self._membership.shared.record(
+                f"run {self._run_id}: the first step", lambda job: dataclasses.replace(job, has_stepped=True)
+            )
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

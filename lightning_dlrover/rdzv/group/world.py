@@ -403,17 +403,21 @@ class World:
         """Number of collectives that this worker has begun in its round; 0 if it is alone."""
         return self._meeting.num_begun if self._meeting is not None else 0
 
-    def all_reach(self, place: str) -> bool:
+    def all_reach(self, place: str, timeout_s: float | None = None) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
 
         Workers that do not call this pay nothing. Each place needs a name that is unique in the round.
 
+        Args:
+            timeout_s: seconds to wait. None: the time limit of one collective.
+
         Raises:
             RoundEndedError: the round is over. Other workers may have returned True already: `recover` and compare with them.
+            WorldError: not all workers came in time.
         """
         if self._meeting is None:
             return True
-        return self._meeting.all_reach(place, lambda: self.broken, self.config.collective_timeout_s)
+        return self._meeting.all_reach(place, lambda: self.broken, timeout_s or self.config.collective_timeout_s)
 
     def _current_meeting(self) -> Meeting | None:
         return self._meeting
@@ -428,6 +432,7 @@ class World:
         """
         assert self._vote is None
         assert self.formation is not None
+        self.standing.step_made()
         is_alone = self.formation.size == 1
         if self._meeting is None and not is_alone:
             raise self.broken_error()

@@ -255,9 +255,11 @@ class JobRecord:
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
     start_workers: int = 0  # workers at the start: a DataLoader's batch_size times this is its global batch
     lane_workers: int = 0  # workers for which the rows of streams are laid out: the most that the job could have at its start
+    started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0
     message: str = ""  # reason for the failure
     unjoinable: str = ""  # reason why the state cannot be handed over to joiners; empty if it can
+    has_stepped: bool = False  # True once a step was made
     # A script may train several times. `phase` describes the first time, the only one that workers can join.
     fits_begun: int = 0  # number of the newest `fit`; 0: none after the first
     fits_finished: int = 0
@@ -388,7 +390,9 @@ class NodeRecord:
     cancelled: bool = False  # the controller wants it to end
     outcome: Literal["", "succeeded", "failed", "cancelled", "gone"] = ""
     error: str = ""  # failed: error raised by the script; empty if the node was killed
+    place: str = ""  # innermost frame of the script in that error's traceback; empty if it was raised outside of its code
     stopped_job: bool = False  # True if the round's last member was gone with this node
+    left_too_few: bool = False  # True if the members without this node were fewer than the job's minimum
     after_training: bool = False  # True if the script failed in its code after `fit`
     had_worker: bool = False  # its training process was registered once; if it has none now, it is about to end, or hangs
     cpus: int = 0  # cores requested for the node; 0: the scheduler's default

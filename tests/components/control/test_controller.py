@@ -104,8 +104,8 @@ class Job:
             assert found()
             self.controller.wait(0.02)
 
-    def phase(self, phase: str) -> None:
-        record = JobRecord(phase, True, 1, 3, "0")  # type: ignore[arg-type]
+    def phase(self, phase: str, has_stepped: bool = True) -> None:
+        record = JobRecord(phase, True, 1, 3, "0", has_stepped=has_stepped)  # type: ignore[arg-type]
         self.client.put(self.keys.job, encode(record))
 
     def plan(self, num_workers: int, binding: bool = True, **size: int) -> None:
@@ -499,6 +499,31 @@ def test_an_error_before_training_is_not_tried_again(make_job: MakeJob) -> None:
     assert job.controller.failure_text().endswith("ValueError: bad")
 
 
+def test_an_error_in_the_first_step_is_not_tried_again(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    job.train_with("node1")
+    job.phase("training", has_stepped=False)
+    job.stays(lambda: True, steps=2)
+    job.fail("node1", FAILED)
+    assert job.run_to_its_end().reason == "node1 failed before the first step: ValueError: bad (at train.py:1 (<module>))"
+    assert [*job.target.nodes] == ["node1"]
+
+
+def test_an_error_that_leaves_too_few_workers_is_tried_three_times(make_job: MakeJob) -> None:
+    """Each time one worker is left, which keeps the state and waits for another."""
+    job = make_job(low=2)
+    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    for number in range(1, QUICK.max_same_error + 1):
+        job.train_with(*job.target.living, number=number)
+        job.stays(lambda: True, steps=2)
+        job.fail(job.target.living[-1], FAILED.replace("bad", f"row {'abc'[number - 1]} is bad"))
+        if number < QUICK.max_same_error:
+            job.run_until("another node", lambda: len(job.target.living) == 2)
+    assert "the same error stopped the job 3 times" in job.run_to_its_end().reason
+    assert len(job.target.nodes) == QUICK.max_same_error + 1
+
+
 def test_an_error_that_stops_the_training_is_tried_three_times(make_job: MakeJob) -> None:
     job = make_job()
     for number in range(1, QUICK.max_same_error + 1):
@@ -653,6 +678,26 @@ def test_output_is_shown_once_in_whole_lines_with_the_node_in_front(make_job: Ma
     job.run_to_its_end()
     assert job.shown[-1] == "[node1] last"
     assert len(job.shown) == 5
+
+
+def test_traceback_is_shown_once_and_its_repeats_as_one_line(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    start, frame, error, agents, _ = FAILED.splitlines()
+    log = job.target.log("node1")
+    again = f"[rank1]: {start}\n[rank1]: {frame}\n[rank1]: {error}, too\n"
+    elsewhere = f'{start}\n{frame}\n  File "train.py", line 2, in f\n{error}\n'
+    log.write_text(f"a\n{start}\n{frame}\n")
+    job.stays(lambda: job.shown in ([], ["[node1] a"]), steps=2)
+    log.write_text(f"a\n{start}\n{frame}\n{error}\n{agents}\n{again}{elsewhere}{start}\n  killed")
+    job.target.nodes["node1"] = "failed"
+    job.run_until("all output", lambda: job.shown[-1:] == ["[node1]   killed"])
+    repeated = f"[rank1]: {error}, too (its traceback was shown above)"
+    shown = ["a", start, frame, error, agents, repeated, *elsewhere.splitlines(), start, "  killed"]
+    assert job.shown == [f"[node1] {line}" for line in shown]
+    assert job.controller.has_shown(f'{start}\n  File "fit.py", line 9, in fit\n{elsewhere.removeprefix(start)}')
+    assert not job.controller.has_shown(elsewhere.replace("Value", "Type"))
+    assert not job.controller.has_shown("it was killed")
 
 
 def test_a_broken_record_does_not_stop_the_controller(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:

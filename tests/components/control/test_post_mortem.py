@@ -122,3 +122,27 @@ def test_the_traceback_is_whole_and_without_the_agents() -> None:
 def test_a_message_of_several_lines_is_kept() -> None:
     text = examine(SCRIPT + "second line\n" + AGENT.format(code=1)).traceback
     assert text.endswith("ValueError: bad\nsecond line")
+
+
+def trace(*frames: str) -> str:
+    """A traceback of an error in the innermost of these frames."""
+    lines = "".join(f'  File "{frame}", line 7, in step\n    x()\n' for frame in frames)
+    return f"Traceback (most recent call last):\n{lines}ValueError: bad\n" + AGENT.format(code=1)
+
+
+@pytest.mark.parametrize(
+    ("frames", "place"),
+    [
+        (["train.py", "/v/site-packages/lightning/pytorch/loops/fit.py", "model.py"], "model.py:7 (step)"),
+        (
+            ["train.py", "/v/site-packages/lightning/pytorch/x.py", "data.py", "/v/site-packages/pandas/y.py"],
+            "data.py:7 (step)",
+        ),
+        (["train.py", "/v/site-packages/lightning/pytorch/x.py", "/v/site-packages/torch/autograd/graph.py"], ""),
+        (["train.py", "/v/site-packages/pytorch_lightning/x.py", "/src/lightning_dlrover/strategy.py"], ""),
+        (["train.py", "/usr/lib/python3.11/json/decoder.py"], "train.py:7 (step)"),
+        (["/v/site-packages/torch/x.py"], ""),
+    ],
+)
+def test_place_of_an_error_is_the_innermost_frame_of_the_script(frames: list[str], place: str) -> None:
+    assert examine(trace(*frames)).place == place

@@ -260,6 +260,7 @@ def test_each_situation_has_its_answer(situation: str, view: JobView, kinds: lis
         (training(1, *[faulty()] * 3), 1),
         (training(1, ended()), 1),
         (JobView("starting", 1, [faulty()]), 1),
+        (JobView("training", 1, [faulty()], has_stepped=False), 1),
     ],
 )
 def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit_code: int) -> None:
@@ -291,6 +292,34 @@ def test_the_reason_for_giving_up_names_the_error() -> None:
     assert "KeyError: 'label'" in give.reason
 
 
+def left_too_few(ended_s: float, error: str = "ValueError: bad", place: str = "") -> Node:
+    return replace(faulty(ended_s=ended_s, error=error, stopped_job=False), left_too_few=True, place=place)
+
+
+STARVED = [left_too_few(90.0), left_too_few(60.0), left_too_few(40.0)]
+AT_ONE_PLACE = [left_too_few(10.0 * i, f"KeyError: {name!r}", "data.py:7 (get)") for i, name in enumerate("xyz")]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gives_up"),
+    [
+        (STARVED, True),
+        (STARVED[1:], False),
+        ([*STARVED, old(member("b"), 100.0)], True),  # of use before the error came
+        ([*STARVED, old(member("b"), 70.0)], False),
+        (AT_ONE_PLACE, True),
+        ([replace(node, place="") for node in AT_ONE_PLACE], False),
+        ([replace(AT_ONE_PLACE[0], place="data.py:8 (get)"), *AT_ONE_PLACE[1:]], False),
+        ([replace(AT_ONE_PLACE[0], error="OSError: 'x'"), *AT_ONE_PLACE[1:]], False),
+        ([replace(node, forgiven=True) for node in STARVED], False),
+        ([*STARVED, killed(ended_s=50.0)], False),  # their errors may be its consequences
+    ],
+)
+def test_error_that_leaves_too_few_members_three_times_ends_the_job(nodes: list[Node], gives_up: bool) -> None:
+    actions = reconcile(replace(training(2, member("a"), *nodes), fewest=2))
+    assert (CancelNode("a", "the job has failed") in actions) == gives_up
+
+
 seconds = st.floats(0, 1000)
 nodes = st.builds(
     Node,
@@ -308,6 +337,7 @@ nodes = st.builds(
     error=st.sampled_from(["", "ValueError: x"]),
     refused=st.booleans(),
     stopped_job=st.booleans(),
+    left_too_few=st.booleans(),
     checkpoint_step=st.integers(0, 2),
     forgiven=st.booleans(),
     warned=st.booleans(),
@@ -320,6 +350,7 @@ views = st.builds(
     may_act=st.booleans(),
     failures_in_a_row=st.integers(0, 10),
     since_failure_s=seconds,
+    has_stepped=st.booleans(),
     fewest=st.integers(1, 3),
     checkpoint_step=st.integers(0, 2),
 )

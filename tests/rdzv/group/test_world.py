@@ -25,7 +25,9 @@ from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     ControllerRecord,
+    JobRecord,
     Keys,
+    decode,
     encode,
 )
 from lightning_dlrover.rdzv.live.member import TooLateError
@@ -93,6 +95,19 @@ def test_worker_waits_while_a_controller_is_there(world_of: WorldOf, client: Etc
         world_of(min_workers=2, wait_timeout_s=0.3).start()
     assert time.monotonic() - began > 1.0
     leaves.join()
+
+
+# --- the first step -----------------------------------------------------------------------------------------------------------
+
+
+def test_job_has_stepped_from_its_first_step_on(world_of: WorldOf, client: EtcdClient, keys: Keys) -> None:
+    found = []
+    for step in world_of().steps(2):
+        with step:
+            entry = client.get(keys.job)
+            assert entry is not None
+            found.append(decode(JobRecord, entry.value, keys.job).has_stepped)
+    assert found == [False, True]
 
 
 # --- the end ------------------------------------------------------------------------------------------------------------------
