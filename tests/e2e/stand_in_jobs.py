@@ -20,7 +20,7 @@ from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.gloo import RoundSockets
 from lightning_dlrover.rdzv.group.torch_names import is_in_backward
 
-__all__ = ["FAULTS", "OverStandIn", "run_over_stand_in", "train_counted", "train_synced"]
+__all__ = ["FAULTS", "OverStandIn", "run_over_stand_in", "train_awaiting", "train_counted", "train_synced"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,30 @@ class Counted(ToyModel):
 
 def train_counted(recorder: Recorder, settings: ToySettings) -> None:
     train_toy(recorder, settings, Counted)
+
+
+class Awaiting(ToyModel):
+    """Records how often the host has waited for the device in each batch."""
+
+    num_waits = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.waits_before = self.num_waits
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.recorder.write("awaited", number=self.num_waits - self.waits_before, world=self.trainer.world_size)
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+def train_awaiting(recorder: Recorder, settings: ToySettings) -> None:
+    synchronize = torch.cpu.synchronize
+
+    def count_and_synchronize(device: Any = None) -> None:
+        Awaiting.num_waits += threading.current_thread() is threading.main_thread()
+        synchronize(device)
+
+    torch.cpu.synchronize = count_and_synchronize
+    train_toy(recorder, settings, Awaiting)
 
 
 # --- planted faults -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from forked_jobs import MakeJob
 from harness import Job, violations
 from nccl_stand_in import NAME, Quirks
 from plain_loop import PlainSettings, run_plain_loop
-from stand_in_jobs import OverStandIn, run_over_stand_in, train_counted, train_synced
+from stand_in_jobs import OverStandIn, run_over_stand_in, train_awaiting, train_counted, train_synced
 from test_plain_loop import assert_everyone_counted_the_same
 from test_schedules import AT_ONCE, MOMENTS, carry_out, random_schedule
 from toy_job import Script, ToySettings, train_toy
@@ -176,6 +176,16 @@ def test_workers_survive(name: str, make_job: MakeJob) -> None:
 )
 def test_planted_fault_is_found(fault: str, name: str, make_job: MakeJob) -> None:
     assert CASES[name].problems(make_job, fault)
+
+
+def test_host_waits_for_the_device_once_per_step(make_job: MakeJob) -> None:
+    job = make_job(OverStandIn(train_awaiting, toy(max_epochs=2)), script=run_over_stand_in)
+    job.start(), job.start()
+    job.wait_for_world(2)
+    assert job.finish() == [0, 0]
+    numbers = [record["number"] for record in job.records("awaited") if record["world"] == 2]
+    assert len(numbers) > 20
+    assert set(numbers[1:]) == {1}, numbers
 
 
 # --- anything in any order ----------------------------------------------------------------------------------------------------

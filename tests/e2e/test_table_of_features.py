@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 from harness import Job, Record
 from lightning.pytorch import callbacks
+from nccl_stand_in import NAME
+from stand_in_jobs import OverStandIn, run_over_stand_in
 from table_of_features import FEATURES, STEPS_PER_EPOCH, Run, run_feature_of_table
 
 MakeJob = Callable[..., Job]
@@ -97,8 +99,10 @@ def assert_workers_agree(job: Job) -> None:
         assert len({record["parameters"] for record in records}) == 1, (place, records)
 
 
-def disturbed(make_job: MakeJob, name: str, faults: str) -> Job:
-    job = make_job(Run(name, STEP_S), script=run_feature_of_table)
+def disturbed(make_job: MakeJob, name: str, faults: str, backend: str | None = None) -> Job:
+    run = Run(name, STEP_S, backend)
+    job = make_job(OverStandIn(run_feature_of_table, run), script=run_over_stand_in) if backend else None
+    job = job or make_job(run, script=run_feature_of_table)
     job.start()
     for fault in FAULTS[faults]:
         fault(job)
@@ -116,6 +120,15 @@ def test_resized_run_ends_as_the_undisturbed_one(name: str, make_job: MakeJob) -
     check(name, "all", make_job)
 
 
+BY_DEFAULT = "compiled", "channels_last"
+"""Features that run over the stand-in for NCCL without being asked for."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in BY_DEFAULT else [pytest.mark.on_demand]) for n in FEATURES])
+def test_feature_survives_over_the_stand_in_for_nccl(name: str, make_job: MakeJob) -> None:
+    check(name, "all", make_job, NAME)
+
+
 @pytest.mark.on_demand
 @pytest.mark.parametrize("faults", [faults for faults in FAULTS if faults != "all"])
 @pytest.mark.parametrize("name", FEATURES)
@@ -123,11 +136,11 @@ def test_feature_survives_each_fault(name: str, faults: str, make_job: MakeJob) 
     check(name, faults, make_job)
 
 
-def check(name: str, faults: str, make_job: MakeJob) -> None:
+def check(name: str, faults: str, make_job: MakeJob, backend: str | None = None) -> None:
     if name in ("weight_averaging", "clock") and not hasattr(callbacks, "EMAWeightAveraging"):
         pytest.skip("came with Lightning 2.6")
     expected, files = undisturbed(make_job, name)
-    job = disturbed(make_job, name, faults)
+    job = disturbed(make_job, name, faults, backend)
     assert_workers_agree(job)
     assert_same(job, expected, metrics=not FEATURES[name].follows_clock)
     assert checkpoints(job) == files
