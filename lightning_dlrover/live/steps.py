@@ -223,7 +223,12 @@ class TrainingSteps:
         return sum((parameter.flatten()[:1] * 0).sum() for parameter in module.parameters() if parameter.requires_grad)
 
     def drop_update_without_loss(self) -> None:
-        """Drop the gradients if no worker's training step has returned a loss: momentum alone would move the weights."""
+        """Drop the gradients if no worker's training step has returned a loss: momentum alone would move the weights.
+
+        Manual optimization is the user's: its steps come before the end of the training step.
+        """
+        if not self._fit.trainer.lightning_module.automatic_optimization:
+            return
         if self._has_loss or self._fit.position.size == 1 or self._fit.trainer.accumulate_grad_batches > 1:
             return
         if self._fit.world.all_reach(f"no-loss/{self._fit.position.fit}/{self._fit.position.batch}"):

@@ -238,27 +238,25 @@ def test_a_script_that_always_fails_in_training_is_not_started_for_ever(dlrover:
     run = dlrover.start("--workers", "1:1", SCRIPT, "--fail-at", 3)
     assert run.wait_for_exit(200) == 1, run.output
     dlrover.assert_all_ended()
-    lines = run.output.rstrip().splitlines()
-    assert lines[-1] == f"ArithmeticError: {PROBLEM}"
-    last = run.output.rindex("dlrover: job job failed: ")
-    shown = run.output[last:].splitlines()
-    assert PROBLEM in shown[0]
-    assert shown[1] == "Traceback (most recent call last):"
-    assert any(SCRIPT.name in line and "in main" in line for line in shown)
+    last = run.output.splitlines()[-1]
+    assert last.startswith("dlrover: job job failed: the same error stopped the job 3 times")
+    assert f"ArithmeticError: {PROBLEM} (at " in last
+    assert last.endswith("(main))")
+    assert run.output.count("Traceback") == 1
+    assert run.output.count(f"ArithmeticError: {PROBLEM} (its traceback was shown above)") == 2
 
 
-def test_script_that_fails_on_import_runs_once_and_its_traceback_is_last(dlrover: Dlrover, tmp_path: Path) -> None:
+def test_script_that_fails_on_import_runs_once_and_shows_its_traceback_once(dlrover: Dlrover, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')\nfrom nowhere import nothing\n")
     run = dlrover.start("--workers", "1:2", script)
     assert run.wait_for_exit(60) == 1
     dlrover.assert_all_ended()
     assert run.output.count("] here") == 1
-    *_, first, where, what, last = run.output.rstrip().splitlines()
-    assert first == "Traceback (most recent call last):"
-    assert where == f'  File "{script}", line 2, in <module>'
-    assert what == "    from nowhere import nothing"
-    assert last == "ModuleNotFoundError: No module named 'nowhere'"
+    assert run.output.count("Traceback") == 1
+    *_, last = run.output.rstrip().splitlines()
+    what = f"ModuleNotFoundError: No module named 'nowhere' (at {script}:2 (<module>))"
+    assert last == f"dlrover: job job failed: node1 failed before the first step: {what}"
 
 
 def test_failure_after_fit_fails_the_job(dlrover: Dlrover, tmp_path: Path) -> None:
@@ -275,8 +273,8 @@ def test_failure_after_fit_fails_the_job(dlrover: Dlrover, tmp_path: Path) -> No
     dlrover.assert_all_ended()
     last = run.output[run.output.rindex("dlrover: job job failed: training has finished, but node1 failed after it: ") :]
     assert "OSError: could not write the final model" in last.splitlines()[0]
-    assert last.splitlines()[1] == "Traceback (most recent call last):"
-    assert last.rstrip().endswith("\nOSError: could not write the final model")
+    assert len(last.splitlines()) == 1
+    assert run.output.count("Traceback") == 1
     assert run.events[-1].kind == "error"
     if "--cpus" in SIZE:
         assert {profile["cores"] for profile in profiles()} == {1.0}

@@ -53,7 +53,9 @@ class ShownTracebacks:
         if start is None:
             return False
         end = next((i for i in range(start + 1, len(lines)) if _ends(lines[i])), len(lines) - 1)
-        return _identity(lines[start : end + 1]) in self._shown
+        error, *frames = _identity(lines[start : end + 1])
+        # A report may begin at the innermost frame.
+        return any(shown[0] == error and [*shown[1:]][-len(frames) :] == frames for shown in self._shown)
 
 
 class TracebackFilter:

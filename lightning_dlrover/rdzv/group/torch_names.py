@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -193,7 +192,6 @@ def as_connected(backends: Mapping[str, Any]) -> Iterator[None]:
     with _replacing, contextlib.ExitStack() as undo:
         for name, connected in backends.items():
             undo.enter_context(_plugin_as(name, connected) if name not in _CLASSES else _class_as(_CLASSES[name], connected))
-        undo.enter_context(_one_excepthook())
         yield
 
 
@@ -204,16 +202,6 @@ _replacing = threading.Lock()
 
 
 _hooks: list[Any] = [None, None]  # the hook for uncaught errors that torch has set last, and the one that it calls
-
-
-@contextlib.contextmanager
-def _one_excepthook() -> Iterator[None]:
-    """Remove torch's hook that prints the rank, of the former default group: otherwise each change of a job adds one."""
-    if sys.excepthook is _hooks[0]:
-        sys.excepthook = _hooks[1]
-    below = sys.excepthook
-    yield
-    _hooks[:] = sys.excepthook, below
 
 
 @contextlib.contextmanager

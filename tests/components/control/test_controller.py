@@ -696,7 +696,9 @@ def test_traceback_is_shown_once_and_its_repeats_as_one_line(make_job: MakeJob) 
     shown = ["a", start, frame, error, agents, repeated, *elsewhere.splitlines(), start, "  killed"]
     assert job.shown == [f"[node1] {line}" for line in shown]
     assert job.controller.has_shown(f'{start}\n  File "fit.py", line 9, in fit\n{elsewhere.removeprefix(start)}')
+    assert job.controller.has_shown(f'{start}\n  File "train.py", line 2, in f\n{error}')
     assert not job.controller.has_shown(elsewhere.replace("Value", "Type"))
+    assert not job.controller.has_shown(elsewhere.replace("line 2", "line 3"))
     assert not job.controller.has_shown("it was killed")
 
 

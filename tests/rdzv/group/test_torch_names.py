@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -91,16 +90,6 @@ def test_connected_group_is_used_with_torchs_own_checks(monkeypatch: pytest.Monk
     finally:
         monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
         any_dist.set_debug_level_from_env()
-
-
-def test_uncaught_errors_name_the_rank_once_however_many_rounds_there_were(capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(3):
-        connected = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
-        with torch_names.as_connected({"gloo": connected}):
-            dist.init_process_group("gloo", store=torch_names.HashStore(), rank=0, world_size=1)
-        dist.destroy_process_group()
-    sys.excepthook(ValueError, ValueError("a mistake"), None)
-    assert capsys.readouterr().err == "[rank0]: ValueError: a mistake\n"
 
 
 def test_begun_collectives_and_kinds_of_works_are_read(gloo: dist.ProcessGroupGloo) -> None:
