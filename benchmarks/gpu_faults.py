@@ -6,6 +6,7 @@ Each worker has an agent of its own, which is a host of its own to NCCL. A job o
 
     grow     N-1 workers train, and one more joins
     kill     SIGKILL of the worker with the last rank; its agent starts another, which joins
+    again    the same, so that rank 0 has lived through two losses
     kill0    SIGKILL of rank 0; its agent starts another, which joins
     leave    SIGTERM to rank 0, which hands over and ends with its agent
 
@@ -34,7 +35,7 @@ from jobs import BenchmarkError, LiveJob, Step, Workspace, add_device_options, d
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 MAX_STEPS = 4000
-CHANGE_TIMEOUT_S = 60.0
+CHANGE_TIMEOUT_S = 60.0  # longer than a stuck abort, which ends a worker
 SETTLED_STEPS = 20
 """Number of steps of each worker before the next change."""
 
@@ -56,6 +57,7 @@ class Faults:
         self._settle(num_workers - 1, 0.0)
         self._change("grow", [], num_workers, starts_worker=True)
         self._change("kill", [(self._members[-1], signal.SIGKILL)], num_workers)
+        self._change("again", [(self._members[-1], signal.SIGKILL)], num_workers)
         self._change("kill0", [(self._members[0], signal.SIGKILL)], num_workers)
         self._change("leave", [(self._members[0], signal.SIGTERM)], num_workers - 1)
         self._job.hurry()

@@ -80,6 +80,12 @@ STAND_IN = "stand_in"
 CREATE_S = 1.0
 """Seconds in which the stand-in for NCCL makes a communicator."""
 
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes a process of `training.py` write the stacks of all of its threads to its log."""
+
+STACKS_S = 1.0
+"""Seconds for that."""
+
 POLL_S = 0.005
 START_TIMEOUT_S = 120.0  # imports alone take 3 s on an idle core, and several workers may share a core
 STEP_TIMEOUT_S = 60.0
@@ -345,9 +351,14 @@ class Job:
         self.dump_stacks()
 
     def dump_stacks(self) -> None:
-        """Write the stacks of every living process of the job beside its logs, if `py-spy` is installed."""
+        """Write the stacks of all processes beside the logs; without `py-spy` those of our workers, into their logs."""
         py_spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if py_spy is None:
+            # The handler answers even if a thread that never returns holds the interpreter's lock.
+            for pid in self.worker_pids() if self._arguments[0] == str(TRAINING) else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, STACKS_SIGNAL)
+            time.sleep(STACKS_S)
             return
         pids = [agent.pid for agent in self.agents if agent.poll() is None]
         pids += [child.pid for pid in pids for child in _children(pid, recursive=True)]

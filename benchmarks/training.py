@@ -7,6 +7,7 @@ from files, as a stream.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import os
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from jobs import HURRY, Block, Step, add_device_options, use_backend
+from jobs import HURRY, STACKS_SIGNAL, Block, Step, add_device_options, use_backend
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
@@ -262,6 +263,7 @@ def _digest(module: L.LightningModule) -> str:
 
 
 def main() -> None:
+    faulthandler.register(STACKS_SIGNAL)
     options = Options.from_command_line()
     use_backend(options.backend)
     is_live = options.strategy == "dlrover"

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from disturbed_writes import STOP_S, Failpoint, disturb_writes
 from harness import Job, Worker
+from nccl_stand_in import NAME, Quirks
 from plain_loop import PlainSettings, run_plain_loop
+from stand_in_jobs import OverStandIn, run_over_stand_in
 from toy_job import Recorder
 
 __all__ = ["FailpointSettings", "Scenario", "run_with_failpoint"]
@@ -23,7 +25,10 @@ class FailpointSettings:
 def run_with_failpoint(recorder: Recorder, settings: FailpointSettings) -> None:
     """Run the plain loop, record all its writes and disturb one of them."""
     disturb_writes(settings.point, recorder.write)
-    run_plain_loop(recorder, settings.plain)
+    if settings.plain.backend == NAME:
+        run_over_stand_in(recorder, OverStandIn(run_plain_loop, settings.plain, Quirks(create_s=0.2, loss="either")))
+    else:
+        run_plain_loop(recorder, settings.plain)
 
 
 class Scenario:
@@ -32,13 +37,13 @@ class Scenario:
     A worker that ends without being asked is replaced in its slot. A worker stopped by a failpoint is continued after a while.
     """
 
-    def __init__(self, job: Job, point: Failpoint | None) -> None:
+    def __init__(self, job: Job, point: Failpoint | None, backend: str = "gloo") -> None:
         self.job = job
         self.point = point
         self.slots: dict[str, Worker] = {}
         self.ended: list[Worker] = []  # workers that ended without being asked to
         self._stopped_at: dict[str, float] = {}
-        self._plain = PlainSettings(num_steps=1_000_000)
+        self._plain = PlainSettings(num_steps=1_000_000, backend=backend)
 
     def play(self) -> None:
         self._start("first")

@@ -1,11 +1,11 @@
-"""Scripts of other tests over the stand-in for NCCL, with faults that can be planted into the product of one worker."""
+"""Scripts of other tests over NCCL and over its stand-in, with faults that can be planted into the product of one worker."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import nccl_stand_in
@@ -20,7 +20,16 @@ from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.gloo import RoundSockets
 from lightning_dlrover.rdzv.group.torch_names import is_in_backward
 
-__all__ = ["FAULTS", "OverStandIn", "run_over_stand_in", "train_awaiting", "train_counted", "train_synced"]
+__all__ = [
+    "FAULTS",
+    "OnDevice",
+    "OverStandIn",
+    "run_on_device",
+    "run_over_stand_in",
+    "train_awaiting",
+    "train_counted",
+    "train_synced",
+]
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,23 @@ def run_over_stand_in(recorder: Recorder, over: OverStandIn) -> None:
     if over.fault:
         FAULTS[over.fault]()
     over.script(recorder, over.settings)
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A script that trains with all workers on one GPU over NCCL, or on the CPU over gloo."""
+
+    script: Script
+    settings: ToySettings
+    device: str  # cuda or cpu
+
+
+def run_on_device(recorder: Recorder, on: OnDevice) -> None:
+    backend = "nccl" if on.device == "cuda" else "gloo"
+    # Each worker is a host of its own to NCCL, which refuses two ranks of one host on one GPU.
+    os.environ.update(NCCL_HOSTID=f"worker-{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    limits = {**on.settings.limits, "accelerator": on.device, "devices": 1}
+    on.script(recorder, replace(on.settings, ddp={"process_group_backend": backend}, limits=limits))
 
 
 def _let_die_in_a_reduction(recorder: Recorder) -> None:

@@ -14,6 +14,7 @@ from disturbed_writes import ACTIONS, Failpoint
 from failpoints import Scenario, run_with_failpoint
 from harness import Job
 from history import History, history_violations
+from nccl_stand_in import NAME
 from test_plain_loop import assert_everyone_counted_the_same
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -113,11 +114,16 @@ SPREAD = [point for point in ALL if point not in KILLS][::11]
 
 
 def play_all(
-    make_job: MakeJob, etcd: EmbeddedEtcd, points: Sequence[Failpoint | None], lease_ttl_s: int = LEASE_TTL_S
+    make_job: MakeJob,
+    etcd: EmbeddedEtcd,
+    points: Sequence[Failpoint | None],
+    lease_ttl_s: int = LEASE_TTL_S,
+    backend: str = "gloo",
 ) -> list[Scenario]:
     """Play scenarios to their end; assert that no step was lost, repeated or disputed."""
     scenarios = [
-        Scenario(make_job(None, script=run_with_failpoint, min_workers=2, lease_ttl_s=lease_ttl_s), point) for point in points
+        Scenario(make_job(None, script=run_with_failpoint, min_workers=2, lease_ttl_s=lease_ttl_s), point, backend)
+        for point in points
     ]
 
     def play(scenario: Scenario) -> str | None:
@@ -153,8 +159,9 @@ def test_every_write_of_an_undisturbed_job_is_a_failpoint(make_job: MakeJob, etc
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_convener_may_be_killed_at_each_of_its_writes(make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
-    assert_fired(play_all(make_job, etcd, KILLS))
+@pytest.mark.parametrize("backend", ["gloo", pytest.param(NAME, marks=pytest.mark.on_demand)])
+def test_a_convener_may_be_killed_at_each_of_its_writes(backend: str, make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
+    assert_fired(play_all(make_job, etcd, KILLS, backend=backend))
 
 
 @pytest.mark.on_demand

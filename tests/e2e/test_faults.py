@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from faulty_etcd import EtcdCluster, EtcdProxy
 from harness import Job
 from history import History, history_violations
+from nccl_stand_in import NAME, Quirks
 from plain_loop import PlainSettings, run_plain_loop
+from stand_in_jobs import OverStandIn, run_over_stand_in
 from test_plain_loop import assert_everyone_counted_the_same
 from toy_job import Recorder
 
@@ -48,13 +51,16 @@ class Watched:
         return codes
 
 
-@pytest.fixture
-def start(make_job: Callable[..., Job], etcd: EmbeddedEtcd) -> Iterator[Callable[..., Watched]]:
+@pytest.fixture(params=["gloo", pytest.param(NAME, marks=pytest.mark.on_demand)])
+def start(request: pytest.FixtureRequest, make_job: Callable[..., Job], etcd: EmbeddedEtcd) -> Iterator[Callable[..., Watched]]:
     """Start jobs of workers that already train together. `endpoint` is for the workers, `history_endpoint` for the test."""
     histories: list[History] = []
 
     def start(size: int = 2, script: Any = run_plain_loop, history_endpoint: str = "", **kwargs: Any) -> Watched:
-        job = make_job(SETTINGS, script=script, min_workers=1, **kwargs)
+        settings: Any = replace(SETTINGS, backend=request.param)
+        if request.param == NAME:
+            settings, script = OverStandIn(script, settings, Quirks(create_s=0.2, loss="either")), run_over_stand_in
+        job = make_job(settings, script=script, min_workers=1, **kwargs)
         histories.append(History(history_endpoint or kwargs.get("endpoint", etcd.endpoint), job.run_id))
         for _ in range(size):
             job.start()
@@ -214,6 +220,7 @@ def run_with_a_jumping_clock(recorder: Recorder, settings: PlainSettings) -> Non
     run_plain_loop(recorder, settings)
 
 
+@pytest.mark.parametrize("start", ["gloo"], indirect=True)
 def test_a_clock_that_jumps_by_hours_changes_nothing(start: Callable[..., Watched]) -> None:
     watched = start(size=1, script=run_with_a_jumping_clock, lease_ttl_s=2)
     job = watched.job

@@ -1,4 +1,4 @@
-"""Jobs over the stand-in for NCCL survive the same faults as over gloo, and a product with a planted fault does not.
+"""Jobs over NCCL, and over its stand-in, survive the same faults as over gloo, and a product with a planted fault does not.
 
 Some seeds of random schedules by default; DLROVER_ALL_FAULTS=1 in the environment tests all of them.
 """
@@ -19,7 +19,7 @@ from forked_jobs import MakeJob
 from harness import Job, violations
 from nccl_stand_in import NAME, Quirks
 from plain_loop import PlainSettings, run_plain_loop
-from stand_in_jobs import OverStandIn, run_over_stand_in, train_awaiting, train_counted, train_synced
+from stand_in_jobs import OnDevice, OverStandIn, run_on_device, run_over_stand_in, train_awaiting, train_counted, train_synced
 from test_plain_loop import assert_everyone_counted_the_same
 from test_schedules import AT_ONCE, MOMENTS, carry_out, random_schedule
 from toy_job import Script, ToySettings, train_toy
@@ -47,7 +47,13 @@ class Case:
 
     def problems(self, make_job: MakeJob, fault: str = "") -> list[str]:
         """Run the job to its end; return what went wrong."""
-        job = make_job(OverStandIn(self.script, self.settings, self.quirks, fault), script=run_over_stand_in)
+        return self._problems(make_job(OverStandIn(self.script, self.settings, self.quirks, fault), script=run_over_stand_in))
+
+    def problems_on(self, device: str, make_job: MakeJob) -> list[str]:
+        """Run the job without the stand-in: over NCCL on a GPU that its workers share, or over gloo."""
+        return self._problems(make_job(OnDevice(self.script, self.settings, device), script=run_on_device))
+
+    def _problems(self, job: Job) -> list[str]:
         try:
             self.disturb(job)
             (job.folder / "end").touch()
@@ -108,6 +114,17 @@ def move_rank_0_and_drain(job: Job) -> None:
     job.wait_for_world(1)
 
 
+def lose_rank_0_of_three_twice(job: Job) -> None:
+    for number in range(2):
+        while len(job.workers) - number < 3:
+            job.start()
+        job.wait_for_world(3)
+        job.workers[number].arm("backward")
+        job.wait_for_world(2)
+    job.start()
+    job.wait_for_world(3)
+
+
 def grow_to_three(job: Job) -> None:
     job.start()
     job.wait_for_step(3)
@@ -150,6 +167,7 @@ CASES = {
     "one_at_a_time": Case(grow_to_three, toy(), Quirks(is_one_at_a_time=True, create_s=0.3)),
     "late": Case(grow_to_three, toy(), Quirks(is_late=True)),
     "validation": Case(lose_one_in_a_validation, toy(num_val_rows=20, val_every=6), Quirks(loss="hang"), train_counted),
+    "rank_0_of_three": Case(lose_rank_0_of_three_twice, toy(), Quirks(loss="hang", create_s=0.3)),
     "rank_0": Case(move_rank_0_and_drain, toy(), Quirks(create_s=0.5)),
     "early": Case(lose_one_before_its_first_collective, COUNTED, Quirks(), run_plain_loop),
     "slow_abort": Case(lose_one_while_aborts_take_seconds, COUNTED, Quirks(loss="hang", abort_s=SLOW_ABORT_S), run_plain_loop),
@@ -161,6 +179,17 @@ CASES = {
 )
 def test_workers_survive(name: str, make_job: MakeJob) -> None:
     assert CASES[name].problems(make_job) == []
+
+
+OVER_NCCL = ("one_of_two", "rank_0_of_three", "rank_0", "each_phase", "late")
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.on_demand), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("name", OVER_NCCL)
+def test_workers_of_one_device_survive(name: str, device: str, make_job: MakeJob) -> None:
+    assert CASES[name].problems_on(device, make_job) == []
 
 
 @pytest.mark.parametrize(

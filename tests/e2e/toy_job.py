@@ -231,7 +231,7 @@ class ToySettings:
     save_every: int = 0  # batches between checkpoints
     saves_epochs: bool = False  # write a checkpoint at each epoch's end
     resumes: str = ""  # checkpoint to resume from
-    limits: dict[str, int] = field(default_factory=dict)  # further arguments of the Trainer
+    limits: dict[str, Any] = field(default_factory=dict)  # further arguments of the Trainer
     ddp: dict[str, Any] = field(default_factory=dict)  # further arguments of the strategy
 
     def write_streams(self, folder: Path) -> None:

@@ -103,4 +103,7 @@ _NEEDED: Mapping[str, str] = {
     # After an error the watchdog gives this monitor time to write a dump: four times as long, 60 s by default, for each
     # collective in flight. Whoever drops the group waits for that.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # After each error the watchdog writes to the store of rank 0, so that all write a dump. After a loss of rank 0 each attempt
+    # fails, and the watchdog collects a C++ traceback for each collective in flight.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }

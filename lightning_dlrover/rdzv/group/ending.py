@@ -8,6 +8,10 @@ The groups of a backend that is abortable, such as NCCL's, go through these stat
 
 Both calls may block inside the driver while a kernel is stuck, so each runs in a thread of its own. An error there is logged
 and changes nothing else: the communicators of the next round are others.
+
+The groups of the round that ended last are kept until the next one ends. The destructor of NCCL's waits for its watchdog, which
+needs the interpreter's lock to free a tensor. DDP's reducer drops its group while it holds that lock, so it must never be the
+last one that does.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ __all__ = ["GroupStuckError", "RoundEnd"]
 
 log = logging.getLogger(__name__)
 
-STUCK_S = 60.0
+STUCK_S = 30.0
 """Seconds for an abort. A worker whose device does not return from one cannot take part in any further round."""
 
 CLOSE_S = 10.0
@@ -35,6 +39,10 @@ CLOSE_S = 10.0
 
 EXIT_STUCK = 70
 """Exit code of a worker whose device does not let go of a lost round."""
+
+
+_ended_last: list[Sequence[Any]] = []
+"""The groups that were ended last: one list at most."""
 
 
 class GroupStuckError(WorldError):
@@ -88,6 +96,8 @@ class RoundEnd:
                 end(groups)
             finally:
                 self._ended.set()
+                before, _ended_last[:] = list(_ended_last), [groups]
+                del before  # in this thread, whose destructors release the interpreter's lock
 
         def watch() -> None:
             if not self._ended.wait(limit_s):

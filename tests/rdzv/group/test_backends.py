@@ -39,6 +39,7 @@ def test_watchdog_of_nccl_is_switched_off(found: dict[str, str]) -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
 
 

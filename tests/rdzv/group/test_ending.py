@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -121,3 +122,22 @@ def test_error_of_one_abort_leaves_no_other_group_out(calls: list[str]) -> None:
 def test_groups_that_nobody_ends_hold_up_nobody(calls: list[str]) -> None:
     end_of(Group(calls)).wait(0.0)
     assert calls == []
+
+
+def test_ended_groups_are_dropped_by_the_thread_that_ends_the_next_round(calls: list[str]) -> None:
+    # The destructor of NCCL's group waits for a thread that needs the interpreter's lock.
+    group = Group(calls)
+    dropped_by: list[str] = []
+    weakref.finalize(group, lambda: dropped_by.append(threading.current_thread().name))
+    end = end_of(group)
+    end.abort()
+    end.wait(10)
+    del end, group
+    assert not dropped_by
+    following = end_of(Group(calls))
+    following.abort()
+    following.wait(10)
+    deadline = time.monotonic() + 10
+    while not dropped_by and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert dropped_by == ["dlrover-end-round"]
