@@ -129,13 +129,17 @@ class Watch:
         given = grant or GrantRecord("waiting")
         size = max(1, given.num_workers, alive)
         asked = member or MemberRecord("", 0, size, size, given.submitted_at, given.cores, given.gpus, given.memory_mb)
-        fewest = min(asked.max_workers, max(asked.min_workers, learned.least_workers))
+        record = readable(JobRecord, live.get(keys.job))
+        # Not beyond a number of workers with which a step has failed: the policies choose from a range.
+        failed = [int(each) for each in record.failed_sizes if each.isdecimal()] if record is not None else []
+        most = max(asked.min_workers, alive, min([asked.max_workers, *(each - 1 for each in failed)]))
+        fewest = min(most, max(asked.min_workers, learned.least_workers))
         is_over = member is None and not alive
         job = PoolJob(
             name=name,
             needs=Resources(asked.cores, asked.gpus, asked.memory_mb),
             min_workers=fewest,
-            max_workers=asked.max_workers,
+            max_workers=most,
             granted=given.num_workers,
             # A plan that is left of a job without processes starts no others.
             planned=plan.num_workers if plan is not None and plan.binding and not is_over else 0,
@@ -153,7 +157,6 @@ class Watch:
             owner=asked.owner,
             deadline_s=asked.deadline_at or None,
         )
-        record = readable(JobRecord, live.get(keys.job))
         phase = record.phase if record is not None else ""
         return SeenJob(job, keys, grant, revision, plan, plan_entry, learned, phase=phase)
 

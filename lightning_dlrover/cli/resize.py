@@ -18,12 +18,12 @@ from lightning_dlrover.planner.cluster.division import ClusterJob, divide, optio
 from lightning_dlrover.planner.plan import Decision
 from lightning_dlrover.rdzv.job.events import DecisionMade, SizeRequested, events_of, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.records import DrainRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, PlanRecord, encode
 from lightning_dlrover.report.status import connect_to_job, read_job
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
-    from lightning_dlrover.rdzv.job.records import NodesRecord
+    from lightning_dlrover.rdzv.job.records import Keys, NodesRecord
     from lightning_dlrover.rdzv.live.rounds import View
     from lightning_dlrover.report.status import JobPlace
 
@@ -42,6 +42,8 @@ def scale_command(options: argparse.Namespace) -> int:
             raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
         _check_node_size(place, found.nodes, settings)
         wanted = _wanted_text(options.num_workers, settings)
+        if options.num_workers is not None and (why := _forgive(client, place.keys, options.num_workers)):
+            show(f"job {place.run_id}: tried again by hand, after {why}")
         _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
     show(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows how far they are")
     return EXIT_OK
@@ -179,6 +181,20 @@ def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) 
     low, high = view.job.min_workers, view.job.max_workers
     if num_workers is not None and not low <= num_workers <= high:
         raise UsageError(f"job {place.run_id!r} was started for {low} to {high} workers, {num_workers} is outside of that")
+
+
+def _forgive(client: EtcdClient, keys: Keys, num_workers: int) -> str:
+    """Let a job grow to a number of workers with which a step has failed. Return why it did not until now; "" if it did."""
+    why = ""
+
+    def forgiven(job: JobRecord | None) -> JobRecord | None:
+        nonlocal why
+        if job is None or not (why := job.failed_sizes.get(str(num_workers), "")):
+            return None
+        return replace(job, failed_sizes={size: text for size, text in job.failed_sizes.items() if size != str(num_workers)})
+
+    Journal(client, keys).swap(JobRecord, keys.job, forgiven)
+    return why
 
 
 def _plan_by_hand(

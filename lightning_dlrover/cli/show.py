@@ -60,6 +60,8 @@ def _status_text(status: dict[str, Any]) -> str:
         each = ", ".join(counted_field(name, plan[name]) for name in COUNTED if name in plan)
         binding += f", {each} each" if each else ""
         lines.append(f"plan: {counted(plan['num_workers'], 'worker')}{binding}, by {plan['source']}: {plan['reason']}")
+    again = f"`dlrover scale {status['run_id']}"
+    lines += [f"not tried again: {why}; {again} {size}` does" for size, why in status["failed_sizes"].items()]
     if status["controller"]:
         controller = status["controller"]
         nodes = ", ".join(controller["awaited_nodes"])

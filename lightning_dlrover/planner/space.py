@@ -42,6 +42,7 @@ class Limits:
     # Maximum for a worker's node, where each worker has one of its own; 0: the node stays as it is.
     max_cores: float = 0.0
     max_memory_bytes: int = 0
+    failed_sizes: frozenset[int] = frozenset()  # numbers of workers with which a step has failed
     # Cores of the job on a node that other processes keep busy. No more threads than now are considered for these.
     foreign_cores: float = 0.0
 
@@ -67,13 +68,18 @@ class Limits:
 
     def allows(self, settings: Settings) -> bool:
         """Return whether the workers are within their limits. The other settings may keep the user's values."""
-        return self.min_workers <= settings.num_workers <= self.max_workers
+        return settings.num_workers in self.sizes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of workers to choose from."""
+        return tuple(n for n in range(self.min_workers, self.max_workers + 1) if n not in self.failed_sizes)
 
     @property
     def num_settings(self) -> int:
         """An upper bound on the size of the space."""
         others = (self.loader_workers, self.intra_op_threads, self.prefetch_factors)
-        return (self.max_workers - self.min_workers + 1) * math.prod(max(1, len(values)) for values in others)
+        return len(self.sizes) * math.prod(max(1, len(values)) for values in others)
 
 
 def tunable_axes(node_cores: float, cores: float) -> dict[str, tuple[int, ...]]:
@@ -103,7 +109,7 @@ def all_settings(limits: Limits, now: Settings) -> list[Settings]:
     prefetch = limits.prefetch_factors or (now.prefetch_factor or 2,)
     found = {now}
     for workers, loaders, threads in product(
-        range(limits.min_workers, limits.max_workers + 1),
+        limits.sizes,
         limits.loader_workers or (now.loader_workers,),
         limits.intra_op_threads or (now.intra_op_threads,),
     ):
@@ -206,7 +212,7 @@ def _nsga2(limits: Limits, now: Settings, evaluate: Callable[[Sequence[Settings]
             "which would search it, is not installed: pip install 'lightning-dlrover[search]', or allow fewer values"
         ) from error
     axes = (
-        tuple(range(limits.min_workers, limits.max_workers + 1)),
+        limits.sizes,
         limits.loader_workers or (now.loader_workers,),
         limits.intra_op_threads or (now.intra_op_threads,),
         limits.prefetch_factors or (now.prefetch_factor or 2,),

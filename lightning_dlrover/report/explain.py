@@ -32,8 +32,9 @@ def explain_text(story: JobStory, plan: int | None = None) -> str:
         if not decisions:
             known = ", ".join(str(d.decision_id) for d in story.decisions) or "none"
             raise ValueError(f"job {story.run_id} has made no plan {plan}; its plans are {known}")
+    undone = [note.text for note in story.undone]
     if not decisions:
-        return f"job {story.run_id}: the planner recorded no decision."
+        return "\n".join([f"job {story.run_id}: the planner recorded no decision.", *undone])
     changes = sum(d.is_change for d in decisions)
     judged = [o for d in decisions if (o := outcome_of(story, d)) is not None]
     as_expected = sum(o.expected for o in judged)
@@ -43,6 +44,7 @@ def explain_text(story: JobStory, plan: int | None = None) -> str:
         f"objective: {decisions[-1].objective or 'unknown'}; settings are written "
         "workers x threads + loader workers each / batches ahead, if not 2",
         cost_text(story),
+        *undone,
     ]
     for number, decision in enumerate(decisions):
         before, after = decisions[max(0, number - MAX_STAYS) : number], decisions[number + 1 : number + 2]

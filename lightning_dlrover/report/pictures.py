@@ -29,6 +29,7 @@ KIND_COLOURS = {
     "replace": "#cc79a7",
     "loss": "#d55e00",
     "retry": "#e69f00",
+    "undo": "#c2185b",
     "stop": "#8a8a8a",
 }
 PART_COLOURS = {

@@ -18,6 +18,7 @@ from lightning_dlrover.rdzv.job.events import (
     DecisionMade,
     Event,
     FitFinished,
+    GrowthFailed,
     JobFailed,
     OutcomeJudged,
     RecordIgnored,
@@ -37,7 +38,7 @@ KINDS = {
     each.KIND
     for each in (
         *(RoundFormed, TrainingStalled, WindowMeasured, DecisionMade, OutcomeJudged),
-        *(WorkerLost, SizeRequested, FitFinished, WorkerFailed),
+        *(WorkerLost, GrowthFailed, SizeRequested, FitFinished, WorkerFailed),
     )
 }
 """Kinds of events that are drawn or counted. Others appear in the story with their sentence only."""
@@ -93,6 +94,7 @@ class JobStory:
     profiles: tuple[Profile, ...]
     decisions: tuple[Decision, ...]
     losses: tuple[Note, ...]
+    undone: tuple[Note, ...]  # growths after which a step has failed
     notes: tuple[Note, ...]  # requested sizes, checkpoints and all other events that are neither drawn nor counted
     errors: tuple[Note, ...]
     finished_step: int | None  # None: the job has not reported its end
@@ -179,6 +181,7 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
         profiles=tuple(told.profiles),
         decisions=tuple(told.decisions),
         losses=tuple(told.losses.values()),
+        undone=tuple(told.undone),
         notes=tuple(told.notes),
         errors=tuple(told.errors),
         finished_step=told.finished_step,
@@ -206,6 +209,7 @@ class _Told:
     profiles: list[Profile] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     losses: dict[str, Note] = field(default_factory=dict)
+    undone: list[Note] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     errors: list[Note] = field(default_factory=list)
     finished_step: int | None = None
@@ -230,6 +234,8 @@ class _Told:
                 self.decisions.append(_decision(event.document))
             case WorkerLost():  # every survivor that detects the loss may report it
                 self.losses.setdefault(event.worker_id, Note(at, text or f"worker {event.worker_id} was lost"))
+            case GrowthFailed():
+                self.undone.append(Note(at, text))
             case SizeRequested():
                 self.notes.append(Note(at, f"{event.source} asked for {counted(event.num_workers, 'worker')}"))
             case WorkerFailed():

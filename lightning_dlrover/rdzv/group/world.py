@@ -42,16 +42,17 @@ from lightning_dlrover.rdzv.group.backends import prepare_environment, traits_of
 from lightning_dlrover.rdzv.group.communicators import slow_to_connect
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.ending import CLOSE_S
-from lightning_dlrover.rdzv.group.failures import Failures
+from lightning_dlrover.rdzv.group.failures import Failures, is_group_failure
 from lightning_dlrover.rdzv.group.forming import Forming
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, own_address, protect_forks, use_interface_of
 from lightning_dlrover.rdzv.group.groups import RoundGroups
+from lightning_dlrover.rdzv.group.growth import Growth
 from lightning_dlrover.rdzv.group.hooks import compare_with
 from lightning_dlrover.rdzv.group.leaving import drain_on_sigterm, end_with_agent
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.group.means import BlockingMeans
-from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.reach import Neighbour, Reach
 from lightning_dlrover.rdzv.group.reports import Reports
@@ -142,6 +143,7 @@ class World:
         self._all_leave = False  # whether all members have agreed to leave the current group
         self._watched.append(self._sockets)
         self._failures = Failures(lambda: self.broken, self._current_meeting)
+        self._growth = Growth(self.membership, config.run_id)
         self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, lambda: self.formation)
         # Abortable groups are aborted. Votes and the state always travel through gloo.
         waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self.is_asynchronous)
@@ -371,6 +373,8 @@ class World:
 
     def report_error(self, error: BaseException) -> None:
         """Report to the job and to the agent why this worker is about to fail, and to the user which worker failed first."""
+        if not is_group_failure(error) and not isinstance(error, WorldError | MembershipError):
+            self._growth.ends_by(error)
         self._reports.error(error)
 
     @property
@@ -383,8 +387,17 @@ class World:
         return WorldError("the round has ended")
 
     def is_failure(self, error: BaseException) -> bool:
-        """Whether `error` means that this worker's round is broken, so that `recover` helps, and not a mistake of the user."""
-        return self._failures.is_failure(error)
+        """Whether `recover` helps after `error`: the round is broken, or undone because `error` has come with its joiners."""
+        try:
+            if self._failures.is_failure(error):
+                return True
+        except MismatchError as mismatch:
+            if not self._growth.undo(mismatch):
+                raise
+            return True
+        if isinstance(error, WorldError | MembershipError) and not isinstance(error, MismatchError):
+            return False
+        return isinstance(error, Exception) and self._growth.undo(error)
 
     def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
         """Compare this worker's next action with that of all others. Collectives within the context count as part of it.
@@ -433,6 +446,7 @@ class World:
         assert self._vote is None
         assert self.formation is not None
         self.standing.step_made()
+        self._growth.step_begins(place)
         is_alone = self.formation.size == 1
         if self._meeting is None and not is_alone:
             raise self.broken_error()
@@ -477,6 +491,7 @@ class World:
 
     def _form(self, target: RoundRecord, hello: bytes) -> Formation:
         formation, self._meeting = self._forming.form(target, hello, lambda: self.activity(), lambda: self.is_in_step())
+        self._growth.formed(formation)
         return formation
 
     def _destroy(self, is_last: bool = False) -> None:
@@ -485,6 +500,7 @@ class World:
             self._meeting.close()
             self._meeting = None
         self.wishes = []  # they belong to a round that is over
+        self._failures.mismatch = None
         transfer.travel_in(None)
         self._groups.let_go(is_last, self._sockets.are_severed, self._sockets.severed)
         self._num_votes = 0

@@ -20,6 +20,7 @@ __all__ = [
     "Event",
     "FitFinished",
     "FitResumed",
+    "GrowthFailed",
     "HangFound",
     "JobFailed",
     "MemoryShort",
@@ -111,6 +112,17 @@ class WorkerFailed(Event):
     rank: int = 0
     traceback: str = ""
     at: float = 0.0  # time on the worker's clock
+
+
+@dataclass(frozen=True)
+class GrowthFailed(Event):
+    """A step has failed soon after workers had joined, so the job goes on without them."""
+
+    KIND = "undo"
+    num_workers: int
+    former: int
+    worker_id: str
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class RoundRecord:
     number: int
     members: list[str]  # worker ids; the index is the global rank
     reason: str  # one sentence for people
-    kind: Literal["start", "grow", "shrink", "replace", "loss", "retry", "stop"]
+    kind: Literal["start", "grow", "shrink", "replace", "loss", "retry", "undo", "stop"]  # undo: without its newest joiners
     planned: bool  # False: the step in flight cannot complete, and members abandon it at once
     store_address: str = ""  # address of rank 0's TCPStore
     store_port: int = 0
@@ -260,6 +260,8 @@ class JobRecord:
     message: str = ""  # reason for the failure
     unjoinable: str = ""  # reason why the state cannot be handed over to joiners; empty if it can
     has_stepped: bool = False  # True once a step was made
+    # Numbers of workers with which a step has failed that fewer workers have made, and why. No round grows to one of them.
+    failed_sizes: dict[str, str] = field(default_factory=dict)
     # A script may train several times. `phase` describes the first time, the only one that workers can join.
     fits_begun: int = 0  # number of the newest `fit`; 0: none after the first
     fits_finished: int = 0
@@ -313,6 +315,7 @@ class DrainRecord:
     worker_id: str
     reason: str
     once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
+    at_once: bool = False  # True: not in the next round, also where that follows a failure
 
 
 @dataclass(frozen=True)

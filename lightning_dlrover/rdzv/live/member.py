@@ -235,7 +235,7 @@ class Member:
             if self.worker_id not in target.members and self.admitting:
                 target = await self._await_admission()
             if self.worker_id not in target.members:
-                if target.planned or self.dismissed or self.worker_id in self._means.view.drains:
+                if target.planned or target.kind == "undo" or self.dismissed or self.worker_id in self._means.view.drains:
                     # The round that was planned without this worker may have been followed by one after a loss.
                     raise LeftOutError(target)
                 raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
@@ -303,7 +303,8 @@ class Member:
         """Record facts that a later view may not show any more."""
         newest = view.round
         if newest is not None and 0 < self.number < newest.number:
-            self.dismissed = self.worker_id not in newest.members and (newest.planned or self.dismissed)
+            is_sent_away = newest.planned or newest.kind == "undo" or self.dismissed
+            self.dismissed = self.worker_id not in newest.members and is_sent_away
 
     def must_cut_off(self, view: Outlook, number: int, forming: bool, evicted: bool) -> bool:
         """Whether the group of round `number` cannot complete any more collectives, so that no thread may wait for one.

@@ -1,4 +1,4 @@
-"""Requests to a job's workers: make room for a replacement, report stack traces."""
+"""Requests to a job's workers: leave, make room for a replacement, report stack traces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_dlrover.rdzv.etcd.operations import Compare, absent, exists, modi
 from lightning_dlrover.rdzv.job.journal import Journal, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import DrainRecord, StacksRecord, StacksRequest
 
-__all__ = ["ask_for_replacement", "ask_for_stacks", "read_stacks"]
+__all__ = ["ask_for_replacement", "ask_for_stacks", "dismiss", "read_stacks"]
 
 
 def ask_for_replacement(journal: Journal, worker_id: str, reason: str, *guard: Compare) -> bool:
@@ -17,6 +17,12 @@ def ask_for_replacement(journal: Journal, worker_id: str, reason: str, *guard: C
     # A worker that must leave at once, because its host is taken away, cannot wait for its replacement.
     may_ask = (*guard, exists(journal.keys.workers + worker_id), absent(drain))
     return journal.fenced_write({drain: DrainRecord(worker_id, reason, once_replaced=True)}, may_ask)
+
+
+def dismiss(journal: Journal, worker_id: str, reason: str) -> bool:
+    """Request that a worker is in no further round; False if it is gone."""
+    request = DrainRecord(worker_id, reason, at_once=True)
+    return journal.fenced_write({journal.keys.drains + worker_id: request}, [exists(journal.keys.workers + worker_id)])
 
 
 def ask_for_stacks(journal: Journal, asked_by: str, reason: str, after: int | None = None) -> StacksRequest | None:

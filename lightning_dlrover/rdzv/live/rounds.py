@@ -40,6 +40,7 @@ class View:
     agents: Mapping[str, AgentRecord] = field(default_factory=dict)
     drains: Set[str] = frozenset()  # ids of workers asked to leave
     replacements: Set[str] = frozenset()  # ids of workers asked to leave once another worker can replace them
+    dismissals: Set[str] = frozenset()  # those of `drains` that are in no further round, whatever it follows
 
     # In a job of a thousand workers the convener reads these after each change, so they are computed once.
 
@@ -127,8 +128,8 @@ def awaited(view: View) -> list[str]:
         agents = [a.agent_id for a in view.agents.values() if a.state == "running" and a.agent_id not in registered]
         return agents + [agent for agent in _keepers_of_state(view) if agent not in agents]
     if view.failed and not view.lost:
-        failed = set(view.failed)
-        return [w for w in view.holders if w not in failed]
+        answered = {*view.failed, *view.dismissals}
+        return [w for w in view.holders if w not in answered]
     return []
 
 
@@ -219,6 +220,8 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
     if len([w for w in round_.members if w not in view.drains]) >= view.cap:
         wanted = f"the plan wants {view.cap}" if view.plan and view.plan.binding else f"at most {view.cap} are allowed"
         return f"spare: waits for a plan that admits it, {wanted}"
+    if failed := limits.failed_sizes.get(str(len(round_.members) + 1)):
+        return f"spare: {failed}"
     return "about to be taken in" if is_about_to else MORE
 
 
@@ -258,7 +261,7 @@ def losses(view: View, successor: RoundRecord) -> list[str]:
     """Return members of the current round that `successor` leaves out although they were not asked to leave."""
     if view.round is None or (successor.planned and view.survivors):
         return []
-    not_lost = {*successor.members, *view.stepped_back}
+    not_lost = {*successor.members, *view.stepped_back, *(view.dismissals & view.workers.keys())}
     return [w for w in view.round.members if w not in not_lost]
 
 
@@ -299,7 +302,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         if awaited(view) and waited_s < patience.regroup_s:
             return None
         failed = set(view.failed)
-        left_out = [w for w in view.holders if w not in failed]
+        left_out = [w for w in view.holders if w not in failed and w not in view.dismissals]
         not_in = {*left_out, *view.stepped_back}
         stay = [w for w in view.survivors if w not in not_in]
         kind = "loss" if left_out else "retry"
@@ -311,6 +314,11 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
                 stay, kind, reason = together, "loss", f"{', '.join(cut_off)} cannot be reached by the others"
         if not set(view.holders).intersection(stay):
             stay = view.holders  # only joiners report a failure; for the holders of the state the round works
+    kept = [w for w in stay if w not in view.dismissals]
+    if len(kept) < len(stay) and set(view.holders).intersection(kept) and _are_enough(view, kept):
+        dismissed = ", ".join(w for w in stay if w not in kept)
+        reason = f"{reason}; without {dismissed}" if kind == "loss" else f"a step failed after {dismissed} joined"
+        stay, kind = kept, "loss" if kind == "loss" else "undo"
     if not _are_enough(view, stay):
         return None
     attempts = view.round.apart_attempts + 1 if view.round and view.apart else 0
@@ -366,13 +374,24 @@ def _planned(view: View) -> RoundRecord | None:
             return None  # a replacement is starting; the leaving workers train until they can hand over
         return _round(view, [], "stop", planned=True, reason="every worker was asked to leave")
     # If only leaving workers hold the state, one round includes them and the joiners, and the next one leaves them out.
-    chosen = _arranged(members, staying, joiners, view.cap) if staying else [*members, *joiners[: view.cap]]
+    most = _most(view, len(staying), len(joiners)) if staying else view.cap
+    chosen = _arranged(members, staying, joiners, most) if staying else [*members, *joiners[:most]]
     if chosen == members or len(chosen) < view.job.min_workers:
         return None
     before, after = set(members), set(chosen)
     added, gone = [w for w in chosen if w not in before], [w for w in members if w not in after]
     kind = "replace" if added and gone else "grow" if added else "shrink"
     return _round(view, chosen, kind, planned=True, reason=_why(view, added, gone))
+
+
+def _most(view: View, num_staying: int, num_joiners: int) -> int:
+    """Return the most workers that the next round may have, without growing to a number with which a step has failed."""
+    assert view.job is not None
+    assert view.round is not None
+    for size in range(min(view.cap, num_staying + num_joiners), num_staying, -1):
+        if size <= len(view.round.members) or str(size) not in view.job.failed_sizes:
+            return size
+    return min(view.cap, num_staying)
 
 
 def _why(view: View, added: list[str], gone: list[str]) -> str:

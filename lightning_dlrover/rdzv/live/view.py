@@ -59,6 +59,7 @@ class Decoder:
             workers=workers,
             agents=self._folder(entries, keys.agents, AgentRecord),
             drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
+            dismissals=frozenset(worker for worker, record in drains.items() if record.at_once),
             # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
             replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
         )

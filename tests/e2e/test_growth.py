@@ -1,0 +1,104 @@
+"""A growth with which the script cannot continue is undone: the job goes on with the workers that it had."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from forked_jobs import MakeJob
+from harness import Job, violations
+from outgrown_jobs import MODELS, train_outgrown, train_plain_outgrown
+from plain_loop import PlainSettings
+from test_plain_loop import assert_everyone_counted_the_same
+from toy_job import ToySettings
+
+AT_ONCE = 5
+STEPS = 8  # after the failure
+
+
+def settings_for(name: str) -> ToySettings:
+    batch_size = 4 if name == "SingleSample" else 8
+    return ToySettings(num_rows=160, batch_size=batch_size, max_epochs=40, step_s=0.02)
+
+
+def grow_and_go_back(job: Job) -> list[str]:
+    """Grow from two workers to three; return what went wrong with the others."""
+    job.start(), job.start()
+    job.wait_for_world(2)
+    joiner = job.start()
+    job.wait_until(lambda: joiner.exit_code is not None, "the joiner to leave")
+    after = job.step
+    job.wait_until(lambda: job.step > after + STEPS, "the others to go on")
+    found = [f"worker {worker.name} has ended" for worker in job.workers[:2] if worker.exit_code is not None]
+    undone = job.events("undo")
+    if [event.data["num_workers"] for event in undone] != [3]:
+        found.append(f"events of undone growths: {undone}")
+    # Another worker of the same size would bring the same failure.
+    spare = job.start()
+    job.wait_until(lambda: any(r["kind"] == "fit_start" for r in spare.records()) or spare.exit_code is not None, "a spare")
+    after = job.step
+    job.wait_until(lambda: job.step > after + STEPS, "the others to go on beside the spare")
+    worlds = {record["world"] for record in job.records("done") if record["step"] > after}
+    return [*found, *([f"worlds {worlds} after the failure"] if worlds != {2} else [])]
+
+
+def problems_of(name: str, job: Job) -> list[str]:
+    settings = settings_for(name)
+    try:
+        found = grow_and_go_back(job)
+        codes = job.finish()
+    except AssertionError as error:
+        return [f"{name}: {error}"]
+    expected = [0, 0, 1 if name == "InHookOfJoiner" else 0, 0]
+    found += [] if codes == expected else [f"exit codes {codes}"]
+    found += violations(job, settings)
+    return [f"{name}: {each}\n{job.report()}" for each in found]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, len(MODELS), AT_ONCE))
+def test_job_goes_on_with_the_workers_that_it_had(first: int, make_job: MakeJob) -> None:
+    names = list(MODELS)[first : first + AT_ONCE]
+    jobs = [make_job((name, settings_for(name)), script=train_outgrown) for name in names]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = [each for problems in pool.map(problems_of, names, jobs) for each in problems]
+    assert not found, "\n".join(found)
+
+
+def test_plain_loop_goes_on_with_the_workers_that_it_had(make_job: MakeJob) -> None:
+    job = make_job(PlainSettings(num_steps=1_000_000), script=train_plain_outgrown)
+    job.start(), job.start()
+    job.wait_for_world(2)
+    joiner = job.start()
+    job.wait_until(lambda: joiner.exit_code is not None, "the joiner to leave")
+    after = job.step
+    job.wait_for_step(after + STEPS)
+    assert job.end() == [0, 0, 0], job.report()
+    assert_everyone_counted_the_same(job, job.step)
+
+
+def test_error_that_comes_again_with_fewer_workers_is_the_scripts(make_job: MakeJob) -> None:
+    job = make_job(("OnAll", settings_for("OnAll")), script=fail_for_good)
+    job.start()
+    job.wait_for_world(1)
+    job.start()
+    codes = job.finish(hurry=False)
+    assert codes[0] == 1, job.report()
+    assert "the script's own" in job.workers[0].output
+
+
+def fail_for_good(recorder: Any, of: Any) -> None:
+    """Fail from the first step with two workers on, also after one of them has left."""
+    from outgrown_jobs import OnAll, train_toy
+
+    class ForGood(OnAll):
+        has_failed = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.has_failed = self.has_failed or self.trainer.world_size == 2
+            if self.has_failed:
+                raise RuntimeError("the script's own")
+            return super().training_step(batch, batch_idx)
+
+    train_toy(recorder, of[1], ForGood)
