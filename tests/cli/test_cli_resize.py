@@ -36,6 +36,21 @@ def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdC
     assert [e.data for e in events if e.kind == "scale"] == [{"num_workers": 3, "source": "user"}]
 
 
+def test_size_that_has_failed_is_named_until_it_is_asked_for_by_hand(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    entry = client.get(job.job)
+    assert entry is not None
+    record = decode(JobRecord, entry.value, entry.key)
+    client.put(job.job, encode(dataclasses.replace(record, failed_sizes={"3": "3 workers failed where 2 had trained: Oh"})))
+    where = ("--endpoint", etcd.endpoint, job.run_id)
+    again = f"not tried again: 3 workers failed where 2 had trained: Oh; `dlrover scale {job.run_id} 3` does"
+    assert again in dlrover("status", *where)[1]
+    assert "tried again by hand" not in dlrover("scale", *where, 2)[1]
+    assert "tried again by hand, after 3 workers failed" in dlrover("scale", *where, 3)[1]
+    assert "not tried again" not in dlrover("status", *where)[1]
+
+
 def test_scale_changes_only_the_given_settings(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     def plan() -> PlanRecord:
         entry = client.get(job.plan)

@@ -11,7 +11,7 @@ from plain_loop import PlainSettings, run_plain_loop
 from torch import Tensor, nn
 from toy_job import Recorder, ToyModel, ToySettings, train_toy
 
-__all__ = ["MODELS", "OutgrownError", "train_outgrown", "train_plain_outgrown"]
+__all__ = ["MODELS", "train_for_good", "train_outgrown", "train_plain_outgrown"]
 
 
 class OutgrownError(Exception):
@@ -64,7 +64,7 @@ class InHookOfJoiner(Outgrown):
 class InBackward(Outgrown):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        loss.register_hook(lambda gradient: self.fail_if_too_large())
+        loss.register_hook(lambda gradient: self.fail_if_too_large())  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -118,6 +118,22 @@ MODELS: dict[str, type[Outgrown]] = {
         *(OtherCollectives, SingleSample),
     )
 }
+
+
+class ForGood(ToyModel):
+    """Fails from the first step with two workers on, also after one of them has left."""
+
+    has_failed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.has_failed = self.has_failed or self.trainer.world_size == 2
+        if self.has_failed:
+            raise OutgrownError("the script's own")
+        return super().training_step(batch, batch_idx)
+
+
+def train_for_good(recorder: Recorder, settings: ToySettings) -> None:
+    train_toy(recorder, settings, ForGood)
 
 
 def train_outgrown(recorder: Recorder, of: tuple[str, ToySettings]) -> None:

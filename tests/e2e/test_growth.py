@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from forked_jobs import MakeJob
 from harness import Job, violations
-from outgrown_jobs import MODELS, train_outgrown, train_plain_outgrown
+from outgrown_jobs import MODELS, train_for_good, train_outgrown, train_plain_outgrown
 from plain_loop import PlainSettings
 from test_plain_loop import assert_everyone_counted_the_same
 from toy_job import ToySettings
@@ -79,26 +78,10 @@ def test_plain_loop_goes_on_with_the_workers_that_it_had(make_job: MakeJob) -> N
 
 
 def test_error_that_comes_again_with_fewer_workers_is_the_scripts(make_job: MakeJob) -> None:
-    job = make_job(("OnAll", settings_for("OnAll")), script=fail_for_good)
+    job = make_job(settings_for("ForGood"), script=train_for_good)
     job.start()
     job.wait_for_world(1)
     job.start()
     codes = job.finish(hurry=False)
     assert codes[0] == 1, job.report()
     assert "the script's own" in job.workers[0].output
-
-
-def fail_for_good(recorder: Any, of: Any) -> None:
-    """Fail from the first step with two workers on, also after one of them has left."""
-    from outgrown_jobs import OnAll, train_toy
-
-    class ForGood(OnAll):
-        has_failed = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.has_failed = self.has_failed or self.trainer.world_size == 2
-            if self.has_failed:
-                raise RuntimeError("the script's own")
-            return super().training_step(batch, batch_idx)
-
-    train_toy(recorder, of[1], ForGood)

@@ -54,6 +54,12 @@ def test_settings_are_the_product_of_the_axes() -> None:
     assert all((s.prefetch_factor == 0) == (s.loader_workers == 0) for s in found)
 
 
+def test_size_that_has_failed_is_not_chosen_from() -> None:
+    limits = Limits(1, 4, failed_sizes=frozenset({3}))
+    assert {settings.num_workers for settings in all_settings(limits, Settings(2, 0, 1, 0))} == {1, 2, 4}
+    assert not limits.allows(Settings(3, 0, 1, 0))
+
+
 def test_setting_without_an_axis_stays_unchanged() -> None:
     now = Settings(2, 3, 5, 7)
     assert all_settings(Limits(1, 3), now) == [Settings(w, 3, 5, 7) for w in (1, 2, 3)]

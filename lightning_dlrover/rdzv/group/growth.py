@@ -51,7 +51,7 @@ class Growth:
         self._membership = membership
         self._run_id = run_id
         self._open: list[_Growth] = []  # oldest first
-        self._size = 0  # of the newest round
+        self._size = self._round = 0  # of the newest round
         self._step = 0  # next step, as far as this worker knows
         self._failed: list[int] = []  # numbers of workers with which a step has failed, until it is made
         self._failed_step = 0
@@ -59,7 +59,7 @@ class Growth:
     def formed(self, formation: Formation) -> None:
         """Note that a round was formed."""
         members, hellos = formation.round.members, formation.hellos
-        self._size = len(members)
+        self._size, self._round = len(members), formation.round.number
         if formation.round.kind in ("grow", "replace"):
             self._open.append(_Growth([w for w in members if not hellos.get(w)]))  # only workers without the state send none
         for growth in self._open:
@@ -129,7 +129,7 @@ class Growth:
 
         shared.update_job(failed)  # first: no growth to this size may come in between
         for worker in self._open[-1].joiners:
-            dismiss(shared.journal, worker, reason)
+            dismiss(shared.journal, worker, self._round, reason)
         shared.journal.swap(PlanRecord, shared.journal.keys.plan, smaller)
         if is_first:
             shared.event(GrowthFailed(self._size, former, self._membership.worker_id, reason), f"goes back: {reason}")

@@ -315,7 +315,7 @@ class DrainRecord:
     worker_id: str
     reason: str
     once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
-    at_once: bool = False  # True: not in the next round, also where that follows a failure
+    failed_round: int = 0  # round in which a step has failed by this worker: the next one goes on without it; 0: none
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,13 @@ def ask_for_replacement(journal: Journal, worker_id: str, reason: str, *guard: C
     return journal.fenced_write({drain: DrainRecord(worker_id, reason, once_replaced=True)}, may_ask)
 
 
-def dismiss(journal: Journal, worker_id: str, reason: str) -> bool:
-    """Request that a worker is in no further round; False if it is gone."""
-    request = DrainRecord(worker_id, reason, at_once=True)
+def dismiss(journal: Journal, worker_id: str, failed_round: int, reason: str) -> bool:
+    """Request that a worker is in no round after `failed_round`, which the caller is about to report as broken.
+
+    Returns:
+        False if it is gone.
+    """
+    request = DrainRecord(worker_id, reason, failed_round=failed_round)
     return journal.fenced_write({journal.keys.drains + worker_id: request}, [exists(journal.keys.workers + worker_id)])
 
 

@@ -40,7 +40,8 @@ class View:
     agents: Mapping[str, AgentRecord] = field(default_factory=dict)
     drains: Set[str] = frozenset()  # ids of workers asked to leave
     replacements: Set[str] = frozenset()  # ids of workers asked to leave once another worker can replace them
-    dismissals: Set[str] = frozenset()  # those of `drains` that are in no further round, whatever it follows
+    # Those of `drains` by which a step has failed, and the round of that step: they are in no further round.
+    dismissals: Mapping[str, int] = field(default_factory=dict)
 
     # In a job of a thousand workers the convener reads these after each change, so they are computed once.
 
@@ -261,7 +262,7 @@ def losses(view: View, successor: RoundRecord) -> list[str]:
     """Return members of the current round that `successor` leaves out although they were not asked to leave."""
     if view.round is None or (successor.planned and view.survivors):
         return []
-    not_lost = {*successor.members, *view.stepped_back, *(view.dismissals & view.workers.keys())}
+    not_lost = {*successor.members, *view.stepped_back, *(view.dismissals.keys() & view.workers.keys())}
     return [w for w in view.round.members if w not in not_lost]
 
 
@@ -366,6 +367,8 @@ def _planned(view: View) -> RoundRecord | None:
     if view.round.planned and any(view.workers[w].round_number == number - 1 for w in view.in_state("active")):
         return None  # a worker left out is still handing over to this round's members and must not see a newer round
     members = view.round.members
+    if any(view.dismissals.get(worker) == number for worker in members):
+        return None  # whoever has dismissed them is about to report this round as broken, or to die
     joiners = [w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w)]
     leaving = _leaving(view, len(joiners))
     staying = [w for w in members if w not in leaving]

@@ -59,7 +59,7 @@ class Decoder:
             workers=workers,
             agents=self._folder(entries, keys.agents, AgentRecord),
             drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
-            dismissals=frozenset(worker for worker, record in drains.items() if record.at_once),
+            dismissals={worker: record.failed_round for worker, record in drains.items() if record.failed_round},
             # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
             replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
         )

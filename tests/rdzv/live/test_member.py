@@ -115,6 +115,14 @@ def test_drained_worker_leaves_a_broken_round_to_the_others() -> None:
             run_blocking(Member(Means(waits))._next_after(members))  # type: ignore[arg-type]
 
 
+def test_dismissed_worker_leaves_whether_it_knows_of_its_dismissal_or_not() -> None:
+    undone = RoundRecord(6, ["b"], "a step failed", "undo", planned=False)
+    member = Member(Means(replace(view_of("training", "a", "b"), round=undone)))  # type: ignore[arg-type]
+    member.formation = Formation(ROUND, {}, 0)
+    with pytest.raises(LeftOutError, match="a step failed"):
+        run_blocking(member.recover(b"state"))
+
+
 def test_drained_worker_does_not_wait_for_the_first_round() -> None:
     view = replace(view_of("starting", "a"), round=None, drains=frozenset({"a"}))
     with pytest.raises(LeftOutError, match="before the first round"):

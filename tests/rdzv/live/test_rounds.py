@@ -93,7 +93,8 @@ def views(draw: st.DrawFn) -> View:
     drains = frozenset(draw(ASKED))
     replacements = frozenset(draw(ASKED))
     agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in workers}
-    return View(job, round_, plan, workers, agents, drains, replacements - drains)
+    dismissals = dict.fromkeys(drains, number) if draw(st.booleans()) else {}
+    return View(job, round_, plan, workers, agents, drains, replacements - drains, dismissals)
 
 
 @settings(max_examples=800)
@@ -358,6 +359,65 @@ def test_failed_round_is_formed_again_once_all_report_it() -> None:
     proposal = next_round(both, 0.0)
     assert proposal is not None
     assert (proposal.members, proposal.kind) == (["w0", "w1"], "retry")
+
+
+def dismissing(seen: View, failed_round: int, *reports: str) -> View:
+    """The view once w2 was dismissed because a step of `failed_round` failed, and `reports` have reported round 1 as broken."""
+    workers = {**seen.workers, **{w: worker(w, "reforming", 1) for w in reports}}
+    return replace(seen, workers=workers, drains=frozenset({"w2"}), dismissals={"w2": failed_round})
+
+
+def test_dismissed_worker_is_left_out_without_being_awaited() -> None:
+    seen = dismissing(view("012"), 1, "w0", "w1")
+    assert awaited(seen) == []
+    proposal = next_round(seen, 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind, proposal.planned) == (["w0", "w1"], "undo", False)
+    assert losses(seen, proposal) == []
+    assert cause(seen, proposal)["drained"] == ["w2"]
+
+
+def test_dismissed_worker_leaves_together_with_a_lost_one() -> None:
+    proposal = next_round(dismissing(view("012", gone="1"), 1), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0"], "loss")
+
+
+def test_dismissal_waits_for_the_report_of_its_round_and_for_no_other() -> None:
+    assert next_round(dismissing(view("012"), 1), 1e9) is None
+    proposal = next_round(dismissing(view("012"), 7), 1e9)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0", "w1"], "shrink")
+
+
+def test_dismissed_worker_stays_where_the_others_are_too_few() -> None:
+    job = replace(JOB, min_workers=3)
+    proposal = next_round(dismissing(view("012", job=job), 1, "w0", "w1", "w2"), 0.0)
+    assert proposal is not None
+    assert (proposal.members, proposal.kind) == (["w0", "w1", "w2"], "retry")
+
+
+FAILED = replace(JOB, failed_sizes={"3": "3 workers failed"})
+
+
+@pytest.mark.parametrize(
+    "seen, size",
+    [
+        (view("01", "2", job=FAILED), None),
+        (view("01", "23", job=FAILED), 4),
+        (view("01", "23", job=FAILED, plan=PlanRecord(3, "user", "", binding=True)), None),
+        (view("012", "3", job=FAILED, drains=frozenset({"w2"})), 3),  # as many as train
+        (view("0123", job=FAILED, plan=PlanRecord(3, "user", "", binding=True)), 3),
+    ],
+    ids=["one joiner", "two joiners", "two joiners and a plan", "a replacement", "fewer"],
+)
+def test_no_round_grows_to_a_size_that_has_failed(seen: View, size: int | None) -> None:
+    proposal = next_round(seen, 0.0)
+    assert (len(proposal.members) if proposal is not None else None) == size
+
+
+def test_spare_of_a_size_that_has_failed_names_the_failure() -> None:
+    assert waits(view("01", "2", job=FAILED))["w2"] == "spare: 3 workers failed"
 
 
 def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:

@@ -40,6 +40,7 @@ def heal(job: Job) -> None:
     """Stop adding faults. The dead stay dead, and lasting faults, such as a partition, end in their time."""
     job.kernel.log("--", "from here on nothing goes wrong")
     job.etcd.loss = 0.0
+    job.outgrown = set()
     job.etcd.set_up(True)
     for worker in job.workers.values():
         worker.client.before_write = worker.client.after_write = lambda: None

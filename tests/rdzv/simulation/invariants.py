@@ -17,6 +17,7 @@
 - patience: An unplanned round leaves out only the dead, workers that stepped back for want of the state, workers that have not
   answered for `REGROUP_S` while etcd could be reached, and workers that others cannot reach. A worker that does not answer for
   longer is left out. Members that do not reach each other do not retry for ever.
+- dismissed: A worker that was sent away after a failed step is in no round that follows a failure, if the others can go on.
 - told: A convener in undisturbed contact with etcd tells the others within half of `NOTICE_S` what they must know.
 - given-up: No worker waits for a round that another member gave up longer than half of `NOTICE_S` after it could know.
 - progress: After the last fault, every worker that can train does within `SETTLE_S`, and steps are made. No drained worker, and
@@ -159,7 +160,11 @@ class Checks:
     def _is_patient(self, seen: View, new: RoundRecord) -> None:
         assert seen.round is not None
         now = self.job.kernel.now
-        left_out = [w for w in seen.survivors if w not in new.members and w not in seen.stepped_back]
+        may_go = {*seen.stepped_back, *seen.dismissals}
+        left_out = [w for w in seen.survivors if w not in new.members and w not in may_go]
+        kept, others = [w for w in new.members if w in seen.dismissals], set(new.members) - seen.dismissals.keys()
+        if kept and others.intersection(seen.holders) and seen.job is not None and len(others) >= seen.job.min_workers:
+            raise Violation("dismissed", f"{new} keeps {kept}")
         if left_out and seen.apart:
             return
         first = max(self._reports.get(seen.round.number, (now, now))[0], self.job.etcd.back_since)

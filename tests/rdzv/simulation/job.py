@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from lightning_dlrover.rdzv.etcd.operations import (
@@ -49,6 +50,15 @@ class Job:
         self._meetings: dict[tuple[int, tuple[str, ...]], Meeting] = {}
         self._updates: dict[tuple[int, int], State] = {}
         self._num_tokens = 0
+        # Numbers of workers with which a growth fails in the script's code, drawn apart from all other faults.
+        own = random.Random(f"outgrown {seed}")
+        self.outgrown = (
+            {own.randint(self.min_workers + 1, self.max_workers)}
+            if self.max_workers > self.min_workers and own.random() < 0.25
+            else set()
+        )
+        for _ in self.outgrown:
+            self.kernel.after(own.uniform(3.0, 12.0), lambda: self.start_node(0.0))
 
     # --- nodes
 

@@ -250,6 +250,18 @@ def _() -> list[Patch]:
     ]
 
 
+@bug("dismissals ignored", "dismissed", near=0)
+def _() -> list[Patch]:
+    """Workers that were sent away after a failed step come along when the others make it again."""
+    return [
+        _replace(
+            rounds_module,
+            "_after_failure",
+            lambda original: lambda view, *rest: original(dataclasses.replace(view, dismissals={}), *rest),
+        )
+    ]
+
+
 @bug("cap ignored", "cap")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:

@@ -7,6 +7,7 @@ different groups are distinguishable, and each sample is accounted for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,9 +23,11 @@ from lightning_dlrover.rdzv.etcd.operations import (
     KeyValue,
     Put,
     absent,
+    exists,
     modified,
 )
 from lightning_dlrover.rdzv.job.records import (
+    DrainRecord,
     JobRecord,
     RoundRecord,
     WorkerRecord,
@@ -103,6 +106,10 @@ def can_meet(hellos: dict[str, bytes]) -> bool:
     positions = [Hello.decode(hello) for hello in hellos.values()]
     standing = [p for p in positions if p is not None]
     return len(standing) in (0, len(positions)) or all(p.at_boundary and p.step == standing[0].step for p in standing)
+
+
+class StepError(Exception):
+    """The script has failed in a step, soon after workers have joined."""
 
 
 class GroupError(RuntimeError):
@@ -285,7 +292,23 @@ class Worker:
                     vote = None
         except GroupError:
             pass
+        except StepError:
+            await self._dismiss_joiners()
         return None
+
+    def _joiners(self) -> list[str]:
+        assert self.meeting is not None
+        grows = self.meeting.round.kind in ("grow", "replace")
+        return [worker for worker, hello in self.meeting.hellos.items() if not hello] if grows else []
+
+    async def _dismiss_joiners(self) -> None:
+        """As `Growth.undo` does."""
+        self.kernel.log(self.id, "dismisses", *self._joiners())
+        for worker_id in self._joiners():
+            request = DrainRecord(worker_id, "a step failed", failed_round=self.member.number)
+            here = exists(self.job.keys.workers + worker_id)
+            with contextlib.suppress(EtcdError):
+                await self.client.txn([here], [Put(self.job.keys.drains + worker_id, encode(request))])
 
     @property
     def hello(self) -> bytes:
@@ -332,6 +355,8 @@ class Worker:
         if self.busy_until > self.kernel.now:
             await self.process.sleep(self.busy_until - self.kernel.now)
         meeting, rank = self.meeting, self.member.formation.rank  # type: ignore[union-attr]
+        if len(meeting.round.members) in self.job.outgrown and self._joiners() and self.kernel.rng.random() < 0.5:
+            raise StepError
         share = frozenset(range(rank, BATCH, len(meeting.round.members)))
         if self.severed or meeting.broken:
             raise GroupError("the round has ended")
