@@ -425,7 +425,8 @@ class DLRoverStrategy(EitherStrategy):
                 live.steps.backwards.backward()
             self.clock.backward_begins(closure_loss)
             try:
-                result = super().backward(closure_loss, optimizer, *args, **kwargs)
+                with self.replica.unused.searching():
+                    result = super().backward(closure_loss, optimizer, *args, **kwargs)
                 if live is not None:
                     self.replica.check_backward()
             finally:

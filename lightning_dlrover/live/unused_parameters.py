@@ -7,12 +7,15 @@ alone and under DDP, and the workers of a round agree on the outcome through the
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlrover.checks.script import UnsupportedScriptError
 
 __all__ = ["IncompleteBackwardError", "UnusedParameters"]
 
@@ -57,6 +60,24 @@ class UnusedParameters:
         if found and is_reporter:
             log.info("DDP searches for unused parameters from now on: another worker has found some")
         self.found = found
+
+    @contextlib.contextmanager
+    def searching(self) -> Iterator[None]:
+        """Run a backward pass with or without DDP's search.
+
+        Raises:
+            UnsupportedScriptError: the search has failed in reentrant checkpoints, which it cannot see through.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.is_fixed or not self.found or "ready only once" not in str(error):
+                raise
+            raise UnsupportedScriptError(
+                "some steps leave parameters out, so DDP searches each backward pass for them, and that fails with activation "
+                "checkpointing in its reentrant form: call torch.utils.checkpoint.checkpoint with use_reentrant=False (for "
+                'models of transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
+            ) from error
 
     def check(
         self, module: nn.Module, model: Any, ignored: Callable[[], Collection[str]], num_workers: int, is_reporter: bool

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from lightning_dlrover.checks.script import UnsupportedScriptError
 from lightning_dlrover.live.unused_parameters import UnusedParameters
+from lightning_dlrover.rdzv.group.torch_names import HashStore
 
 
 class Branches(nn.Module):
@@ -54,3 +61,37 @@ def test_workers_of_a_round_take_over_the_unused_parameters() -> None:
     unused = UnusedParameters({}, is_live=True)
     unused.agree(found=True, is_reporter=True)
     assert unused.found
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, self.first(x), use_reentrant=self.use_reentrant)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_search_that_fails_in_reentrant_checkpoints_is_refused_in_words(use_reentrant: bool, group_of_one: None) -> None:
+    unused = UnusedParameters({}, is_live=True)
+    unused.agree(found=True, is_reporter=True)
+    model = DistributedDataParallel(Checkpointed(use_reentrant), find_unused_parameters=True)
+    loss = model(torch.ones(2)).sum()
+    refused = pytest.raises(UnsupportedScriptError, match="use_reentrant=False") if use_reentrant else contextlib.nullcontext()
+    with refused, unused.searching():
+        loss.backward()
+
+
+def test_error_of_the_users_own_search_stays_as_it_is() -> None:
+    unused = UnusedParameters({"find_unused_parameters": True}, is_live=True)
+    with pytest.raises(RuntimeError, match="ready only once"), unused.searching():
+        raise RuntimeError("Expected to mark a variable ready only once")

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import textwrap
 import time
+import traceback
 
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
@@ -85,7 +87,9 @@ class Growth:
             self._acquit()
             return False
         reason = self._reason(error)
-        log.error("run %s: %s; the job goes back to %s", self._run_id, reason, counted(self._former, "worker"), exc_info=error)
+        # Indented, so that nobody takes it for the error that has ended this process.
+        trace = textwrap.indent("".join(traceback.format_exception(error)), "  | ")
+        log.error("run %s: %s; the job goes back to %s\n%s", self._run_id, reason, counted(self._former, "worker"), trace)
         if not self._put_on_record(reason):
             return False
         self._failed.append(self._size)
