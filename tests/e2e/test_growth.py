@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from forked_jobs import MakeJob
 from harness import Job, violations
+from nccl_stand_in import NAME, Quirks
 from outgrown_jobs import MODELS, train_for_good, train_outgrown, train_plain_outgrown
 from plain_loop import PlainSettings
+from stand_in_jobs import OverStandIn, run_over_stand_in
 from test_plain_loop import assert_everyone_counted_the_same
 from toy_job import ToySettings
 
@@ -63,6 +66,30 @@ def test_job_goes_on_with_the_workers_that_it_had(first: int, make_job: MakeJob)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = [each for problems in pool.map(problems_of, names, jobs) for each in problems]
     assert not found, "\n".join(found)
+
+
+def test_job_whose_collectives_hang_goes_on_with_the_workers_that_it_had(make_job: MakeJob) -> None:
+    settings = replace(settings_for("OnRankZero"), ddp={"process_group_backend": NAME})
+    over = OverStandIn(train_outgrown, ("OnRankZero", settings), Quirks(loss="hang"))
+    job = make_job(over, script=run_over_stand_in)
+    assert not problems_of("OnRankZero", job)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_worker_may_die_while_a_growth_is_undone(victim: int, make_job: MakeJob) -> None:
+    settings = settings_for("OnRankZero")
+    job = make_job(("OnRankZero", settings), script=train_outgrown)
+    job.start(), job.start()
+    job.wait_for_world(2)
+    joiner = job.start()
+    job.wait_until(lambda: joiner.records("share"), "the joiner's first step")
+    job.workers[victim].kill()
+    after = job.step
+    job.wait_until(lambda: job.step > after + STEPS, "the others to go on")
+    codes = job.finish()
+    assert codes[victim] == -9
+    assert {codes[i] for i in range(3) if i != victim} == {0}, job.report()
+    assert violations(job, settings) == [], job.report()
 
 
 def test_plain_loop_goes_on_with_the_workers_that_it_had(make_job: MakeJob) -> None:
