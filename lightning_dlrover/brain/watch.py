@@ -130,9 +130,10 @@ class Watch:
         size = max(1, given.num_workers, alive)
         asked = member or MemberRecord("", 0, size, size, given.submitted_at, given.cores, given.gpus, given.memory_mb)
         record = readable(JobRecord, live.get(keys.job))
-        # Not beyond a number of workers with which a step has failed: the policies choose from a range.
-        failed = [int(each) for each in record.failed_sizes if each.isdecimal()] if record is not None else []
-        most = max(asked.min_workers, alive, min([asked.max_workers, *(each - 1 for each in failed)]))
+        # The policies choose from a range, so it ends before a number of workers with which a step has failed.
+        most = (
+            asked.max_workers if record is None else min(asked.max_workers, max(record.most_workers(alive), asked.min_workers))
+        )
         fewest = min(most, max(asked.min_workers, learned.least_workers))
         is_over = member is None and not alive
         job = PoolJob(

@@ -284,8 +284,8 @@ class Analyst:
         limits = Limits(1, max(2, int(self._node_cores)))
         if job is not None:
             enough = least_workers((short.act, short.num_workers) for _, short in events_of(events, MemoryShort))
-            failed = frozenset(int(size) for size in job.failed_sizes if size.isdecimal())
-            limits = Limits(min(job.max_workers, max(job.min_workers, enough)), job.max_workers, failed_sizes=failed)
+            fewest = min(job.max_workers, max(job.min_workers, enough))
+            limits = Limits(fewest, job.max_workers, failed_sizes=job.sizes_not_tried)
         if nodes is not None:
             limits = replace(limits, max_cores=nodes.max_cpus, max_memory_bytes=nodes.max_memory_mb * 2**20)
         if news.tunable and not by_hand:

@@ -432,7 +432,7 @@ class _Memory:
                 remaining_steps=self._fit.remaining_steps,
                 lead_s=lead_s,
                 num_workers=windows[-1].num_workers,
-                max_workers=view.job.max_workers if view.job is not None else windows[-1].num_workers,
+                max_workers=view.job.most_workers(windows[-1].num_workers) if view.job is not None else windows[-1].num_workers,
                 can_add=can_replace and (view.plan is None or view.plan.source != "user"),
                 can_replace=can_replace,
                 has_sharded_tables=windows[-1].embedding_bytes > 0,

@@ -267,6 +267,15 @@ class JobRecord:
     fits_finished: int = 0
 
     @property
+    def sizes_not_tried(self) -> frozenset[int]:
+        """The numbers of workers to which no round grows."""
+        return frozenset(int(size) for size in self.failed_sizes if size.isdecimal())
+
+    def most_workers(self, now: int) -> int:
+        """Return up to how many workers a job of `now` workers may grow, if any number in between must be possible."""
+        return min([self.max_workers, *(size - 1 for size in self.sizes_not_tried if size > now)])
+
+    @property
     def unfinished_fit(self) -> int:
         """Number of the later `fit` that is running, or was running when all its workers were lost; 0 if there is none."""
         return self.fits_begun if self.phase == "finished" and self.fits_begun > self.fits_finished else 0

@@ -15,6 +15,7 @@ from lightning_dlrover.rdzv.job.events import (
     Event,
     FitFinished,
     FitResumed,
+    GrowthFailed,
     HangFound,
     JobFailed,
     MemoryShort,
@@ -75,6 +76,7 @@ LINES: dict[str, Event] = {
     '"stall" {"round":3,"seconds":0.25,"kind":"loss","workers_before":2,"workers_after":1}': (
         TrainingStalled(3, 0.25, "loss", 2, 1)
     ),
+    '"undo" {"num_workers":3,"former":2,"worker_id":"b","error":"ValueError"}': GrowthFailed(3, 2, "b", "ValueError"),
     '"error" {"worker_id":"b","rank":1,"traceback":"Traceback","at":1.5}': WorkerFailed("b", 1, "Traceback", 1.5),
     '"error" {"key":"/dlrover/job/live/plan"}': RecordIgnored("/dlrover/job/live/plan"),
     '"error" {}': JobFailed(),

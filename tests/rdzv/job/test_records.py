@@ -220,3 +220,9 @@ def test_names_that_look_alike_are_different_jobs(one: Keys, other: Keys) -> Non
     for folder in ("live", "events", "profiles", "store"):
         assert not getattr(one, folder).startswith(getattr(other, folder))
         assert not getattr(other, folder).startswith(getattr(one, folder))
+
+
+@pytest.mark.parametrize("now, most", [(1, 2), (2, 2), (3, 5), (5, 5)])
+def test_job_grows_up_to_the_next_number_of_workers_that_has_failed(now: int, most: int) -> None:
+    job = JobRecord("training", True, 1, 8, "1", failed_sizes={"3": "failed", "6": "failed", "x": "nonsense"})
+    assert job.most_workers(now) == most
