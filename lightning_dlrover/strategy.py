@@ -90,7 +90,8 @@ class DLRoverStrategy(EitherStrategy):
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
-            that the job started with. With several training loaders it holds for each of them.
+            that the job started with, or the fewest that it may have if a pool chose the number. With several training
+            loaders it holds for each of them.
         check_interval_s: approximate seconds between two votes on whether the world should change.
         timeout: time limit of one collective.
         sharding_constraints: torchrec's `ParameterConstraints` by table name, for the first plan of a model with embedding
@@ -187,10 +188,14 @@ class DLRoverStrategy(EitherStrategy):
 
     def enter_round(self, global_rank: int, world_size: int) -> None:
         """Take a place in a new round."""
+        self.show_place(global_rank, world_size)
+        self.set_world_ranks()
+
+    def show_place(self, global_rank: int, world_size: int) -> None:
+        """Set what the Trainer's attributes say, to the user's code too."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(global_rank)
         self.cluster_environment.set_world_size(world_size)
-        self.set_world_ranks()
 
     @property
     def _place(self) -> tuple[int, int]:

@@ -202,6 +202,16 @@ ROWS: list[Row] = [
             f"{_UNIT}/live/test_sampler.py::test_one_global_batch_size_for_unlike_loaders_is_refused",
         ),
         (
+            "A batch size that the script divides by the number of workers",
+            "works: in its hooks by `trainer.world_size`, or by the process group's size",
+            f"{_FEATURES}::test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole",
+        ),
+        (
+            "`prepare_data` of module and datamodule",
+            "works: once on each host; once in the job with `prepare_data_per_node=False`",
+            f"{_FEATURES}::test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole",
+        ),
+        (
             "Loaders made anew each epoch, with other lengths; a seed per worker",
             "works",
             f"{_FEATURES}::test_workers_with_seeds_of_their_own_share_one_order",

@@ -197,7 +197,7 @@ def node_sizes(options: argparse.Namespace) -> tuple[NodeSize, NodeSize]:
 
 
 def objective(options: argparse.Namespace) -> dict[str, str]:
-    """Return checked environment variables that carry the user's objective to the nodes' callbacks.
+    """Return checked environment variables that carry the user's objective, and who decides on it, to the nodes' workers.
 
     Raises:
         ValueError: the options contradict each other.
@@ -207,6 +207,7 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
     objective_from({**os.environ, **exported})
     if options.history is not None:
         exported[variables.HISTORY] = history_url(options.history) or "off"  # nodes may run in another folder
+    exported[variables.POOL] = options.pool or ""  # also if this command runs inside of a job of a pool
     return exported
 
 

@@ -124,7 +124,9 @@ class LiveTraining:
         Raises:
             StopIteration: a stream has no more rows, which ends the loop over epochs. Before it, no batches do.
         """
+        self.loaders.before_set_up()
         set_up()
+        self.loaders.after_set_up()
         if self.loaders.are_made and self.loaders.grow:
             self.loaders.begin_windows(self._next_windows())
             self.loaders.recount()
