@@ -203,13 +203,15 @@ ROWS: list[Row] = [
         ),
         (
             "A batch size that the script divides by the number of workers",
-            "works: in its hooks by `trainer.world_size`, or by the process group's size",
+            "works",
             f"{_FEATURES}::test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole",
+            "in its hooks by `trainer.world_size`, or by the process group's size",
         ),
         (
             "`prepare_data` of module and datamodule",
-            "works: once on each host; once in the job with `prepare_data_per_node=False`",
+            "works",
             f"{_FEATURES}::test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole",
+            "once on each host; once in the job with `prepare_data_per_node=False`",
         ),
         (
             "Loaders made anew each epoch, with other lengths; a seed per worker",

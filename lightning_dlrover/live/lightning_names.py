@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -87,6 +88,7 @@ __all__ = [
     "restore_checkpoint",
     "restore_loops",
     "restore_module_mode",
+    "restore_sigterm",
     "results_of",
     "saves_by_clock",
     "search_results",
@@ -535,6 +537,15 @@ def replace_evaluation_step(val_loop: Any, make: Callable[[Method], Method]) -> 
 def replace_validation_check(epoch_loop: Any, make: Callable[[Method], Method]) -> None:
     """Replace the check after each batch whether a validation is due."""
     replace(epoch_loop, "_should_check_val_fx", make)
+
+
+def restore_sigterm(trainer: Any) -> None:
+    """Take Lightning's handler out of those of SIGTERM: its broadcast hangs when another rank is in a collective."""
+    handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    connector = trainer._signal_connector
+    if any(getattr(handler, "__self__", None) is connector for handler in handlers):
+        others = [handler for handler in handlers if getattr(handler, "__self__", None) is not connector]
+        signal.signal(signal.SIGTERM, others[0] if others else signal.SIG_DFL)
 
 
 def stop_sending_sigterm(epoch_loop: Any) -> None:

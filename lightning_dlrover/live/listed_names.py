@@ -43,6 +43,7 @@ _RESTARTS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoin
 NAMES: dict[str, tuple[str, ...]] = {
     "trainer.trainer:Trainer": (
         *("_accelerator_connector", "_checkpoint_connector", "_data_connector", "_logger_connector", "_results"),
+        "_signal_connector",
     ),
     "trainer.setup": ("_val_check_time_interval",),  # an attribute of the Trainer, as is `_last_val_time`
     "trainer.connectors.accelerator_connector:_AcceleratorConnector": ("_devices_flag", "use_distributed_sampler"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -878,6 +879,24 @@ def run_prepared(recorder: Recorder, feature: Feature) -> None:
     """Train on prepared data; the feature's name is the datamodule's."""
     trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs, reload_dataloaders_every_n_epochs=1)
     trainer.fit(PreparingOnce(recorder, feature.step_s), datamodule=globals()[feature.name](recorder))
+
+
+class Signalled(ToyModel):
+    """Sets a handler of SIGTERM while it trains."""
+
+    def on_train_start(self) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: self.recorder.write("signalled"))
+
+
+def run_with_surroundings(recorder: Recorder, feature: Feature) -> None:
+    """Train after the script has made a process group; the feature's name says when it sets a handler of SIGTERM."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if feature.name == "before":
+        signal.signal(signal.SIGTERM, lambda *_: recorder.write("signalled"))
+    model = (Signalled if feature.name == "while" else ToyModel)(recorder, feature.step_s)
+    strategy = DLRoverStrategy(global_batch_size=BATCH_SIZE, check_interval_s=0.03)
+    trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs, strategy=strategy)
+    trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
 
 
 def run_in_pool(recorder: Recorder, feature: Feature) -> None:

@@ -27,6 +27,7 @@ from feature_jobs import (
     run_split,
     run_two_fits,
     run_two_trainers,
+    run_with_surroundings,
 )
 from harness import Job, Record, Worker
 
@@ -275,6 +276,21 @@ def test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole(
     assert len(rows) == epochs * NUM_ROWS // batch_size
     assert {len(ids) for ids in rows.values()} == {batch_size}
     assert_all_agree(job, epochs * NUM_ROWS // batch_size)
+
+
+def test_scripts_process_group_is_replaced_and_its_handler_of_sigterm_is_called_beside_ours(make_job: MakeJob) -> None:
+    job = make_job(Feature("neither", epochs=4), script=run_with_surroundings)
+    leavers = [job.start(settings=Feature(name, epochs=4)) for name in ("before", "while")]
+    job.wait_for_step(1)
+    job.start()
+    job.wait_for_world(3)
+    for remaining, leaver in zip((2, 1), leavers, strict=True):
+        leaver.terminate()
+        job.wait_for_world(remaining)
+    assert job.finish() == [0, 0, 0], job.report()
+    assert [len(worker.records("signalled")) for worker in job.workers] == [1, 1, 0]
+    assert all("leave out torch.distributed.init_process_group" in worker.output for worker in job.workers)
+    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
 
 
 def test_global_batch_does_not_depend_on_the_workers_that_a_pool_has_room_for(etcd: EmbeddedEtcd, make_job: MakeJob) -> None:
