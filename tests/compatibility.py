@@ -75,6 +75,23 @@ ROWS: list[Row] = [
         ),
         ("LightningCLI with YAML in a job", "works", f"{_STRANGERS}[cli]"),
         (
+            "`dlrover run -m MODULE`; a user without a name or a home; variables of other launchers and schedulers",
+            "works",
+            f"{_E2E}/test_surroundings.py::test_module_trains_for_a_user_without_name_and_home_beside_variables_of_others",
+        ),
+        (
+            "A default process group that the script has made before",
+            "warned",
+            f"{_FEATURES}::test_scripts_process_group_is_replaced_and_its_handler_of_sigterm_is_called_beside_ours",
+            "the groups of the job's rounds take its place",
+        ),
+        (
+            "A handler of SIGTERM, set before or while training",
+            "works",
+            f"{_FEATURES}::test_scripts_process_group_is_replaced_and_its_handler_of_sigterm_is_called_beside_ours",
+            "it is called, and the worker hands over",
+        ),
+        (
             "`Trainer(devices=...)` and `num_nodes` of another number",
             "warned",
             f"{_E2E}/test_arguments.py::test_number_of_devices_without_effect_is_named",

@@ -78,10 +78,8 @@ def test_module_trains_for_a_user_without_name_and_home_beside_variables_of_othe
     package = dlrover.folder / "package"
     package.mkdir()
     (package / "train.py").write_text(TRAIN)
-    nameless = [
-        "env",
-        *(word for name in ("HOME", "USER", "LOGNAME", "XDG_DATA_HOME", "DLROVER_HISTORY") for word in ("-u", name)),
-    ]
+    taken = ("HOME", "USER", "LOGNAME", "XDG_DATA_HOME", "DLROVER_HISTORY")
+    nameless = ["env", *(f"--unset={name}" for name in taken)]
     others = [f"{name}={value}" for name, value in OF_OTHERS.items()]
     run = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--workers", "2:2", "-m", "package.train", "--lr", "1"]
     done = dlrover.process([*unknown, *nameless, *others, f"TMPDIR={tmp_path}", *run], timeout_s=90)
