@@ -51,7 +51,7 @@ from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
 from lightning_dlrover.live.place_in_job import PlaceInJob
 from lightning_dlrover.live.replica import Replica
-from lightning_dlrover.live.state import trained_parameters
+from lightning_dlrover.live.state import random_state, trained_parameters
 from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
 from lightning_dlrover.live.training import LiveTraining
 from lightning_dlrover.live.unused_parameters import UnusedParameters
@@ -354,6 +354,7 @@ class DLRoverStrategy(EitherStrategy):
             if self.live is not None and self._lightning_trainer.state.fn == TrainerFn.FITTING:  # others train no rows
                 self.live.windows.resume(start.get("streams", ()))
                 self.live.loaders.saved_sequences = start.get("sequences", [])
+                self.live.checkpoints.saved_random = start.get("random")
         return checkpoint
 
     @property
@@ -385,6 +386,8 @@ class DLRoverStrategy(EitherStrategy):
                 "streams": live.loaders.positions_in_streams if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
                 "sequences": live.loaders.places_in_sequences if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
             }
+            if "optimizer_states" in checkpoint:
+                checkpoint["dlrover"]["random"] = random_state(self.root_device)
             if self.tables is None and "optimizer_states" in checkpoint:
                 checkpoint["dlrover"]["parameters"] = trained_parameters(self._lightning_trainer)
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)

@@ -51,10 +51,12 @@ __all__ = [
     "fetch_nothing_ahead",
     "fetcher_class",
     "fetcher_of",
+    "finish_batch",
     "first_loop_iter",
     "hands_out_iterator",
     "has_open_experiment",
     "is_accumulating",
+    "is_batch_unfinished",
     "is_result",
     "is_search",
     "is_sequential",
@@ -247,6 +249,19 @@ def is_accumulating(trainer: L.Trainer) -> bool:
 def can_stop_early(trainer: L.Trainer) -> bool:
     """Whether `min_epochs` and `min_steps` allow the fit to stop."""
     return bool(trainer.fit_loop._can_stop_early)
+
+
+def is_batch_unfinished(trainer: L.Trainer) -> bool:
+    """Whether a resumed checkpoint was saved in the hooks of a batch's end, before the validation that may be due."""
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(current.ready == current.processed == current.completed + 1)
+
+
+def finish_batch(trainer: L.Trainer) -> None:
+    """Do what follows the hooks of a batch's end: validation if it is due, schedulers, counters."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.batch_progress.increment_completed()
+    epoch_loop.on_advance_end(fetcher_of(trainer.fit_loop))
 
 
 def closure(trainer: L.Trainer, kwargs: Any, optimizer: Any, batch_idx: int) -> Callable[[], Any]:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.open_files import raise_limit
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.room import when_there_is_room
@@ -101,6 +102,7 @@ class World:
     ) -> None:
         torch_names.check()
         _drop_default_group()
+        raise_limit()
         self.config = config
         self.backend = backend = with_gloo(backend)
         self.is_asynchronous = traits_of(backend).is_asynchronous
