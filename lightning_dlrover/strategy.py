@@ -51,7 +51,7 @@ from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
 from lightning_dlrover.live.place_in_job import PlaceInJob
 from lightning_dlrover.live.replica import Replica
-from lightning_dlrover.live.state import trained_parameters
+from lightning_dlrover.live.state import random_state, trained_parameters
 from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
 from lightning_dlrover.live.training import LiveTraining
 from lightning_dlrover.live.unused_parameters import UnusedParameters
@@ -90,7 +90,8 @@ class DLRoverStrategy(EitherStrategy):
 
     Args:
         global_batch_size: samples per step over all workers. None: the DataLoader's batch size times the number of workers
-            that the job started with. With several training loaders it holds for each of them.
+            that the job started with, or the fewest that it may have if a pool chose the number. With several training
+            loaders it holds for each of them.
         check_interval_s: approximate seconds between two votes on whether the world should change.
         timeout: time limit of one collective.
         sharding_constraints: torchrec's `ParameterConstraints` by table name, for the first plan of a model with embedding
@@ -187,10 +188,14 @@ class DLRoverStrategy(EitherStrategy):
 
     def enter_round(self, global_rank: int, world_size: int) -> None:
         """Take a place in a new round."""
+        self.show_place(global_rank, world_size)
+        self.set_world_ranks()
+
+    def show_place(self, global_rank: int, world_size: int) -> None:
+        """Set what the Trainer's attributes say, to the user's code too."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(global_rank)
         self.cluster_environment.set_world_size(world_size)
-        self.set_world_ranks()
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -349,6 +354,7 @@ class DLRoverStrategy(EitherStrategy):
             if self.live is not None and self._lightning_trainer.state.fn == TrainerFn.FITTING:  # others train no rows
                 self.live.windows.resume(start.get("streams", ()))
                 self.live.loaders.saved_sequences = start.get("sequences", [])
+                self.live.checkpoints.saved_random = start.get("random")
         return checkpoint
 
     @property
@@ -380,6 +386,8 @@ class DLRoverStrategy(EitherStrategy):
                 "streams": live.loaders.positions_in_streams if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
                 "sequences": live.loaders.places_in_sequences if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
             }
+            if "optimizer_states" in checkpoint:
+                checkpoint["dlrover"]["random"] = random_state(self.root_device)
             if self.tables is None and "optimizer_states" in checkpoint:
                 checkpoint["dlrover"]["parameters"] = trained_parameters(self._lightning_trainer)
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)

@@ -54,6 +54,8 @@ EXIT_FILE = "DLROVER_EXIT_FILE"
 """File for the agent's exit code. If set, SIGUSR1 is a notice that the scheduler will take the node back."""
 NOTICE_S = "DLROVER_NOTICE_S"
 """Seconds between the notice and a node's end."""
+POOL = "DLROVER_POOL"
+"""Name of the pool that decides how many workers the job has; empty if none does."""
 LEAVE_ON_SIGTERM = "DLROVER_LEAVE_ON_SIGTERM"
 """Set where SIGTERM asks the worker to hand over and leave. Its sender kills what remains after a grace period."""
 

@@ -75,6 +75,23 @@ ROWS: list[Row] = [
         ),
         ("LightningCLI with YAML in a job", "works", f"{_STRANGERS}[cli]"),
         (
+            "`dlrover run -m MODULE`; a user without a name or a home; variables of other launchers and schedulers",
+            "works",
+            f"{_E2E}/test_surroundings.py::test_module_trains_for_a_user_without_name_and_home_beside_variables_of_others",
+        ),
+        (
+            "A default process group that the script has made before",
+            "warned",
+            f"{_FEATURES}::test_scripts_process_group_is_replaced_and_its_handler_of_sigterm_is_called_beside_ours",
+            "the groups of the job's rounds take its place",
+        ),
+        (
+            "A handler of SIGTERM, set before or while training",
+            "works",
+            f"{_FEATURES}::test_scripts_process_group_is_replaced_and_its_handler_of_sigterm_is_called_beside_ours",
+            "it is called, and the worker hands over",
+        ),
+        (
             "`Trainer(devices=...)` and `num_nodes` of another number",
             "warned",
             f"{_E2E}/test_arguments.py::test_number_of_devices_without_effect_is_named",
@@ -200,6 +217,18 @@ ROWS: list[Row] = [
             "One `global_batch_size` for loaders of unlike batch sizes",
             "refused",
             f"{_UNIT}/live/test_sampler.py::test_one_global_batch_size_for_unlike_loaders_is_refused",
+        ),
+        (
+            "A batch size that the script divides by the number of workers",
+            "works",
+            f"{_FEATURES}::test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole",
+            "in its hooks by `trainer.world_size`, or by the process group's size",
+        ),
+        (
+            "`prepare_data` of module and datamodule",
+            "works",
+            f"{_FEATURES}::test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole",
+            "once on each host; once in the job with `prepare_data_per_node=False`",
         ),
         (
             "Loaders made anew each epoch, with other lengths; a seed per worker",

@@ -19,7 +19,10 @@ READERS = {
     "ENDPOINT": {WORKER, COMMAND},
     "PREFIX": {WORKER, COMMAND},
     "ACCESS": {"rdzv/etcd/config.py"},  # read for workers and commands
-    **{key: {WORKER} for key in ["RUN_ID", "AGENT_ID", "AGENT_PID", "MIN_NODES", "MAX_NODES", "HISTORY_TTL_S", "LEFT_STATE"]},
+    **{
+        key: {WORKER}
+        for key in ["RUN_ID", "AGENT_ID", "AGENT_PID", "MIN_NODES", "MAX_NODES", "HISTORY_TTL_S", "LEFT_STATE", "POOL"]
+    },
     "timeout": {"rdzv/timeouts.py"},  # read for workers
     "NODE": {WORKER, AGENT, "observe/cgroups.py", "components/targets/local.py"},  # the target reads it of other processes
     "STARTED_BY": {"observe/cgroups.py", "components/targets/local.py"},

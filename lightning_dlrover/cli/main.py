@@ -15,6 +15,7 @@ from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Usage
 from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.cli.signals import quiet_start
 from lightning_dlrover.components.escaped import ESCAPED
+from lightning_dlrover.home import give_home
 from lightning_dlrover.output import complain, flush
 
 __all__ = ["command_function", "main"]
@@ -63,6 +64,7 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
         level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     try:
+        give_home()
         command = command_function(options.command)
         if options.command != "run":  # its start takes longer, and then it installs handlers of its own
             started()

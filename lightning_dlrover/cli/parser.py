@@ -153,6 +153,7 @@ def _add_run(commands: Commands) -> None:
     add_node_options(run)
     add_slurm_options(run)
     add_kubernetes_options(run)
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`")
     run.add_argument("script", help="training script; Kubernetes: its path in the image or a mounted volume")
     arguments = run.add_argument("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
     arguments.required = False  # not to be named where the script is missing

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,8 @@ from lightning_dlrover.cli.own_etcd import EtcdLostError, own_etcd, without_etcd
 from lightning_dlrover.cli.run_folder import run_folder
 from lightning_dlrover.cli.run_options import (
     check_target,
+    checked_command,
     checked_prefix,
-    checked_script,
     kubernetes_options,
     node_sizes,
     objective,
@@ -66,8 +67,8 @@ def run_command(options: argparse.Namespace) -> int:
     if options.target == "auto":
         options.target = surrounding_target(options)
     # Pods have the script in their image or in a volume, so it may not exist here.
-    script = Path(options.script) if options.target == "kubernetes" else checked_script(options.script)
-    run_id = options.rdzv_id or _new_run_id(script)
+    command = checked_command(options)
+    run_id = options.rdzv_id or _new_run_id(Path(options.script).stem if not options.module else options.script)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
     if options.max_restarts < 0:
@@ -98,7 +99,7 @@ def run_command(options: argparse.Namespace) -> int:
                     place = JobPlace(run_id, server.endpoint, prefix)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
-                return _run_job(options, script, place, folder, server, hurry, asked, last_words)
+                return _run_job(options, command, place, folder, server, hurry, asked, last_words)
         except EtcdLostError as error:
             complain(f"job {run_id} failed: {error}")
             return EXIT_FAILED
@@ -113,7 +114,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 def _run_job(
     options: argparse.Namespace,
-    script: Path,
+    command: Sequence[str],
     place: JobPlace,
     folder: Path,
     server: EmbeddedEtcd | None,
@@ -129,7 +130,7 @@ def _run_job(
     end: Give | None = None
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options))
-    spec = _node_spec(options, script, place)
+    spec = _node_spec(options, command, place)
     # An agent with restarts left may be without a worker while it restarts one.
     patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
     if asked is not None:
@@ -190,11 +191,11 @@ def _how_to_continue(run_id: str, checkpoint: CheckpointRecord, same_command: bo
     return f"newest checkpoint of job {run_id}: {checkpoint.path} (step {checkpoint.global_step}); {move}"
 
 
-def _node_spec(options: argparse.Namespace, script: Path, place: JobPlace) -> NodeSpec:
+def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPlace) -> NodeSpec:
     fewest, most = options.workers
     return NodeSpec(
-        script=options.script if options.target == "kubernetes" else str(script),
-        script_args=tuple(options.script_args),
+        script=command[0],
+        script_args=(*command[1:], *options.script_args),
         endpoint=place.endpoint,
         run_id=place.run_id,
         prefix=place.prefix,
@@ -312,6 +313,6 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) 
         raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
 
 
-def _new_run_id(script: Path) -> str:
-    name = re.sub(r"[^A-Za-z0-9]+", "-", script.stem).strip("-") or "job"
+def _new_run_id(script: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", script).strip("-") or "job"
     return f"{name}-{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"

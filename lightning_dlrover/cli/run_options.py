@@ -6,10 +6,15 @@ import argparse
 import ast
 import contextlib
 import getpass
+import importlib.util
+import itertools
 import os
 import re
 import socket
+import sys
 import time
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +202,7 @@ def node_sizes(options: argparse.Namespace) -> tuple[NodeSize, NodeSize]:
 
 
 def objective(options: argparse.Namespace) -> dict[str, str]:
-    """Return checked environment variables that carry the user's objective to the nodes' callbacks.
+    """Return checked environment variables that carry the user's objective, and who decides on it, to the nodes' workers.
 
     Raises:
         ValueError: the options contradict each other.
@@ -207,6 +212,7 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
     objective_from({**os.environ, **exported})
     if options.history is not None:
         exported[variables.HISTORY] = history_url(options.history) or "off"  # nodes may run in another folder
+    exported[variables.POOL] = options.pool or ""  # also if this command runs inside of a job of a pool
     return exported
 
 
@@ -247,6 +253,43 @@ def place_in_pool(options: argparse.Namespace, endpoint: str | None, prefix: str
         owner=owner or "",
         deadline_at=now + options.deadline if options.deadline is not None else 0.0,
     )
+
+
+def checked_command(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the script, or `-m` and the module, as torchrun takes it.
+
+    Raises:
+        UsageError: it is missing, unreadable or not valid Python.
+    """
+    if options.target == "kubernetes":  # pods have it in their image or in a volume, so it may not exist here
+        return ("-m", options.script) if options.module else (options.script,)
+    if not options.module:
+        return (str(checked_script(options.script)),)
+    if file := _file_of_module(options.script, options.work_dir or os.getcwd()):
+        checked_script(file)
+    return "-m", options.script
+
+
+def _file_of_module(name: str, folder: str) -> str:
+    """Return the file that `python -m` would run in a folder; empty if it is none of Python's. No module is imported.
+
+    Raises:
+        UsageError: there is no such module.
+    """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"-m {name!r} is no name of a module: give it as in `import`, without a path and without '.py'")
+    places: Sequence[str] | None = [folder, *sys.path]
+    found: ModuleSpec | None = None
+    for parent in itertools.accumulate(name.split("."), "{}.{}".format):
+        found = PathFinder.find_spec(parent, places) if places is not None else None
+        if found is None and "." not in parent:
+            found = importlib.util.find_spec(parent)  # a package that was installed for editing
+        if found is None:
+            raise UsageError(f"-m {name}: there is no {parent!r} in {folder}, nor among the installed packages")
+        places = found.submodule_search_locations
+    if places is not None:
+        return _file_of_module(f"{name}.__main__", folder)
+    return found.origin if found is not None and found.origin and found.origin.endswith(".py") else ""
 
 
 def checked_script(text: str) -> Path:

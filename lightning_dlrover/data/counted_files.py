@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_dlrover.data.locations import Location
+from lightning_dlrover.home import home
 
 __all__ = ["Count", "cache_file", "counted"]
 
@@ -66,8 +67,8 @@ def counted(locations: Sequence[Location], kind: str, count: Callable[[Location]
 
 def cache_file(environ: Mapping[str, str] = os.environ) -> str:
     """Return the path of the file that remembers counts, in XDG_CACHE_HOME or ~/.cache."""
-    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(home, "dlrover", "rows.sqlite")
+    cache = environ.get("XDG_CACHE_HOME") or os.path.join(home(environ), ".cache")
+    return os.path.join(cache, "dlrover", "rows.sqlite")
 
 
 class _Cache:

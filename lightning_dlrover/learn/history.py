@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from lightning_dlrover import variables
 from lightning_dlrover.codec import from_fields
+from lightning_dlrover.home import home
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings
 from lightning_dlrover.planner.space import settings_of
@@ -70,8 +71,8 @@ def history_url(given: str | None, environ: Mapping[str, str] = os.environ) -> s
     if "://" in place:
         return place
     if not place:
-        home = environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
-        place = os.path.join(home, "dlrover", "history.sqlite")
+        data = environ.get("XDG_DATA_HOME") or os.path.join(home(environ), ".local", "share")
+        place = os.path.join(data, "dlrover", "history.sqlite")
     return f"sqlite:///{os.path.abspath(os.path.expanduser(place))}"
 
 

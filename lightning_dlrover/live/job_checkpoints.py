@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from lightning_dlrover.live.checkpoints import load_own_checkpoint, unreadable
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.job_state import JobState
-from lightning_dlrover.live.state import resume
+from lightning_dlrover.live.state import go_on_drawing, resume
 from lightning_dlrover.packages import ModelCheckpoint
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import FitResumed
@@ -31,6 +33,7 @@ class JobCheckpoints:
     def __init__(self, fit: FitContext, state: JobState) -> None:
         self._fit = fit
         self._state = state
+        self.saved_random: Mapping[str, Any] | None = None  # random generators of a checkpoint that was loaded
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
@@ -109,6 +112,13 @@ class JobCheckpoints:
             path = chosen if "://" in chosen else os.path.abspath(chosen)
             membership.shared.put_checkpoint(CheckpointRecord(path=path, global_step=self._fit.trainer.global_step))
 
+    def go_on_drawing(self) -> None:
+        """Let random generators go on from a checkpoint that was loaded, if there is one."""
+        saved, self.saved_random = self.saved_random, None
+        if saved is not None:
+            position = self._fit.position
+            go_on_drawing(saved, self._fit.strategy.root_device, (self._fit.loaders.batch_number, position.rank))
+
     def resume_together(self) -> None:
         """First round: continue from the job's newest checkpoint if an earlier life of the job has left one.
 
@@ -165,6 +175,7 @@ class JobCheckpoints:
         self._fit.loaders.lead_fetcher()
         self._fit.position.updates = self._fit.trainer.global_step
         self._fit.position.batch = self._fit.loaders.batch_number
+        self.go_on_drawing()
         resumed = FitResumed(record.global_step)
         self._fit.world.membership.shared.event(resumed, f"went on from {record.path} at step {record.global_step}")
 

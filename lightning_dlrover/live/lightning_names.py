@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +51,12 @@ __all__ = [
     "fetch_nothing_ahead",
     "fetcher_class",
     "fetcher_of",
+    "finish_batch",
     "first_loop_iter",
     "hands_out_iterator",
     "has_open_experiment",
     "is_accumulating",
+    "is_batch_unfinished",
     "is_result",
     "is_search",
     "is_sequential",
@@ -67,6 +71,7 @@ __all__ = [
     "new_result",
     "num_ended_dataloaders",
     "own_method",
+    "preparations",
     "profiled",
     "recount_batches",
     "reload_epochs",
@@ -75,6 +80,8 @@ __all__ = [
     "replace_dataloader_end",
     "replace_evaluation_step",
     "replace_fetcher",
+    "replace_preparation",
+    "replace_requests_of_data",
     "replace_setup_of_data",
     "replace_validation_check",
     "replaces_samplers",
@@ -83,6 +90,7 @@ __all__ = [
     "restore_checkpoint",
     "restore_loops",
     "restore_module_mode",
+    "restore_sigterm",
     "results_of",
     "saves_by_clock",
     "search_results",
@@ -98,6 +106,7 @@ __all__ = [
     "toggled",
     "validates_by_clock",
     "validation_time",
+    "wait_for_preparation",
     "wandb_arguments",
     "writing_thread",
 ]
@@ -131,12 +140,16 @@ def combine(combined: CombinedLoader, parts: list[Any]) -> Any:
 
 
 def recount_batches(trainer: L.Trainer) -> None:
-    """Count an epoch's batches anew, after a training loader has got another length: the same as `FitLoop.setup_data` does."""
+    """Count an epoch's batches anew, after a training loader has got another length, as `FitLoop.setup_data` does."""
     fit_loop = trainer.fit_loop
     combined = fit_loop._combined_loader
     assert combined is not None
     assert combined.limits is not None
-    combined.limits[:] = [len(loader) for loader in combined.flattened]  # changed in place: the iterator has the same list
+    limit = trainer.limit_train_batches
+    # Changed in place: the iterator has the same list.
+    combined.limits[:] = [
+        min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit) for loader in combined.flattened
+    ]
     fit_loop.max_batches = len(combined)
     if fit_loop._data_fetcher is not None:
         fit_loop._data_fetcher.length = fit_loop.max_batches
@@ -147,6 +160,40 @@ def recount_batches(trainer: L.Trainer) -> None:
 def replace_setup_of_data(fit_loop: Any, make: Callable[[Method], Method]) -> None:
     """Replace what makes the training loaders, at the beginning of a fit and of each epoch."""
     replace(fit_loop, "setup_data", make)
+
+
+def replace_preparation(trainer: Any, prepare: Callable[[Any], None]) -> None:
+    """Replace what runs `prepare_data` of datamodule and module, before they are set up."""
+    replace(trainer._data_connector, "prepare_data", lambda _: lambda: prepare(trainer))
+
+
+def preparations(trainer: Any) -> list[tuple[Any, Callable[[], None]]]:
+    """Return datamodule and module as far as they have a `prepare_data`, and what runs it as Lightning does."""
+    package = package_of(trainer)
+    call = submodule(package, "trainer.call")
+    is_overridden = submodule(package, "utilities.model_helpers").is_overridden
+    parts = (
+        (trainer.datamodule, call._call_lightning_datamodule_hook),
+        (trainer.lightning_module, call._call_lightning_module_hook),
+    )
+    return [
+        (part, partial(run, trainer, "prepare_data"))
+        for part, run in parts
+        if part is not None and is_overridden("prepare_data", part)
+    ]
+
+
+def wait_for_preparation(trainer: Any) -> AbstractContextManager[Any]:
+    """Return a context at whose end all workers of the round have come to it, however long one of them takes."""
+    made: AbstractContextManager[Any] = submodule(package_of(trainer), "trainer.connectors.data_connector")._InfiniteBarrier()
+    return made
+
+
+def replace_requests_of_data(trainer: Any, make: Callable[[Method], Method]) -> None:
+    """Replace what asks the user's hooks for loaders, except for predictions."""
+    fit_loop = trainer.fit_loop
+    for loop in (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        replace(loop._data_source, "dataloader", make)
 
 
 def fetcher_of(loop: Any) -> Any:
@@ -202,6 +249,19 @@ def is_accumulating(trainer: L.Trainer) -> bool:
 def can_stop_early(trainer: L.Trainer) -> bool:
     """Whether `min_epochs` and `min_steps` allow the fit to stop."""
     return bool(trainer.fit_loop._can_stop_early)
+
+
+def is_batch_unfinished(trainer: L.Trainer) -> bool:
+    """Whether a resumed checkpoint was saved in the hooks of a batch's end, before the validation that may be due."""
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(current.ready == current.processed == current.completed + 1)
+
+
+def finish_batch(trainer: L.Trainer) -> None:
+    """Do what follows the hooks of a batch's end: validation if it is due, schedulers, counters."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.batch_progress.increment_completed()
+    epoch_loop.on_advance_end(fetcher_of(trainer.fit_loop))
 
 
 def closure(trainer: L.Trainer, kwargs: Any, optimizer: Any, batch_idx: int) -> Callable[[], Any]:
@@ -492,6 +552,15 @@ def replace_evaluation_step(val_loop: Any, make: Callable[[Method], Method]) -> 
 def replace_validation_check(epoch_loop: Any, make: Callable[[Method], Method]) -> None:
     """Replace the check after each batch whether a validation is due."""
     replace(epoch_loop, "_should_check_val_fx", make)
+
+
+def restore_sigterm(trainer: Any) -> None:
+    """Take Lightning's handler out of those of SIGTERM: its broadcast hangs when another rank is in a collective."""
+    handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    connector = trainer._signal_connector
+    if any(getattr(handler, "__self__", None) is connector for handler in handlers):
+        others = [handler for handler in handlers if getattr(handler, "__self__", None) is not connector]
+        signal.signal(signal.SIGTERM, others[0] if others else signal.SIG_DFL)
 
 
 def stop_sending_sigterm(epoch_loop: Any) -> None:

@@ -41,21 +41,28 @@ LOGGER_NAMES: dict[str, tuple[str, ...]] = {
 _RESTARTS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "trainer.trainer:Trainer": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_results"),
+    "trainer.trainer:Trainer": (
+        *("_accelerator_connector", "_checkpoint_connector", "_data_connector", "_logger_connector", "_results"),
+        "_signal_connector",
+    ),
     "trainer.setup": ("_val_check_time_interval",),  # an attribute of the Trainer, as is `_last_val_time`
     "trainer.connectors.accelerator_connector:_AcceleratorConnector": ("_devices_flag", "use_distributed_sampler"),
     "trainer.connectors.checkpoint_connector:_CheckpointConnector": (
         *("_loaded_checkpoint", "dump_checkpoint", "restore_callbacks", "restore_datamodule", "restore_loops"),
         *("restore_model", "restore_training_state"),
     ),
+    "trainer.connectors.data_connector": ("_InfiniteBarrier",),
     "trainer.connectors.logger_connector.logger_connector:_LoggerConnector": (
         *("_callback_metrics", "_first_loop_iter", "_logged_metrics", "_progress_bar_metrics"),
     ),
     "trainer.connectors.logger_connector.result": ("_Metadata", "_ResultMetric", "_Sync"),
-    "trainer.call": ("_call_callback_hooks", "_call_callbacks_load_state_dict", "_call_lightning_module_hook"),
+    "trainer.call": (
+        *("_call_callback_hooks", "_call_callbacks_load_state_dict", "_call_lightning_datamodule_hook"),
+        "_call_lightning_module_hook",
+    ),
     "loops.fit_loop:_FitLoop": (
-        *("_can_stop_early", "_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch", "_last_val_time"),
-        *("_should_accumulate", *_RESTARTS),
+        *("_can_stop_early", "_combined_loader", "_data_fetcher", "_data_source", "_last_train_dl_reload_epoch"),
+        *("_last_val_time", "_should_accumulate", *_RESTARTS),
     ),
     "loops.training_epoch_loop:_TrainingEpochLoop": (
         *("_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_check_val_fx"),
@@ -65,8 +72,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "loops.optimization.automatic:Closure": ("_zero_grad_fn",),
     "loops.optimization.manual:_ManualOptimization": _RESTARTS,
     "loops.evaluation_loop:_EvaluationLoop": (
-        *("_combined_loader", "_data_fetcher", "_evaluation_step", "_is_sequential", "_last_val_dl_reload_epoch"),
-        *("_logged_outputs", "_module_mode", "_results", "_store_dataloader_outputs"),
+        *("_combined_loader", "_data_fetcher", "_data_source", "_evaluation_step", "_is_sequential"),
+        *("_last_val_dl_reload_epoch", "_logged_outputs", "_module_mode", "_results", "_store_dataloader_outputs"),
         *_RESTARTS,
     ),
     "loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),

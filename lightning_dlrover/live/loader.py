@@ -181,6 +181,10 @@ class ElasticLoader:
     def users_loader(self) -> DataLoader[Any]:
         return self._loader
 
+    @property
+    def users_batch_size(self) -> int:
+        return self._batching.batch_size
+
     def __len__(self) -> int:
         """Return the number of batches of an epoch. In validation it is an upper limit.
 

@@ -34,6 +34,7 @@ from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.collating import StreamCollate
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.sequence import SequenceReader
+from lightning_dlrover.open_files import lack_of_files
 from lightning_dlrover.packages import default_package, fabric_submodule
 
 __all__ = ["BatchSource", "LoaderWorkers", "open_handle"]
@@ -315,6 +316,8 @@ class LoaderWorkers:
             fetched = next(batches)
         except Exception as error:
             if not self.number or self.users_number:
+                if (named := lack_of_files(error)) is not None:
+                    raise named from error
                 raise  # the user's own loader would have failed, too
             fetched = self._fetch_without_workers(batch, error)
         if is_first:

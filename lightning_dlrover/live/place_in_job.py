@@ -8,13 +8,20 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_dlrover.checks.script import UnsupportedScriptError, different_callbacks, monitoring
 from lightning_dlrover.live.leaving import leave_quietly
-from lightning_dlrover.live.lightning_names import devices_argument, is_search
+from lightning_dlrover.live.lightning_names import (
+    devices_argument,
+    is_search,
+    replace_preparation,
+    replace_requests_of_data,
+)
 from lightning_dlrover.live.position import can_meet
+from lightning_dlrover.live.prepared_data import PreparedData
 from lightning_dlrover.live.state import is_lightnings
 from lightning_dlrover.live.training import LiveTraining
 from lightning_dlrover.output import drop_what_cannot_be_written
@@ -43,7 +50,8 @@ class PlaceInJob:
 
     Attributes:
         live: the job's rounds from this worker's point of view; None until a Trainer has entered the job.
-        start_workers: number of workers that the job started with; 0 if not known yet.
+        start_workers: number of workers that the job started with, or the fewest that it may have if a pool chose the number;
+            0 if not known yet.
         lane_workers: number of workers for which the rows of streams are laid out; 0 if not known yet.
         tables: sharded tables of the Trainer's model.
     """
@@ -58,6 +66,7 @@ class PlaceInJob:
         self.start_workers = self.lane_workers = 0
         self.tables: TablesOfTrainer | None = None
         self._stores: list[SnapshotStore] = []  # stores of all models with tables that this script has trained
+        self._prepared = PreparedData(f"{config.etcd.endpoints}/{config.prefix}/{config.run_id}")
         self._strategy = strategy
         self._check_interval_s = check_interval_s
         self._common_error: Exception | None = None  # has ended the `fit` on all workers; the script may catch it
@@ -92,6 +101,8 @@ class PlaceInJob:
                 self._start(trainer, backend)
         if self.live is not None:
             self.live.searches.attend(trainer.callbacks)
+            replace_preparation(trainer, self._prepared.prepare)
+            replace_requests_of_data(trainer, lambda ask: partial(self._ask_as_at_start, ask))
 
     def _start(self, trainer: Any, backend: str) -> None:
         """Start the world for the script's first Trainer."""
@@ -115,7 +126,7 @@ class PlaceInJob:
         if formation is not None and formation.round.number > 1:
             _let_configs_be_replaced(trainer)
         if formation is not None and formation.rank == 0:
-            self._compare_with_arguments(trainer, formation.size)
+            self._compare_with_arguments(trainer, formation)
         if formation is not None and formation.size > 1:
             _compare_callbacks(self.live, trainer)
 
@@ -125,7 +136,7 @@ class PlaceInJob:
         self.world, former.world = former.world, None
         assert self.world is not None
         self.start_workers, self.lane_workers = former.start_workers, former.lane_workers
-        self._stores = former._stores
+        self._stores, self._prepared = former._stores, former._prepared
         self.live = self._take_over_world(self.world, trainer, former.live.formation)
         self.live.searches.num_begun = former.live.searches.num_begun
 
@@ -138,27 +149,44 @@ class PlaceInJob:
             _report_what_is_not_caught()
         live = LiveTraining(self._strategy, trainer, world, formation, self._check_interval_s)
         waits.time_with(self._strategy.clock.stopped)
-        if formation is not None:
-            self._strategy.enter_round(formation.rank, formation.size)
-        else:
-            # Alone until admitted, and never the worker that logs.
-            self._strategy.enter_round(self.config.max_workers, 1)
+        self._strategy.enter_round(*self._place_in(formation))
         return live
 
-    def _compare_with_arguments(self, trainer: Any, num_workers: int) -> None:
+    def _place_in(self, formation: Formation | None) -> tuple[int, int]:
+        """Return rank and number of workers; a joiner is alone until it is admitted, and never the worker that logs."""
+        return (formation.rank, formation.size) if formation is not None else (self.config.max_workers, 1)
+
+    def _ask_as_at_start(self, ask: Callable[[], Any]) -> Any:
+        """Ask the user's hooks for loaders, and show them the number of workers of which global batches are made.
+
+        A hook that divides its batch by `trainer.world_size` gives the same global batch then, whoever joins or leaves.
+        """
+        assert self.live is not None
+        self.agree_on_start()
+        self._strategy.show_place(min(self._strategy.global_rank, self.start_workers - 1), self.start_workers)
+        try:
+            return ask()
+        finally:
+            self._strategy.show_place(*self._place_in(self.live.formation))  # a collective may have ended a round
+
+    def _batches_at_start(self, formation: Formation) -> int:
+        """Return how many of the DataLoader's batches a step takes. A pool's free room decides nothing about the training."""
+        return self.config.min_workers if self.config.pool else formation.size
+
+    def _compare_with_arguments(self, trainer: Any, formation: Formation) -> None:
         """Warn if the script was written for another number of workers than the job's: a step then has another batch size."""
         strategy = self._strategy
         devices = devices_argument(trainer)
         by_default = devices in (-1, "-1", type(strategy.accelerator).auto_device_count())  # here "auto" is a number
         per_node = self.config.workers_per_node if by_default else strategy.num_processes
-        if (wanted := per_node * strategy.num_nodes) in (1, num_workers):
+        if (wanted := per_node * strategy.num_nodes) in (1, num_batches := self._batches_at_start(formation)):
             return
         log.warning(
             "Trainer(devices=%r, num_nodes=%d) is meant for %d workers, but has no effect in a live job: it starts with %d "
             "and may have %d to %d, as set by `dlrover run --workers MIN:MAX`, or torchrun's --nnodes and --nproc-per-node. "
             "A step takes the DataLoader's batch size times %d; DLRoverStrategy(global_batch_size=...) sets it for any number",
-            *(devices, strategy.num_nodes, wanted, num_workers),
-            *(self.config.min_workers, self.config.max_workers, num_workers),
+            *(devices, strategy.num_nodes, wanted, formation.size),
+            *(self.config.min_workers, self.config.max_workers, num_batches),
         )
 
     def agree_on_start(self) -> None:
@@ -168,7 +196,10 @@ class PlaceInJob:
         formation = self.live.formation
         if formation is not None and formation.rank == 0:
             # A resumed checkpoint has its own number.
-            number, lanes = self.start_workers or formation.size, self.lane_workers or self.config.max_workers
+            number, lanes = (
+                self.start_workers or self._batches_at_start(formation),
+                self.lane_workers or self.config.max_workers,
+            )
             membership.shared.record(
                 f"run {self.config.run_id}: the number of workers at the start",
                 lambda job: job if job.start_workers else replace(job, start_workers=number, lane_workers=lanes),

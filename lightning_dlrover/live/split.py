@@ -9,7 +9,22 @@ from functools import cached_property
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.order import EpochOrder
 
-__all__ = ["Split"]
+__all__ = ["Split", "global_batch_of_next"]
+
+
+def global_batch_of_next(batch: int, former_batch: int, former_global: int, sizes: tuple[int, int]) -> int:
+    """Return the global batch of a loader that a script has made in place of another one.
+
+    It follows the loader's batch size, unless this is the former global batch's share of one worker, as it was before: such
+    a script divides by the number of workers itself.
+
+    Args:
+        sizes: numbers of workers when the former loader was made, and now.
+    """
+    shares = [(former_global // size, -(-former_global // size)) for size in sizes]
+    if sizes[0] != sizes[1] and former_batch in shares[0] and batch in shares[1]:
+        return former_global
+    return max(1, round(former_global * batch / former_batch))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ state afterwards, so anything that a hook has changed and that is part of the st
 | weights, optimizers, schedulers, loops, precision, callbacks, datamodule | `dump_checkpoint` |
 | `RunningState`: the rest of the Trainer | `running_state`, `adopt_running_state` |
 | samples | each loader's `LoaderState` |
-| random numbers | Python's and numpy's generators; torch's seed |
+| random numbers | Python's and numpy's generators; torch's seed, in checkpoints its generators |
 
 Rounds and process groups are not handled here: `live/training.py` decides which worker gets the state, and when.
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -54,8 +55,10 @@ __all__ = [
     "StateError",
     "TrainerState",
     "dump",
+    "go_on_drawing",
     "is_lightnings",
     "parts_with_hparams",
+    "random_state",
     "restore",
     "resume",
     "seed_for",
@@ -63,6 +66,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+SEED_OF_SCRIPT = "PL_GLOBAL_SEED"
+"""Variable in which `seed_everything` keeps its seed."""
 
 
 class StateError(Exception):
@@ -247,9 +253,11 @@ def restore(
         problem := different_callbacks(monitoring(_callbacks(trainer)), state.running.monitoring, "this worker", "the others")
     ):
         raise StateError(f"{problem}. The job goes on without this worker")
+    sizes = [loader.global_batch_size for loader in loaders if loader.sequence is None]
     for loader, loader_state in zip(loaders, state.loaders, strict=True):
         loader.load_state(loader_state)
-    if any(loader.order.grows for loader in loaders):
+    has_other_length = sizes != [loader.global_batch_size for loader in loaders if loader.sequence is None]
+    if has_other_length or any(loader.order.grows for loader in loaders):
         lightning_names.recount_batches(trainer)  # hooks look at the number of batches
     for part in parts_with_hparams(trainer):
         if part.hparams:
@@ -280,6 +288,38 @@ def seed_for(torch_seed: int, place: tuple[int, int]) -> None:
     """Seed torch's generators, of all devices, from the job's seed for one batch and global rank."""
     digest = hashlib.sha256(f"{torch_seed}/{place[0]}/{place[1]}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of all random generators for a checkpoint, as plain data, and the seed that they began with."""
+    name, keys, *rest = np.random.get_state()
+    on_device = {"device": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {
+        "seed": os.environ.get(SEED_OF_SCRIPT, ""),
+        "python": random.getstate(),
+        "numpy": [str(name), np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        **on_device,
+    }
+
+
+def go_on_drawing(saved: Mapping[str, Any], device: torch.device, place: tuple[int, int]) -> None:
+    """Let random generators go on from a checkpoint, unless the script begins with another seed now.
+
+    Args:
+        saved: `random_state` of rank 0 when the checkpoint was saved.
+        place: batch and global rank. Only rank 0 draws on; no two workers may draw the same dropout masks.
+    """
+    if saved["seed"] != os.environ.get(SEED_OF_SCRIPT, ""):
+        return
+    random.setstate(saved["python"])
+    name, keys, *rest = saved["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(saved["torch"].cpu())
+    if place[1] != 0:
+        seed_for(torch.initial_seed(), place)
+    elif device.type == "cuda" and "device" in saved:
+        torch.cuda.set_rng_state(saved["device"].cpu(), device)
 
 
 def resume(trainer: L.Trainer, checkpoint: dict[str, Any], reruns_hooks: bool = True) -> None:

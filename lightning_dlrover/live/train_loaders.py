@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
@@ -17,6 +17,7 @@ from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.sequence_order import UNKNOWN
+from lightning_dlrover.live.split import global_batch_of_next
 
 if TYPE_CHECKING:
     import lightning as L
@@ -42,6 +43,9 @@ class TrainLoaders:
         self._made: list[ElasticLoader] = []  # loaders of this Trainer, validation and test included, that may have processes
         self._has_warned = False
         self.may_add_workers = False  # whether a plan may give loader workers to any dataset whose loader has none
+        self._counted: Sequence[int] = ()  # global batches by which the Trainer counts an epoch's batches
+        self._former: Iterator[ElasticLoader] = iter(())  # loaders in whose place a script makes its next ones
+        self._size_when_made = 0  # workers
         self.saved_sequences: Sequence[Any] = ()  # places in an `IterableDataset` of the checkpoint that is being resumed
         self.computed: int | None = None  # batch under computation, if not the last one handed out
 
@@ -105,9 +109,38 @@ class TrainLoaders:
                 int(num_batches) if math.isfinite(num_batches) else None,
                 cycles=lightning_names.mode_of(combined) == "max_size_cycle",
             )
-        self._known = loaders
+        self._known, self._counted = loaders, self._global_batches
         self.close_unused()
         self.take_order_seeds(self._order_seeds)
+
+    def before_set_up(self) -> None:
+        """Prepare for loaders that the script may make in place of these."""
+        self._former = iter(self.all if self.are_made else ())
+
+    def after_set_up(self) -> None:
+        if self.are_made and self.all != [*self._known]:
+            self._size_when_made = self._position.size
+
+    def global_batch(self, batch_size: int, default: int, of_rank_zero: Callable[[int], int]) -> int:
+        """Return the global batch of a loader that the script has made.
+
+        Args:
+            default: that of the first loader.
+            of_rank_zero: returns rank 0's argument on all workers.
+        """
+        if (former := next(self._former, None)) is None:
+            return default
+        sizes = self._size_when_made, self._position.size
+        former_batch, former_global = former.users_batch_size, former.global_batch_size
+        found = of_rank_zero(global_batch_of_next(batch_size, former_batch, former_global, sizes))
+        if batch_size != former_batch and found == former_global and self._position.rank == 0:
+            log.warning(
+                "the script's DataLoader has batches of %d with %d workers, and had batches of %d with %d: it divides by the "
+                "number of workers itself, so a step keeps %d samples. If it does not, set "
+                "DLRoverStrategy(global_batch_size=...)",
+                *(batch_size, sizes[1], former_batch, sizes[0], found),
+            )
+        return found
 
     def attend(self, made: ElasticLoader) -> None:
         """Close a loader of any kind as soon as the Trainer uses it no longer."""
@@ -139,6 +172,11 @@ class TrainLoaders:
         return any(loader.order.grows for loader in self.all)
 
     @property
+    def _global_batches(self) -> list[int]:
+        """Global batches of the loaders that know their length."""
+        return [loader.global_batch_size for loader in self.all if loader.sequence is None]
+
+    @property
     def has_ended(self) -> bool:
         """Whether a stream that grows has no rows for this epoch."""
         return any(loader.order.grows and not loader.order.num_samples for loader in self.all)
@@ -163,8 +201,8 @@ class TrainLoaders:
         return int(current.processed)
 
     def recount(self) -> None:
-        """Count the epoch's batches anew, where a stream has brought another number of rows."""
-        if self.grow:
+        """Count the epoch's batches anew, where a stream has brought another number of rows, or others another global batch."""
+        if self.grow or self._counted != self._global_batches:
             lightning_names.recount_batches(self._trainer)
             self._known = ()  # so that the loaders keep step with the new number
             if self._position.has_entered or self._position.is_standby:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.live import loggers
+from lightning_dlrover.live import lightning_names, loggers
 from lightning_dlrover.live import reserve as memory
 from lightning_dlrover.live.data_fingerprint import DataFingerprint, refuse_different_data
 from lightning_dlrover.live.data_of_fit import DataOfFit
@@ -124,7 +124,9 @@ class LiveTraining:
         Raises:
             StopIteration: a stream has no more rows, which ends the loop over epochs. Before it, no batches do.
         """
+        self.loaders.before_set_up()
         set_up()
+        self.loaders.after_set_up()
         if self.loaders.are_made and self.loaders.grow:
             self.loaders.begin_windows(self._next_windows())
             self.loaders.recount()
@@ -181,6 +183,7 @@ class LiveTraining:
         self._follow_plan()
         if not self.position.has_entered:
             self._enter(loader)
+            self._finish_resumed_batch()
         elif loader.cursor < loader.num_epoch_batches:
             self._follow_rounds()
             self._lanes.look()
@@ -284,6 +287,7 @@ class LiveTraining:
             position.updates = self._trainer.global_step
             self.world.announce(fingerprint, loader.global_batch_size, data.encode())
             position.batch = self.loaders.batch_number
+            self.checkpoints.go_on_drawing()
             while self.collectives.attempt(self._begin_together, data) is None:
                 self._recover()
             while self.collectives.attempt(self._data.compare_next_batches) is None:
@@ -295,6 +299,19 @@ class LiveTraining:
             self._state.find_names()
             self._admit(fingerprint, data)
         self._pace.went_on(self.loaders.batch_number + 1)
+
+    def _finish_resumed_batch(self) -> None:
+        """Finish the batch at whose end a checkpoint was saved, before the validation that was due.
+
+        Raises:
+            StopIteration: the epoch ends with it.
+        """
+        if lightning_names.is_batch_unfinished(self._trainer):
+            self.position.at_boundary = False
+            lightning_names.finish_batch(self._trainer)
+            self.position.at_boundary = True
+            if self._trainer.fit_loop.epoch_loop.done:
+                raise StopIteration
 
     def _begin_together(self, data: DataFingerprint) -> None:
         """First round: compare the members' data, join their loggers' runs, and resume an earlier life of the job."""

@@ -51,13 +51,13 @@ class UsersLoaders:
         trainer: Any,
         job: PlaceInJob | None,
         place: Callable[[], tuple[int, int]],
-        of_rank_zero: Callable[[list[int]], list[int]],
+        of_rank_zero: Callable[[Any], Any],
     ) -> object:
         """Return the loader to use for one of the user's: one of ours in a live job, except for predictions.
 
         Args:
             place: returns this worker's rank and the number of workers.
-            of_rank_zero: returns rank 0's order of an epoch on all workers.
+            of_rank_zero: returns rank 0's argument on all workers.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         live = job.live if job is not None else None
@@ -76,9 +76,12 @@ class UsersLoaders:
         assert isinstance(dataloader, DataLoader)
         job.agree_on_start()
         try:
-            global_batch = batching_of(dataloader).batch_size * job.start_workers
+            batch_size = batching_of(dataloader).batch_size
+            global_batch = batch_size * job.start_workers
             if training and self._global_batch_size is not None:
                 global_batch = self._global_batch_size
+            elif training:
+                global_batch = live.loaders.global_batch(batch_size, global_batch, of_rank_zero)
             made = ElasticLoader(
                 dataloader,
                 global_batch,

@@ -36,6 +36,7 @@ from lightning_dlrover.live.lightning_names import (
     replace_setup_of_data,
     replace_validation_check,
     restart_nowhere,
+    restore_sigterm,
     stop_sending_sigterm,
     validates_by_clock,
 )
@@ -91,6 +92,7 @@ def wrap_loops(
         replace_validation_check(epoch_loop, lambda is_due: lambda fetcher: of_rank_zero(is_due(fetcher)))
     replace(trainer, "save_checkpoint", lambda save: partial(live.run_saving, save))
     stop_sending_sigterm(epoch_loop)
+    restore_sigterm(trainer)
     live.world.listen_for_sigterm()
     live.position.is_in_loops = True
 

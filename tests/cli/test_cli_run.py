@@ -212,7 +212,7 @@ def test_unchanged_size_is_reported_once(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.splitlines() == [f"[decision] {text}" for text in ("1 to 1", "1 to 2", "2 to 2", "1 to 1")]
 
 
-def test_run_passes_the_objective_to_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_passes_the_objective_and_the_pool_to_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = build_parser().parse_args(
         ["run", "--objective", "cheapest", "--deadline", "1.5h", "--prices", "core_hour=0.04", "--history", "h.sqlite", "x.py"]
@@ -222,10 +222,12 @@ def test_run_passes_the_objective_to_its_nodes(tmp_path: Path, monkeypatch: pyte
         "DLROVER_DEADLINE_S": "5400.0",
         "DLROVER_PRICES": "core_hour=0.04",
         "DLROVER_HISTORY": f"sqlite:///{tmp_path / 'h.sqlite'}",
+        "DLROVER_POOL": "",
     }
-    assert objective(build_parser().parse_args(["run", "x.py"])) == {}
+    assert objective(build_parser().parse_args(["run", "x.py"])) == {"DLROVER_POOL": ""}
+    assert objective(build_parser().parse_args(["run", "--pool", "a", "x.py"])) == {"DLROVER_POOL": "a"}
     off = build_parser().parse_args(["run", "--history", "off", "x.py"])
-    assert objective(off) == {"DLROVER_HISTORY": "off"}
+    assert objective(off) == {"DLROVER_HISTORY": "off", "DLROVER_POOL": ""}
 
 
 def test_a_budget_without_prices_is_refused_before_anything_is_started(dlrover: RunCli) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
@@ -21,11 +24,11 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchmetrics import CatMetric, MeanMetric
 from toy_job import Recorder, Rows, ToyModel, fingerprint, make_trainer
 
-from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover import DLRoverStrategy, variables
 
 NUM_ROWS, BATCH_SIZE = 240, 8
 
@@ -829,6 +832,76 @@ class Reloading(ToyModel):
     def train_dataloader(self) -> Any:
         rows = Rows(NUM_ROWS // (self.trainer.current_epoch + 1))
         return DataLoader(rows, BATCH_SIZE, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+class PreparedRows(L.LightningDataModule):
+    """Writes its rows to a file, in a way that two workers must not do at once."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder, self.file = recorder, Path(recorder.place.folder) / "rows.pt"
+
+    def prepare_data(self) -> None:
+        self.recorder.write("prepares", part="datamodule")
+        self.file.unlink(missing_ok=True)
+        time.sleep(0.3)
+        torch.save(NUM_ROWS, self.file)
+
+    def setup(self, stage: str) -> None:
+        self.rows = Rows(torch.load(self.file))
+
+
+class PreparingOnce(ToyModel):
+    prepare_data_per_node = False
+
+    def prepare_data(self) -> None:
+        self.recorder.write("prepares", part="module")
+
+
+class DividedRows(PreparedRows):
+    """Divides the batch by the number of workers by itself, and makes its loader for each epoch."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        sampler: Sampler[Any] = DistributedSampler(self.rows, self.trainer.world_size, self.trainer.global_rank)
+        return DataLoader(self.rows, 2 * BATCH_SIZE // self.trainer.world_size, sampler=sampler)
+
+
+class RowsDividedByGroup(PreparedRows):
+    """Divides by the number of workers in the process group, which a joiner is not in when it makes its first loader."""
+
+    def train_dataloader(self) -> Any:
+        num_workers = dist.get_world_size() if dist.is_initialized() else 1
+        return DataLoader(self.rows, 6 * BATCH_SIZE // num_workers, shuffle=True)
+
+
+def run_prepared(recorder: Recorder, feature: Feature) -> None:
+    """Train on prepared data; the feature's name is the datamodule's."""
+    trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(PreparingOnce(recorder, feature.step_s), datamodule=globals()[feature.name](recorder))
+
+
+class Signalled(ToyModel):
+    """Sets a handler of SIGTERM while it trains."""
+
+    def on_train_start(self) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: self.recorder.write("signalled"))
+
+
+def run_with_surroundings(recorder: Recorder, feature: Feature) -> None:
+    """Train after the script has made a process group; the feature's name says when it sets a handler of SIGTERM."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if feature.name == "before":
+        signal.signal(signal.SIGTERM, lambda *_: recorder.write("signalled"))
+    model = (Signalled if feature.name == "while" else ToyModel)(recorder, feature.step_s)
+    strategy = DLRoverStrategy(global_batch_size=BATCH_SIZE, check_interval_s=0.03)
+    trainer = make_trainer(recorder.place.folder, max_epochs=feature.epochs, strategy=strategy)
+    trainer.fit(model, DataLoader(Rows(NUM_ROWS), BATCH_SIZE))
+
+
+def run_in_pool(recorder: Recorder, feature: Feature) -> None:
+    os.environ[variables.POOL] = "research"
+    run_feature(recorder, feature)
 
 
 def run_two_trainers(recorder: Recorder, feature: Feature) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -106,7 +108,29 @@ class DeadlyIO(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
+class Drawing(ToyModel):
+    """Draws noise of all kinds, and validates after the steps at whose end a checkpoint is saved."""
+
+    num_validated = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        noise = [float(torch.rand(())), float(np.random.rand()), random.random()]
+        self.recorder.write("noise", rank=self.trainer.global_rank, drawn=noise)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.num_validated = 0
+        self.recorder.moment(f"validation after {self.trainer.global_step}")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.num_validated += len(batch[0])
+
+    def on_validation_end(self) -> None:
+        self.recorder.write("whole", step=self.trainer.global_step, rows=self.num_validated)
+
+
 MODELS: dict[str, type[ToyModel]] = {
+    "drawing": Drawing,
     "unsendable": Unsendable,
     "unsendable_later": UnsendableLater,
     "saves_together": SavesTogether,
@@ -129,7 +153,8 @@ def run_resumable(recorder: Recorder, settings: Resumable) -> None:
         recorder.place.folder,
         strategy=DLRoverStrategy(check_interval_s=0.03),
         max_epochs=settings.epochs,
-        limit_val_batches=0,
+        limit_val_batches=1.0 if settings.name == "drawing" else 0,
+        val_check_interval=5,
         callbacks=[checkpoints] if saves else [],
         enable_checkpointing=saves,
         plugins=[DeadlyIO(recorder)],
@@ -138,5 +163,6 @@ def run_resumable(recorder: Recorder, settings: Resumable) -> None:
         loader = DataLoader(streamed(Path(settings.files), shuffle=True), BATCH_SIZE, num_workers=1)
     else:
         loader = DataLoader(Rows(NUM_ROWS), BATCH_SIZE, shuffle=True)
-    trainer.fit(model, loader, ckpt_path=settings.resumes or None)
+    val_loader = DataLoader(Rows(NUM_ROWS // 4), BATCH_SIZE) if settings.name == "drawing" else None
+    trainer.fit(model, loader, val_loader, ckpt_path=settings.resumes or None)
     recorder.write("after_fit", step=trainer.global_step, epoch=trainer.current_epoch)

@@ -19,14 +19,23 @@ from feature_jobs import (
     Validated,
     run_feature,
     run_folds,
+    run_in_pool,
     run_other_model,
+    run_prepared,
     run_seeded_by_worker,
     run_several_sets,
     run_split,
     run_two_fits,
     run_two_trainers,
+    run_with_surroundings,
 )
 from harness import Job, Record, Worker
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
 
@@ -246,6 +255,54 @@ def test_validation_goes_on_after_losses(name: str, moments: list[str], make_job
     saved = {file.stem for file in (job.folder / "checkpoints").glob("*.ckpt")}
     assert saved == {f"epoch={epoch}" for epoch in range(epochs)}
     assert_all_agree(job, epochs * STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize("name, batch_size", [("DividedRows", 2 * BATCH_SIZE), ("RowsDividedByGroup", 6 * BATCH_SIZE)])
+def test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole(
+    name: str, batch_size: int, make_job: MakeJob
+) -> None:
+    epochs = 8
+    job = make_job(Feature(name, epochs=epochs, step_s=0.1), script=run_prepared, min_workers=2)
+    for _ in range(2):
+        job.start()
+    job.wait_for_step(2)
+    job.start()
+    job.wait_for_world(3)
+    assert job.finish() == [0, 0, 0], job.report()
+    assert sorted(record["part"] for record in job.records("prepares")) == ["datamodule", "module"]
+    rows: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for record in job.records("share"):
+        rows[record["epoch"], record["batch"]].update(record["ids"])
+    assert len(rows) == epochs * NUM_ROWS // batch_size
+    assert {len(ids) for ids in rows.values()} == {batch_size}
+    assert_all_agree(job, epochs * NUM_ROWS // batch_size)
+
+
+def test_scripts_process_group_is_replaced_and_its_handler_of_sigterm_is_called_beside_ours(make_job: MakeJob) -> None:
+    job = make_job(Feature("neither", epochs=4), script=run_with_surroundings)
+    leavers = [job.start(settings=Feature(name, epochs=4)) for name in ("before", "while")]
+    job.wait_for_step(1)
+    job.start()
+    job.wait_for_world(3)
+    for remaining, leaver in zip((2, 1), leavers, strict=True):
+        leaver.terminate()
+        job.wait_for_world(remaining)
+    assert job.finish() == [0, 0, 0], job.report()
+    assert [len(worker.records("signalled")) for worker in job.workers] == [1, 1, 0]
+    assert all("leave out torch.distributed.init_process_group" in worker.output for worker in job.workers)
+    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
+
+
+def test_global_batch_does_not_depend_on_the_workers_that_a_pool_has_room_for(etcd: EmbeddedEtcd, make_job: MakeJob) -> None:
+    job = make_job(Feature("plain", epochs=1, step_s=0.0), script=run_in_pool)
+    with EtcdClient(EtcdConfig(etcd.endpoint)) as client:
+        plan = PlanRecord(2, "brain", "there is room", binding=True)
+        Journal(client, Keys(job.run_id)).fenced_write({Keys(job.run_id).plan: plan}, [])
+    job.start()
+    job.start()
+    assert job.finish() == [0, 0], job.report()
+    assert {record["world"] for record in job.records("done")} == {2}
+    assert_all_agree(job, STEPS_PER_EPOCH)
 
 
 def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -> None:

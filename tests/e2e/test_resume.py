@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import signal
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,29 @@ def test_checkpoint_is_found_again_at_a_url_and_with_objects(settings: Resumable
     steps = [record["step"] for record in again.records("done")]
     assert steps[0] > STEPS_PER_EPOCH + 5, "training began anew"
     assert steps[-1] == settings.epochs * STEPS_PER_EPOCH
+
+
+def test_noise_goes_on_after_the_loss_of_all_workers_and_the_validation_that_was_due_is_made_whole(make_job: MakeJob) -> None:
+    settings = Resumable("drawing", epochs=2)
+    undisturbed = make_job(replace(settings, step_s=0.0), script=run_resumable)
+    undisturbed.start()
+    assert undisturbed.finish() == [0], undisturbed.report()
+    job = make_job(settings, script=run_resumable, lease_ttl_s=3)
+    for step in (STEPS_PER_EPOCH, STEPS_PER_EPOCH + 10):  # at an epoch's end and inside of one, after a checkpoint was saved
+        worker = job.start()
+        worker.arm(f"validation after {step}")
+        assert worker.wait() == -9
+    for _ in range(2):
+        job.start()
+    assert job.finish() == [-9, -9, 0, 0], job.report()
+    noise = [record["drawn"] for record in job.records("noise")]
+    num_alone = STEPS_PER_EPOCH + 10
+    assert noise[:num_alone] == [record["drawn"] for record in undisturbed.records("noise")][:num_alone]
+    assert len({drawn for drawn, *_ in noise}) == len(noise)  # no noise of torch's comes again
+    num_validated: dict[int, int] = defaultdict(int)
+    for record in job.records("whole"):
+        num_validated[record["step"]] += record["rows"]
+    assert num_validated == dict.fromkeys(range(5, 2 * STEPS_PER_EPOCH + 1, 5), NUM_ROWS // 4)
 
 
 def test_other_job_goes_on_with_the_next_row_of_a_stream(make_job: MakeJob, tmp_path: Path) -> None:

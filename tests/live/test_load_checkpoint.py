@@ -10,7 +10,13 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from live_parts import Wrapping, a_trainer
 
-START = {"start_workers": 2, "lane_workers": 2, "streams": [{"stream": "rows", "epoch": 1}], "sequences": [{"row": 3}]}
+START = {
+    "start_workers": 2,
+    "lane_workers": 2,
+    "streams": [{"stream": "rows", "epoch": 1}],
+    "sequences": [{"row": 3}],
+    "random": {"seed": "1"},
+}
 
 
 @pytest.mark.parametrize("fn", [TrainerFn.FITTING, TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
@@ -19,9 +25,14 @@ def test_only_a_fit_goes_back_to_a_checkpoints_rows(fn: TrainerFn, monkeypatch: 
     trainer = a_trainer()
     trainer.state = SimpleNamespace(fn=fn)
     resumed: list[Any] = []
-    live: Any = SimpleNamespace(windows=SimpleNamespace(resume=resumed.extend), loaders=SimpleNamespace(saved_sequences=[]))
+    live: Any = SimpleNamespace(
+        windows=SimpleNamespace(resume=resumed.extend),
+        loaders=SimpleNamespace(saved_sequences=[]),
+        checkpoints=SimpleNamespace(saved_random=None),
+    )
     strategy: Any = Wrapping(trainer.lightning_module)
     strategy._job = SimpleNamespace(live=live, start_workers=1, lane_workers=1)
     strategy.load_checkpoint("best.ckpt")
     is_fit = fn == TrainerFn.FITTING
     assert (resumed, live.loaders.saved_sequences) == ((START["streams"], START["sequences"]) if is_fit else ([], []))
+    assert live.checkpoints.saved_random == (START["random"] if is_fit else None)

@@ -1,4 +1,4 @@
-"""What a loader of a stream that grows may not be, without processes."""
+"""What a loader of a stream that grows may not be, and the global batch of a script's next loader, without processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSample
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data import stream
 from lightning_dlrover.data.source import Ranges, Shard
+from lightning_dlrover.live.split import global_batch_of_next
 from lightning_dlrover.live.users_loaders import UsersLoaders
 
 
@@ -96,3 +97,18 @@ def test_test_loader_that_cannot_be_split_does_not_end_a_job_that_has_trained(ca
 def test_loader_that_leaves_rows_out_is_refused(loader: dict[str, Any], options: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedLoaderError, match=words):
         replaced(DataLoader(stream(Growing()), **loader), **options)
+
+
+@pytest.mark.parametrize("total", [48, 50, 7])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (1, 4), (4, 1)])
+def test_script_that_divides_by_the_number_of_workers_keeps_its_global_batch(total: int, sizes: tuple[int, int]) -> None:
+    former, now = sizes
+    assert global_batch_of_next(total // now, total // former, total, sizes) == total
+    assert global_batch_of_next(-(-total // now), -(-total // former), total, sizes) == total
+
+
+def test_global_batch_follows_a_batch_size_that_the_script_changes() -> None:
+    assert global_batch_of_next(48, 24, 48, (2, 2)) == 96
+    assert global_batch_of_next(48, 24, 48, (2, 3)) == 96
+    assert global_batch_of_next(24, 24, 48, (2, 3)) == 48
+    assert global_batch_of_next(96, 48, 48, (1, 3)) == 96  # a joiner's first loader was made where it was alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from lightning_dlrover import variables
+from lightning_dlrover.home import give_home
 from lightning_dlrover.rdzv.agents.config import HandlerConfig
 
 __all__ = ["export"]
@@ -12,6 +13,7 @@ __all__ = ["export"]
 
 def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) -> None:
     """Export the location of the job's records to the workers, which inherit the agent's environment."""
+    give_home()
     etcd, limits = config.etcd, config.limits
     values = {
         variables.ENDPOINT: etcd.endpoints,

@@ -45,6 +45,7 @@ class WorldConfig:
     agent_pid: int = 0  # process id of this worker's agent; 0: unknown
     node: str = ""  # name of this worker's node; empty if `dlrover run` has not started it
     workers_per_node: int = 1
+    pool: str = ""  # name of the pool that decides how many workers the job has; empty if none does
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], version: str) -> WorldConfig | None:
@@ -79,6 +80,7 @@ class WorldConfig:
             agent_pid=number(variables.AGENT_PID, 0),
             node=environ.get(variables.NODE, ""),
             workers_per_node=workers_per_node,
+            pool=environ.get(variables.POOL, ""),
             **timeouts,
         )
 

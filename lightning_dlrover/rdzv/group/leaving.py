@@ -15,7 +15,7 @@ import psutil
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError, LeaseLostError
 from lightning_dlrover.rdzv.live.membership import Membership
 
-__all__ = ["drain_on_sigterm", "end_with_agent"]
+__all__ = ["DrainOnSigterm", "end_with_agent"]
 
 log = logging.getLogger(__name__)
 
@@ -23,20 +23,57 @@ AGENT_GRACE_S = 30.0
 """Seconds from SIGTERM until torchrun kills a worker. Without its agent, a worker that cannot hand over ends itself by then."""
 
 
-def drain_on_sigterm(membership: Membership, wait_timeout_s: float, agent_pid: int = 0) -> None:
-    """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread.
+class DrainOnSigterm:
+    """Makes SIGTERM drain this worker, which hands over and leaves, beside the script's own handler of the signal.
 
     Args:
         wait_timeout_s: limit on trying to write the request; `AGENT_GRACE_S` if the agent has ended.
         agent_pid: process id of the agent; 0: unknown.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
 
-    def leave() -> None:
+    def __init__(self, membership: Membership, wait_timeout_s: float, agent_pid: int = 0) -> None:
+        self._membership = membership
+        self._wait_timeout_s = wait_timeout_s
+        self._agent_pid = agent_pid
+        self._pid = os.getpid()
+        self._of_script: Any = None  # the script's handler; no function if it has none
+        self._is_running = False
+        self._is_listening = False
+
+    def listen(self) -> None:
+        """Take the place of the signal's handler, which is called, too. Does nothing outside the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._is_listening = True
+            self.keep()
+
+    def keep(self) -> None:
+        """Listen again if the script has set a handler meanwhile. Call it from the main thread, now and then."""
+        if self._is_listening and (found := signal.getsignal(signal.SIGTERM)) != self._handle:
+            self._of_script = found
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        if self._is_running:
+            return  # the script's handler has called the one that it replaced
+        is_worker = os.getpid() == self._pid
+        if is_worker:
+            # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
+            threading.Thread(target=self._leave, name="dlrover-drain", daemon=True).start()
+        if callable(self._of_script):
+            self._is_running = True
+            try:
+                self._of_script(signum, frame)
+            finally:
+                self._is_running = False
+        elif not is_worker:  # a process that the worker has forked
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _leave(self) -> None:
         # While etcd is unavailable training goes on, and a change of membership waits.
+        membership = self._membership
         began, is_explained = time.monotonic(), False
-        deadline = began + wait_timeout_s
+        deadline = began + self._wait_timeout_s
         while not membership.own.evicted:
             try:
                 membership.own.drain("the worker received SIGTERM")
@@ -46,7 +83,7 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float, agent_pid: i
             except EtcdError as error:
                 problem, deadline = error, 0.0
             # An agent that is signalled twice, as by the threads of a killed parent, ends without killing its worker.
-            if time.monotonic() > (min(deadline, began + AGENT_GRACE_S) if _has_ended(agent_pid) else deadline):
+            if time.monotonic() > (min(deadline, began + AGENT_GRACE_S) if _has_ended(self._agent_pid) else deadline):
                 # The request cannot be written, so no round would ever release this worker. The others will detect its end.
                 log.warning("worker %s ends at once, it cannot announce that it leaves: %s", membership.worker_id, problem)
                 os._exit(128 + signal.SIGTERM)
@@ -60,12 +97,6 @@ def drain_on_sigterm(membership: Membership, wait_timeout_s: float, agent_pid: i
                     problem,
                 )
             time.sleep(0.1)
-
-    def drain(signum: int, frame: Any) -> None:
-        # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
-        threading.Thread(target=leave, name="dlrover-drain", daemon=True).start()
-
-    signal.signal(signal.SIGTERM, drain)
 
 
 def end_with_agent(agent_pid: int) -> None:

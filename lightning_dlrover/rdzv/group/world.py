@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
+from lightning_dlrover.open_files import raise_limit
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.room import when_there_is_room
@@ -48,7 +49,7 @@ from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, own_add
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.growth import Growth
 from lightning_dlrover.rdzv.group.hooks import compare_with
-from lightning_dlrover.rdzv.group.leaving import drain_on_sigterm, end_with_agent
+from lightning_dlrover.rdzv.group.leaving import DrainOnSigterm, end_with_agent
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.group.means import BlockingMeans
@@ -101,6 +102,8 @@ class World:
         can_meet: Callable[[Mapping[str, bytes]], bool] = lambda hellos: True,
     ) -> None:
         torch_names.check()
+        _drop_default_group()
+        raise_limit()
         self.config = config
         self.backend = backend = with_gloo(backend)
         self.is_asynchronous = traits_of(backend).is_asynchronous
@@ -140,6 +143,7 @@ class World:
             *(config, backend, device or _only_device(backend), can_meet, self.membership, self._member),
             *(self._sockets, self._groups, reach, self.report_error),
         )
+        self._sigterm = DrainOnSigterm(self.membership, config.wait_timeout_s, config.agent_pid)
         self._all_leave = False  # whether all members have agreed to leave the current group
         self._watched.append(self._sockets)
         self._failures = Failures(lambda: self.broken, self._current_meeting)
@@ -365,7 +369,7 @@ class World:
 
     def listen_for_sigterm(self) -> None:
         """Make SIGTERM drain this worker: it hands over and leaves. Does nothing outside the main thread."""
-        drain_on_sigterm(self.membership, self.config.wait_timeout_s, self.config.agent_pid)
+        self._sigterm.listen()
 
     def event(self, event: Event, text: str) -> None:
         """Queue one line for the job's history; never blocks."""
@@ -447,6 +451,7 @@ class World:
         assert self.formation is not None
         self.standing.step_made()
         self._growth.step_begins(place)
+        self._sigterm.keep()
         is_alone = self.formation.size == 1
         if self._meeting is None and not is_alone:
             raise self.broken_error()
@@ -522,6 +527,16 @@ class World:
             return
         if view.round.number > self._member.number and self.worker_id in view.round.members:
             self._forming.prepare(view.round)
+
+
+def _drop_default_group() -> None:
+    if dist.is_initialized():
+        log.warning(
+            "the script has made a default process group of %d workers. A live job forms one for each round, so this one ends "
+            "here: leave out torch.distributed.init_process_group",
+            dist.get_world_size(),
+        )
+        dist.destroy_process_group()
 
 
 def _only_device(backend: str) -> torch.device | None:

@@ -253,7 +253,9 @@ class JobRecord:
     fingerprint: str = ""  # fingerprint of the model
     data: str = ""  # fingerprint of the training data, as far as they can be compared
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
-    start_workers: int = 0  # workers at the start: a DataLoader's batch_size times this is its global batch
+    start_workers: int = (
+        0  # a DataLoader's batch_size times this is its global batch: workers at the start, or a pool job's MIN
+    )
     lane_workers: int = 0  # workers for which the rows of streams are laid out: the most that the job could have at its start
     started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0

@@ -1,0 +1,148 @@
+"""`prepare_data` runs once among the living workers of a host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_dlrover.live import prepared_data
+from lightning_dlrover.live.prepared_data import PreparedData
+
+FORK: Any = multiprocessing.get_context("fork")
+
+
+class Host:
+    """Workers of one host, each of which leaves files: `begun` and `passed` with its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._workers: dict[str, Any] = {}
+
+    def start(self, name: str, while_preparing: str = "", job: str = "job", calls: int = 1) -> None:
+        """Start a worker that prepares data and lives on.
+
+        Args:
+            while_preparing: "waits" for the file `continue`, "fails", "forks" a process that outlives it.
+        """
+        self._workers[name] = FORK.Process(target=self._work, args=(name, while_preparing, job, calls))
+        self._workers[name].start()
+
+    def _work(self, name: str, while_preparing: str, job: str, calls: int) -> None:
+        def prepare() -> None:
+            (self.folder / f"begun-{name}").touch()
+            if while_preparing == "waits":
+                self.wait_for("continue")
+            elif while_preparing == "fails":
+                raise ValueError("no data")
+            elif while_preparing == "forks" and (child := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(0)
+            elif while_preparing == "forks":
+                (self.folder / "child").write_text(str(child))
+
+        prepared = PreparedData(job, self.folder)
+        for _ in range(calls):
+            prepared.once_on_this_host("rows", prepare)
+        (self.folder / f"passed-{name}").touch()
+        time.sleep(60)
+
+    def wait_for(self, *names: str) -> None:
+        deadline = time.monotonic() + 30
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < deadline, f"{names} of {os.listdir(self.folder)}"
+            time.sleep(0.01)
+
+    def kill(self, name: str) -> None:
+        self._workers[name].kill()
+        self._workers[name].join()
+
+    def has_ended(self, name: str) -> None:
+        self._workers[name].join(30)
+        assert self._workers[name].exitcode is not None
+
+    def files(self, kind: str) -> set[str]:
+        return {path.name.removeprefix(f"{kind}-") for path in self.folder.glob(f"{kind}-*")}
+
+    def end(self) -> None:
+        for name in self._workers:
+            self.kill(name)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path)
+    yield made
+    made.end()
+
+
+def test_other_workers_of_the_host_wait_for_the_one_that_prepares_and_joiners_skip_it(host: Host) -> None:
+    host.start("one", "waits")
+    host.wait_for("begun-one")
+    for name in ("two", "three"):
+        host.start(name)
+    time.sleep(0.3)
+    assert host.files("passed") == set()
+    (host.folder / "continue").touch()
+    host.wait_for("passed-one", "passed-two", "passed-three")
+    host.kill("one")
+    host.start("joiner")
+    host.wait_for("passed-joiner")
+    assert host.files("begun") == {"one"}
+
+
+@pytest.mark.parametrize("end", ["waits", "fails"])
+def test_next_worker_prepares_when_the_first_one_is_killed_in_it_or_fails(end: str, host: Host) -> None:
+    host.start("one", end)
+    host.wait_for("begun-one")
+    host.start("two")
+    if end == "waits":
+        host.kill("one")
+    else:
+        host.has_ended("one")
+    host.wait_for("passed-two")
+    assert host.files("begun") == {"one", "two"}
+
+
+def test_data_is_prepared_again_once_all_workers_have_ended_though_a_process_that_one_has_forked_lives(host: Host) -> None:
+    host.start("one", "forks")
+    host.wait_for("passed-one")
+    host.kill("one")
+    host.start("two")
+    host.wait_for("passed-two")
+    os.kill(int((host.folder / "child").read_text()), signal.SIGKILL)
+    assert host.files("begun") == {"one", "two"}
+
+
+def test_each_job_and_each_call_of_a_script_prepares_its_own_data(host: Host) -> None:
+    host.start("one")
+    host.wait_for("passed-one")
+    host.start("second_call", calls=2)
+    host.start("other_job", job="other")
+    host.wait_for("passed-second_call", "passed-other_job")
+    assert host.files("begun") == {"one", "second_call", "other_job"}
+
+
+def test_data_is_prepared_without_a_lock_where_none_can_be_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+    PreparedData("job", tmp_path / "missing").once_on_this_host("rows", lambda: calls.append(1))
+    assert calls == [1]
+    assert "rows runs on each worker of this host, because no lock can be taken" in caplog.text
+
+
+def test_waiting_worker_names_the_process_that_prepares(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"TELL_S": 0.0, "LIMIT_S": 0.3}.items():
+        monkeypatch.setattr(prepared_data, name, value)
+    host.start("one", "waits")
+    host.wait_for("begun-one")
+    with pytest.raises(RuntimeError, match=rf"rows of process {host._workers['one'].pid} on this host has not ended"):
+        PreparedData("job", host.folder).once_on_this_host("rows", lambda: None)
+    assert f"waiting for process {host._workers['one'].pid} on this host, which runs rows" in caplog.text
