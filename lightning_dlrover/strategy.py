@@ -438,11 +438,13 @@ class DLRoverStrategy(EitherStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if not self._lightning_trainer.lightning_module.automatic_optimization:
             live.collectives.check_gradients()  # manual optimization computed them before this call
+            live.steps.values_arrive()
         live.steps.before_optimizer_step(optimizer, closure)
 
         def checked() -> Any:
             result = closure()
             live.collectives.check_gradients()
+            live.steps.values_arrive()
             live.steps.drop_update_without_loss()
             return result
 

@@ -17,6 +17,7 @@ from lightning_dlrover.rdzv.job.events import (
     SizeRequested,
     StragglerFound,
     StreamOpened,
+    ValuesLost,
     WorkerLost,
 )
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
@@ -39,6 +40,7 @@ SHOWN = {
         StreamOpened,
         SequenceOpened,
         RowsSkipped,
+        ValuesLost,
     )
 }
 """Kinds of events that `dlrover run` prints."""

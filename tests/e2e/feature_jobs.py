@@ -484,6 +484,17 @@ class Counted(ToyModel):
         self.recorder.write("metrics", epoch=self.trainer.current_epoch - 1, metrics=metrics)
 
 
+class CountedManual(Counted):
+    """Counts in manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
 class Toggling(ToyModel):
     """Freezes one half while it trains the other, and steps once in three batches: typical of GANs and manual accumulation."""
 
@@ -680,6 +691,7 @@ MODELS: dict[str, type[ToyModel]] = {
     "dataloader_iter": Fetching,
     "counted": Counted,
     "counted_windows": Counted,
+    "counted_manual": CountedManual,
     "buffered": Buffered,
     "buffered_windows": Buffered,
     "buffered_manual": BufferedManual,

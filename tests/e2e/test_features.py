@@ -259,14 +259,13 @@ def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -
     assert sorted(trained) == [(number, STEPS_PER_EPOCH, 2) for number in (0, 0, 1, 1)]
 
 
-@pytest.mark.parametrize("name, batch", [("counted", 0), ("counted_windows", 2)])
+@pytest.mark.parametrize("name, batch", [("counted", 7), ("counted_windows", 5)])
 def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> None:
     job = make_job(Feature(name, epochs=4), script=run_feature)
     for _ in range(3):
         job.start()
     job.wait_for_world(3)
     epoch = max(record["epoch"] for record in job.records("done")) + 1
-    # Only in the first accumulation window: a lost worker's share of earlier windows would be missing from the means.
     job.workers[1].arm(f"counted_{epoch}_{batch}")
     assert job.finish() == [0, -9, 0], job.report()
     assert job.records("restart")
@@ -275,6 +274,36 @@ def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> No
     assert len(found) == 2
     for metrics in found:
         assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["counted", "counted_windows", "counted_manual"])
+def test_values_of_lost_workers_count_once(name: str, make_job: MakeJob) -> None:
+    """In whichever phase of a step they are lost, in epochs that others join and leave."""
+    after = [] if name == "counted_manual" else ["reduced", "zero_grad"]
+    job = grown_and_killed(make_job, Feature(name, epochs=5), "forward", "backward", *after, "batch_end")
+    expected = {"count": NUM_ROWS, "metric": NUM_ROWS, "held": NUM_ROWS, "mean_id": (NUM_ROWS - 1) / 2}
+    found = job.records("metrics")
+    assert {record["epoch"] for record in found} >= {0, 1, 2, 3}
+    for record in found:
+        if record["metrics"]:  # else no epoch has ended yet
+            assert {key: record["metrics"][key] for key in expected} == pytest.approx(expected), record
+
+
+def test_a_list_that_a_lost_worker_has_grown_is_named_and_all_other_values_are_kept(make_job: MakeJob) -> None:
+    alone = one_device_alone(make_job, epochs=3)
+    job = make_job(Feature("one_device"), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    job.wait_for_world(2)
+    job.workers[1].arm("backward")
+    assert job.finish() == [0, -9], job.report()
+    [marked] = job.events("values")
+    assert marked.data["names"] == ["all_ids"]
+    expected = {record["epoch"]: record["metrics"] for record in alone.records("metrics")}
+    for record in job.records("metrics"):
+        wanted = {**expected[record["epoch"]], "num_ids": record["metrics"]["num_ids"]}
+        assert record["metrics"] == pytest.approx(wanted, rel=1e-5), record
 
 
 @pytest.mark.parametrize("name", ["buffered", "buffered_windows", "buffered_manual"])

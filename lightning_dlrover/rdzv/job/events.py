@@ -308,6 +308,17 @@ class StateRolledBack(Event):
 
 
 @dataclass(frozen=True)
+class ValuesLost(Event):
+    """Values of a training epoch lack what lost workers had added to them."""
+
+    KIND = "values"
+    round: int
+    epoch: int
+    workers: list[str]
+    names: list[str]  # torchmetrics objects, by their paths in the module; none: all values of the workers' last batch
+
+
+@dataclass(frozen=True)
 class FitFinished(Event):
     KIND = "finished"
     global_step: int
