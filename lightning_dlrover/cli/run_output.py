@@ -11,6 +11,7 @@ from lightning_dlrover.rdzv.job.events import (
     FitResumed,
     HangFound,
     MemoryShort,
+    ReplicaDrifted,
     RoundFormed,
     RowsSkipped,
     SequenceOpened,
@@ -41,6 +42,7 @@ SHOWN = {
         SequenceOpened,
         RowsSkipped,
         ValuesLost,
+        ReplicaDrifted,
     )
 }
 """Kinds of events that `dlrover run` prints."""

@@ -12,6 +12,7 @@ import pytest
 from feature_jobs import (
     BATCH_SIZE,
     NUM_ROWS,
+    Drifting,
     Feature,
     Means,
     SeveralLoaders,
@@ -304,6 +305,31 @@ def test_a_list_that_a_lost_worker_has_grown_is_named_and_all_other_values_are_k
     for record in job.records("metrics"):
         wanted = {**expected[record["epoch"]], "num_ids": record["metrics"]["num_ids"]}
         assert record["metrics"] == pytest.approx(wanted, rel=1e-5), record
+
+
+def test_tensors_that_drift_are_found_within_100_steps_and_repaired(make_job: MakeJob) -> None:
+    job = make_job(Feature("drifting", epochs=29, step_s=0.0), script=run_feature, min_workers=2)
+    job.start()
+    job.start()
+    assert job.finish() == [0, 0], job.report()
+    found = [event.data for event in job.events("drift")]
+    assert all(event["repaired"] and event["rank"] == 1 for event in found)
+    expected = {"parameter net.0.weight": 1, "buffer constant": 2, "exp_avg_sq of optimizer 0 for parameter net.0.weight": 3}
+    for name, number in expected.items():
+        steps = [event["batch"] - number * Drifting.APART for event in found if event["name"] == name]
+        assert any(0 < step <= 100 for step in steps), found
+    assert "buffer own" not in {event["name"] for event in found}
+
+
+def test_an_embedding_with_max_norm_is_named_at_the_start_and_ends_its_job(make_job: MakeJob) -> None:
+    job = make_job(Feature("max_norm", epochs=20, step_s=0.0), script=run_feature, min_workers=2)
+    job.start()
+    job.start()
+    assert job.finish() == [1, 1], job.report()
+    for worker in job.workers:
+        assert "the embeddings words have max_norm" in worker.output
+        assert "the workers' models drift apart: parameter words.weight on rank 1 differs from rank 0's" in worker.output
+    assert job.step <= 100
 
 
 @pytest.mark.parametrize("name", ["buffered", "buffered_windows", "buffered_manual"])

@@ -319,6 +319,17 @@ class ValuesLost(Event):
 
 
 @dataclass(frozen=True)
+class ReplicaDrifted(Event):
+    """A tensor that should be equal on all workers was not."""
+
+    KIND = "drift"
+    batch: int  # global batches before the vote that found it
+    name: str
+    rank: int  # worker with the largest difference to rank 0
+    repaired: bool
+
+
+@dataclass(frozen=True)
 class FitFinished(Event):
     KIND = "finished"
     global_step: int

@@ -22,6 +22,7 @@ from lightning_dlrover.rdzv.job.events import (
     NodesHeldUp,
     OutcomeJudged,
     RecordIgnored,
+    ReplicaDrifted,
     RoundFormed,
     RowsSkipped,
     SequenceOpened,
@@ -109,6 +110,7 @@ LINES: dict[str, Event] = {
     '"resume" {"global_step":40}': FitResumed(40),
     '"rollback" {"round":3,"batch":38,"batches":2}': StateRolledBack(3, 38, 2),
     '"values" {"round":3,"epoch":1,"workers":["b"],"names":["all_ids"]}': ValuesLost(3, 1, ["b"], ["all_ids"]),
+    '"drift" {"batch":70,"name":"parameter a","rank":1,"repaired":true}': ReplicaDrifted(70, "parameter a", 1, True),
     '"finished" {"global_step":100}': FitFinished(100),
     '"stream" {' + STREAM + "}": OPENED,
     '"sequence" {"fit":1,"number":0,"dataset":"Numbers","is_stateful":true,"max_catch_up_s":60.0}': (
