@@ -35,6 +35,7 @@ from lightning_dlrover.checks.script import (
     check_optimizers,
     check_precision_of_tables,
     explain_single_sample,
+    warn_of_max_norm,
 )
 from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.live import listed_names
@@ -109,6 +110,8 @@ class DLRoverStrategy(EitherStrategy):
         max_share: largest number of samples that a worker computes in one forward and backward pass; a larger share is computed
             in parts, which needs automatic optimization. None: a share is computed in parts once memory has run out.
             "whole": never, as for a loss that compares the samples of a share with each other. Live jobs only.
+        on_drift: consequence if weights, buffers or optimizer states differ between workers that made the same updates. "end"
+            ends the job with the tensor's name, "repair" copies rank 0's values, "ignore" compares nothing. Live jobs only.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
     """
 
@@ -126,11 +129,12 @@ class DLRoverStrategy(EitherStrategy):
         rerun_epoch_hooks: bool = True,
         max_catch_up_s: float = 60.0,
         max_share: int | Literal["whole"] | None = None,
+        on_drift: Literal["end", "repair", "ignore"] = "end",
         **ddp_kwargs: Any,
     ) -> None:
         limits = global_batch_size, check_interval_s, timeout
         switches = compare_data, rerun_epoch_hooks
-        check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share)
+        check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share, on_drift)
         listed_names.check(self._package)
         self._job: PlaceInJob | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
@@ -150,6 +154,7 @@ class DLRoverStrategy(EitherStrategy):
         self.compares_data = compare_data
         self.reruns_epoch_hooks = rerun_epoch_hooks
         self.max_share = max_share
+        self.on_drift = on_drift
         self._loaders = UsersLoaders(global_batch_size, max_catch_up_s, compare_data)
         self.collectives = Collectives(self._job)
         self._tables_settings = TablesSettings(sharding_constraints, sharders, snapshots or SnapshotConfig())
@@ -254,6 +259,8 @@ class DLRoverStrategy(EitherStrategy):
             check_optimizers(self.optimizers)
             check_hook_state(comm_hook_state(self))
             check_graphs(self.lightning_module)
+            if self.live.world.config.max_workers > 1:
+                warn_of_max_norm(self.lightning_module)
         self.replica.note_optimizers()
 
     def _setup_alone(self, trainer: L.Trainer) -> None:
@@ -447,11 +454,13 @@ class DLRoverStrategy(EitherStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if not self._lightning_trainer.lightning_module.automatic_optimization:
             live.collectives.check_gradients()  # manual optimization computed them before this call
+            live.steps.values_arrive()
         live.steps.before_optimizer_step(optimizer, closure)
 
         def checked() -> Any:
             result = closure()
             live.collectives.check_gradients()
+            live.steps.values_arrive()
             live.steps.drop_update_without_loss()
             return result
 

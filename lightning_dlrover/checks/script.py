@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -27,7 +28,10 @@ __all__ = [
     "monitoring",
     "rates",
     "rates_digest",
+    "warn_of_max_norm",
 ]
+
+log = logging.getLogger(__name__)
 
 
 class UnsupportedScriptError(Exception):
@@ -79,6 +83,18 @@ def check_graphs(module: torch.nn.Module) -> None:
                 "number of samples, and each worker's share changes with the workers. Use torch.compile(module, "
                 'mode="reduce-overhead") instead, which records a graph for each number'
             )
+
+
+def warn_of_max_norm(module: torch.nn.Module) -> None:
+    """Name embeddings that drift apart as soon as there are several workers."""
+    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+    if found := [name for name, part in module.named_modules() if isinstance(part, kinds) and part.max_norm is not None]:
+        log.warning(
+            "the embeddings %s have max_norm, which rescales rows in the forward pass, on those workers only that read them: "
+            "the workers' models drift apart. Leave max_norm out and rescale all rows in on_train_batch_end, or let "
+            "DLRoverStrategy(on_drift='repair') copy rank 0's weights from time to time",
+            ", ".join(found),
+        )
 
 
 def check_capture() -> None:

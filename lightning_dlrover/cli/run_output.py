@@ -11,12 +11,14 @@ from lightning_dlrover.rdzv.job.events import (
     FitResumed,
     HangFound,
     MemoryShort,
+    ReplicaDrifted,
     RoundFormed,
     RowsSkipped,
     SequenceOpened,
     SizeRequested,
     StragglerFound,
     StreamOpened,
+    ValuesLost,
     WorkerLost,
 )
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
@@ -39,6 +41,8 @@ SHOWN = {
         StreamOpened,
         SequenceOpened,
         RowsSkipped,
+        ValuesLost,
+        ReplicaDrifted,
     )
 }
 """Kinds of events that `dlrover run` prints."""

@@ -54,6 +54,7 @@ def _status_text(status: dict[str, Any]) -> str:
         f"rate: {rate:.0f} samples/s, global batch {status['global_batch_size']}" if rate else "rate: not measured yet"
     )
     lines += [f"reads {text}" for text in status["streams"]]
+    lines += status["values_lost"]
     plan = status["plan"]
     if plan:
         binding = "" if plan["binding"] else " (a recommendation)"

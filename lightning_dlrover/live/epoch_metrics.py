@@ -34,17 +34,22 @@ __all__ = [
     "adopt",
     "entry_of",
     "ignore_advice_to_reduce",
+    "metric_parts",
     "partial_values",
     "reset_metrics",
     "restore_partial",
     "set_computed",
     "value_of",
+    "with_own_states",
 ]
 
 log = logging.getLogger(__name__)
 
 Partial = dict[str, Any]
-"""One worker's part of an epoch's values, as plain data: `logged` by key, `states` of torchmetrics objects by module path."""
+"""One worker's part of an epoch's values, as plain data: `logged` by key, `states` of torchmetrics objects by module path.
+
+`left_out` has the paths of objects whose states are too large. `described` may have the entries of `logged`, see `adopt`.
+"""
 
 LARGE_BYTES = 1 << 20
 """Bytes above which only workers that are about to leave send a metric's state, such as all predictions so far."""
@@ -67,14 +72,16 @@ def partial_values(results: Mapping[str, Any], module: nn.Module, with_large: bo
         for key, metric in results.items()
         if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
     }
-    states = {}
+    states, left_out = {}, []
     for path, metric in _metrics_of(module):
         if not metric._defaults or not metric._update_count:
             continue
         values = {name: getattr(metric, name) for name in metric._defaults}
         if with_large or _num_bytes(values) <= LARGE_BYTES:
             states[path] = (metric._update_count, values)
-    return {"logged": logged, "states": states}
+        else:
+            left_out.append(path)
+    return {"logged": logged, "states": states, "left_out": left_out}
 
 
 def add_partial(results: Mapping[str, Any], module: nn.Module, other: Partial) -> None:
@@ -132,14 +139,22 @@ def reset_metrics(module: nn.Module) -> None:
             metric.reset()
 
 
-def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Metric]]:
-    parts = dict(module.named_modules())
-    for part in parts.values():
+def metric_parts(module: nn.Module) -> list[tuple[str, Metric | MetricCollection]]:
+    """Return all torchmetrics objects and collections of them in a module, by path."""
+    parts = module.named_modules()
+    return [(path, p) for path, p in parts if isinstance(p, Metric | MetricCollection) and not lightning_names.is_result(p)]
+
+
+def with_own_states(parts: Sequence[tuple[str, Metric | MetricCollection]]) -> Iterator[tuple[str, Metric]]:
+    """Return the objects alone, each with a state of its own."""
+    for _, part in parts:
         if isinstance(part, MetricCollection):
             list(part.values())  # members of one compute group share the state of the first; each gets its own copy
-    for path, part in parts.items():
-        if isinstance(part, Metric) and not lightning_names.is_result(part):
-            yield path, part
+    yield from ((path, part) for path, part in parts if isinstance(part, Metric))
+
+
+def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Metric]]:
+    return with_own_states(metric_parts(module))
 
 
 def _num_bytes(states: Mapping[str, Any]) -> int:
@@ -197,11 +212,15 @@ class EpochMetrics:
 
     Args:
         is_between_dataloaders: returns whether a validation goes on to its next dataloader.
+        logged_are_computed: called once the logged values of a training epoch are computed.
     """
 
-    def __init__(self, fit: FitContext, is_between_dataloaders: Callable[[], bool]) -> None:
+    def __init__(
+        self, fit: FitContext, is_between_dataloaders: Callable[[], bool], logged_are_computed: Callable[[], None]
+    ) -> None:
         self._fit = fit
         self._is_between_dataloaders = is_between_dataloaders
+        self._logged_are_computed = logged_are_computed
 
     def attach(self) -> None:
         """Wrap the points at which Lightning computes an epoch's values."""
@@ -272,14 +291,18 @@ class EpochMetrics:
         if results is None or self._fit.position.size == 1:
             return
         names = self._monitored()
-        mine = {
-            "logged": {key: entry_of(metric) for key, metric in results.items() if _is_due(metric)},
-            "monitored": {n: v for n, v in self._values.items() if n in names and isinstance(v, Tensor) and v.numel() == 1},
-            "weight": self._fit.loaders.sample_weight,
-        }
-        parts: list[dict[str, Any]] = self._fit.collectives.exchange(
-            "the exchange of logged values", lambda: transfer.all_gather(mine)
-        )
+
+        def exchange() -> list[dict[str, Any]]:  # again after a loss, with what this worker may have inherited
+            mine = {
+                "logged": {key: entry_of(metric) for key, metric in results.items() if _is_due(metric)},
+                "monitored": {n: v for n, v in self._values.items() if n in names and isinstance(v, Tensor) and v.numel() == 1},
+                "weight": self._fit.loaders.sample_weight,
+            }
+            return transfer.all_gather(mine)
+
+        parts = self._fit.collectives.exchange("the exchange of logged values", exchange)
+        if results is lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop):
+            self._logged_are_computed()
         entries: dict[str, list[dict[str, Any]]] = {}
         for part in parts:
             for key, entry in part["logged"].items():

@@ -205,6 +205,11 @@ class Parts:
     def backward_begins(self) -> None:
         self._is_in_backward = True
 
+    @property
+    def is_synced(self) -> bool:
+        """Whether the current backward pass of an automatic step reduces gradients."""
+        return self._is_synced and self._is_last
+
     @contextmanager
     def _logging_one_share(self) -> Iterator[None]:
         """Make each value that a step logs that of the whole share, and reduce it once."""

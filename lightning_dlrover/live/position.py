@@ -26,6 +26,7 @@ class Position:
     has_unused: bool = False  # parameters without a gradient were found, so DDP has to search for them
     stopped_at: str = ""  # newest place at which all workers wanted to stop, see `Votes.agree_on_stop`
     fit: int = 1  # number of this `fit` in the script
+    values: tuple[int, ...] = (0, 0, 0, 0)  # version of the kept epoch values, see `kept_values.Version`
 
     def encode(self) -> bytes:
         return to_json(self)
@@ -97,11 +98,12 @@ class FitPosition:
         """Whether collectives belong to a batch that would be repeated as a whole."""
         return self.in_step or self.is_redoing
 
-    def published(self, in_window: bool, tables: int, has_unused: bool) -> Position:
+    def published(self, in_window: bool, tables: int, has_unused: bool, values: tuple[int, ...]) -> Position:
         """Return the position for the other workers.
 
         Args:
             in_window: whether gradients of earlier batches wait for an optimizer step.
+            values: version of the kept epoch values.
         """
         return Position(
             self.updates,
@@ -114,6 +116,7 @@ class FitPosition:
             has_unused,
             self.stopped_at,
             self.fit,
+            values,
         )
 
     def describe(self) -> str:

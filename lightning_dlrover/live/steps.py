@@ -20,6 +20,7 @@ from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.buffers import BufferCopies
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.kept_values import KeptValues
 from lightning_dlrover.live.parts import Parts
 from lightning_dlrover.live.redo import Before, Counts, Frozen, call_restart_hooks, metrics_of
 from lightning_dlrover.live.update import ManualWindow, Update, apply, capture
@@ -34,9 +35,10 @@ __all__ = ["TrainingSteps"]
 class TrainingSteps:
     """One worker's training steps, and the records with which it repeats the current one."""
 
-    def __init__(self, fit: FitContext, metrics: EpochMetrics) -> None:
+    def __init__(self, fit: FitContext, metrics: EpochMetrics, kept: KeptValues) -> None:
         self._fit = fit
         self._metrics = metrics
+        self._kept = kept
         self.parts = Parts(fit, self._is_logged_for)
         self.backwards = BackwardCheck()
         self.window = ManualWindow(fit.trainer)
@@ -112,7 +114,9 @@ class TrainingSteps:
         if closes_window:
             self._max_backwards = max(self._max_backwards, self._num_backwards)
             self._fit.position.updates += 1
+            self._kept.counts()
             self._before = None
+            self.inherit_values()
         self._metrics.agree_on_step()
         return result
 
@@ -146,8 +150,7 @@ class TrainingSteps:
         """Take back what the batch under computation has changed. Return the arguments of its step."""
         if (self._epoch_loop.batch_progress.current.ready - 1) % self._fit.trainer.accumulate_grad_batches:
             return self._redo_window(inside=True)  # its gradients are added to those of earlier batches
-        if self._before is not None:
-            self._before.restore()
+        self._take_back()
         kwargs = self._fit.loaders.refetched(1)[0]  # the step may have changed the batch in place
         self._is_logged_for(kwargs)
         return kwargs
@@ -181,8 +184,7 @@ class TrainingSteps:
             counts.restore(before)
             self.window.restore()
             call_restart_hooks(self._fit.trainer, self._epoch_loop.batch_progress.current.ready - 1)
-            if self._before is not None:
-                self._before.restore()
+            self._take_back()
             kwargs = self._fit.loaders.refetched(1)[0]
             self._is_logged_for(kwargs)
         self._fit.position.in_step = False
@@ -193,6 +195,9 @@ class TrainingSteps:
             self.window.is_open = self._manual_steps == 0 and progress.total.completed > 0
         self._undo = self._before = self._frozen = None
         self.window.forget()
+        self.inherit_values()
+        if not skip:  # else all have met meanwhile
+            self._send_values()
         self._metrics.agree_on_step()
         return result
 
@@ -237,6 +242,25 @@ class TrainingSteps:
     def backward_begins(self) -> None:
         self._num_backwards += self.parts.is_first
         self.parts.backward_begins()
+        if self.parts.is_synced and self._fit.trainer.lightning_module.automatic_optimization:
+            self._kept.begin(self._fit.position.updates + 1)
+
+    def values_arrive(self) -> None:
+        """Wait for the values that the others have sent, before the weights change."""
+        self._kept.finish()
+        if not self._fit.trainer.lightning_module.automatic_optimization:
+            self._kept.counts()  # they are those of the batches before
+
+    def _send_values(self) -> None:
+        """Manual optimization: send this worker's values after a batch. With NCCL they arrive during the next one."""
+
+        def send() -> None:
+            self._kept.begin(self._fit.position.updates)
+            if not self._fit.world.is_asynchronous:
+                self.values_arrive()
+
+        if self._fit.collectives.attempt(send) is None:
+            self._fit.collectives.recover()
 
     # --- after a loss -------------------------------------------------------------------------------------------------------
 
@@ -282,8 +306,7 @@ class TrainingSteps:
         if not inside and (earlier == 0 or not is_automatic):
             self.window_is_stale = False
             return None
-        if self._before is not None:
-            self._before.restore()
+        self._take_back()
         optimizer = self._fit.trainer.optimizers[0]
         optimizer.zero_grad()
         steps = self._fit.loaders.refetched(earlier + inside)
@@ -300,6 +323,19 @@ class TrainingSteps:
         if inside:
             self._is_logged_for(steps[-1])
         return steps[-1] if inside else None
+
+    def inherit_values(self) -> None:
+        """Count a lost worker's values as this worker's own, unless the step in progress is about to be taken back."""
+        if self._before is None:
+            self._kept.merge()
+
+    def _take_back(self) -> None:
+        """Go back to the logged values, metrics and buffers from before the accumulation window."""
+        if self._before is None:
+            return
+        self._before.restore()
+        if self._kept.merge():
+            self._remember()
 
     def _remember(self) -> None:
         """Record logged values and buffers before an accumulation window, in case its batches are computed again."""

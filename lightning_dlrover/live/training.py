@@ -29,6 +29,7 @@ from lightning_dlrover.live.fits import Fits
 from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.job_windows import JobWindows
+from lightning_dlrover.live.kept_values import KeptValues
 from lightning_dlrover.live.lanes_ahead import LanesAhead
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
@@ -86,8 +87,9 @@ class LiveTraining:
         fit = FitContext(trainer, strategy, world, position, self.collectives, self.loaders)
         self.searches = Searches(fit)
         self.validation = Validation(fit)
-        self.metrics = EpochMetrics(fit, self.validation.is_between_dataloaders)
-        self.steps = TrainingSteps(fit, self.metrics)
+        self.kept = KeptValues(fit)
+        self.metrics = EpochMetrics(fit, self.validation.is_between_dataloaders, self.kept.logged_are_computed)
+        self.steps = TrainingSteps(fit, self.metrics, self.kept)
         self.votes = Votes(fit, self.pulse)
         self.fits = Fits(fit)
         self.leaving = Leaving(fit)
@@ -116,6 +118,7 @@ class LiveTraining:
         self.world.num_fits += 1
         self.position.fit = self.world.num_fits
         self.steps.begin_fit()
+        self.kept.begin_fit()
         self.votes.begin_fit()
 
     def set_up_data(self, set_up: Callable[[], None]) -> None:
@@ -240,6 +243,8 @@ class LiveTraining:
         said = self.collectives.gathered(((round_.number, round_.kind, round_.members), values))
         # Some workers may already see a newer round than the one voted for. All decide by the union of the rounds they see.
         seen, parts = [each for each, _ in said], [part for _, part in said]
+        if self.tables.elastic is None:
+            self.kept.exchanged(former, parts)
         if any((its_number, kind) == (number, "stop") for its_number, kind, _ in seen):  # the state in memory would be lost
             if self.tables.elastic is None:
                 self._successors.keep(parts)
@@ -265,7 +270,7 @@ class LiveTraining:
             if self.tables.elastic is not None:
                 self.tables.elastic.hand_over(left_out.round)
             self.leaving.leave(left_out)
-        if formation.rank == 0:
+        if formation.rank == 0 and self.tables.elastic is not None:
             self._state.add_partials([part for w, part in by_worker.items() if w not in formation.round.members])
         self._settle(formation, published)
 
@@ -375,7 +380,7 @@ class LiveTraining:
             if (settled := self.collectives.attempt(self._settle, formation, published)) is not None:
                 self.tables.raise_if_rolled_back()
                 return settled[0]
-            published = replace(published, tables=self.tables.whole_in)
+            published = replace(published, tables=self.tables.whole_in, values=self.kept.version)
 
     def _recover_formation(self, hello: bytes) -> Formation:
         try:
@@ -387,7 +392,8 @@ class LiveTraining:
 
     @property
     def _published(self) -> Position:
-        return self.position.published(self.steps.is_in_window, self.tables.whole_in, self._strategy.replica.unused.found)
+        in_window, has_unused = self.steps.is_in_window, self._strategy.replica.unused.found
+        return self.position.published(in_window, self.tables.whole_in, has_unused, self.kept.version)
 
     def _settle(self, formation: Formation, own: Position | None) -> bool:
         """Bring all workers of a new round to a common state. Return whether this worker took over a missed update."""
@@ -420,6 +426,8 @@ class LiveTraining:
             self._hand_over_update(formation, source, worker, standing)
         if len(standing) > 1:
             self.collectives.share_results(formation, standing)
+        self.kept.settle(formation, standing)
+        self.steps.inherit_values()
         is_validating = any(p.validation for p in standing.values())
         if is_validating:
             self.validation.settle()

@@ -1,4 +1,4 @@
-"""Agree with the other workers between steps: on stopping, on saving a checkpoint, that learning rates and rows are alike.
+"""Agree with the other workers between steps: on stopping, on saving, that learning rates, rows and weights are alike.
 
 Each vote on the round carries numbers. A worker receives the minimum of each over all workers one vote later.
 """
@@ -9,6 +9,7 @@ import logging
 
 from lightning_dlrover.checks.script import different_rates, rates, rates_digest
 from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live.drift import DriftCheck
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.position import Position
 from lightning_dlrover.live.sequences import digest, refuse_different_rows
@@ -26,11 +27,13 @@ class Votes:
     def __init__(self, fit: FitContext, pulse: Pulse) -> None:
         self._fit = fit
         self._pulse = pulse
+        self._drift = DriftCheck(fit)
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
         self._fit_of_vote = 0  # `fit` of the script at the newest vote's beginning
         self.saved_request = 0  # newest request for a checkpoint that was carried out
 
     def begin_fit(self) -> None:
+        self._drift.begin_fit()
         self._wants_stop = False
         self._fit.position.stopped_at = ""
 
@@ -41,7 +44,7 @@ class Votes:
         self._fit_of_vote = position.fit
         said = self._pulse.say(formation.round.number, position.rank, position.size)
         tables = self._fit.strategy.elastic_tables
-        alike = rates_digest(self._fit.trainer.optimizers) ^ digest(self._fit.loaders.all)
+        alike = rates_digest(self._fit.trainer.optimizers) ^ digest(self._fit.loaders.all) ^ self._drift.ballot()
         request = self._fit.world.membership.shared.checkpoint_request()
         return [*(tables.wishes() if tables is not None else []), -int(self._wants_stop), alike, -alike, request, *said]
 
@@ -49,7 +52,7 @@ class Votes:
         """Carry out the result of a vote, if there is one. Return whether a checkpoint was requested.
 
         Raises:
-            UnsupportedScriptError: the workers' learning rates differ.
+            UnsupportedScriptError: the workers' learning rates differ, or their weights.
             MembershipError: they have read different rows of an `IterableDataset`.
         """
         wishes, num_said = self._fit.world.wishes, NUM_SAID * self._fit.position.size
@@ -60,6 +63,7 @@ class Votes:
         if wishes[-num_said - 3] != -wishes[-num_said - 2]:
             self._refuse_different_rates()
             refuse_different_rows(self._fit.loaders.all)
+            self._drift.examine()
         if wishes[-num_said - 4] and self._fit_of_vote == self._fit.position.fit:  # else the vote began in an earlier fit
             self._wants_stop, self._fit.trainer.should_stop = False, True
         self._pulse.hear(wishes[-num_said:], step_time_s)

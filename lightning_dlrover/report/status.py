@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
-from lightning_dlrover.rdzv.job.events import StreamOpened
+from lightning_dlrover.rdzv.job.events import StreamOpened, ValuesLost, events_of
 from lightning_dlrover.rdzv.job.journal import read, readable_folder
 from lightning_dlrover.rdzv.job.pool_records import POOLS_FOLDER
 from lightning_dlrover.rdzv.job.records import (
@@ -70,6 +70,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 JOB_FILE = "job.json"
+
+MAX_VALUES_LOST = 3
+"""Maximum number of epochs' values to name that lack what lost workers had added."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +393,7 @@ def show_status(
             *([_show_stream(each, events) for each in streams.streams] if (streams := read_streams(events)) else []),
             *map(described_sequence, read_sequences(events)),
         ],
+        "values_lost": [record.text for record, _ in events_of(events, ValuesLost)][-MAX_VALUES_LOST:],
         "plan": _show_plan(plan) if plan else None,
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,

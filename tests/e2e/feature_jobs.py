@@ -487,6 +487,56 @@ class Counted(ToyModel):
         self.recorder.write("metrics", epoch=self.trainer.current_epoch - 1, metrics=metrics)
 
 
+class CountedManual(Counted):
+    """Counts in manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+class Drifting(ToyModel):
+    """Changes a tensor on one worker alone: one of each kind, `APART` steps after the other."""
+
+    APART = 110
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.register_buffer("constant", torch.ones(5))
+        self.register_buffer("own", torch.zeros(3))  # each worker writes its own, as in BatchNorm
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.own += batch[0].mean()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        number, rest = divmod(self.trainer.global_step, self.APART)
+        if rest or self.trainer.global_rank != 1 or not 0 < number <= 3:
+            return
+        weight: Any = self.net[0].weight
+        state = self.trainer.optimizers[0].state[weight]
+        tensor: Any = (weight.data, self.constant, state["exp_avg_sq"])[number - 1]
+        tensor.view(-1)[-1] += tensor.abs().max()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+class MaxNorm(ToyModel):
+    """Looks rows up that are rescaled where they are read."""
+
+    def __init__(self, recorder: Recorder, step_s: float = 0.0) -> None:
+        super().__init__(recorder, step_s)
+        self.words = nn.Embedding(NUM_ROWS, 8, max_norm=1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0] + self.words(batch[2]), *batch[1:]), batch_idx)
+
+
 class Toggling(ToyModel):
     """Freezes one half while it trains the other, and steps once in three batches: typical of GANs and manual accumulation."""
 
@@ -683,6 +733,9 @@ MODELS: dict[str, type[ToyModel]] = {
     "dataloader_iter": Fetching,
     "counted": Counted,
     "counted_windows": Counted,
+    "drifting": Drifting,
+    "max_norm": MaxNorm,
+    "counted_manual": CountedManual,
     "buffered": Buffered,
     "buffered_windows": Buffered,
     "buffered_manual": BufferedManual,
@@ -709,6 +762,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         case "hook_state":
             state: Any = PowerSGDState(process_group=None)
             strategy = DLRoverStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
+        case "drifting":
+            strategy = DLRoverStrategy(check_interval_s=0.03, on_drift="repair", broadcast_buffers=False)
         case "toggling":
             strategy = DLRoverStrategy(check_interval_s=0.03, find_unused_parameters=True)
         case "clipping":

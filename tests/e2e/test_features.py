@@ -12,6 +12,7 @@ import pytest
 from feature_jobs import (
     BATCH_SIZE,
     NUM_ROWS,
+    Drifting,
     Feature,
     Means,
     SeveralLoaders,
@@ -316,14 +317,13 @@ def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -
     assert sorted(trained) == [(number, STEPS_PER_EPOCH, 2) for number in (0, 0, 1, 1)]
 
 
-@pytest.mark.parametrize("name, batch", [("counted", 0), ("counted_windows", 2)])
+@pytest.mark.parametrize("name, batch", [("counted", 7), ("counted_windows", 5)])
 def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> None:
     job = make_job(Feature(name, epochs=4), script=run_feature)
     for _ in range(3):
         job.start()
     job.wait_for_world(3)
     epoch = max(record["epoch"] for record in job.records("done")) + 1
-    # Only in the first accumulation window: a lost worker's share of earlier windows would be missing from the means.
     job.workers[1].arm(f"counted_{epoch}_{batch}")
     assert job.finish() == [0, -9, 0], job.report()
     assert job.records("restart")
@@ -332,6 +332,61 @@ def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> No
     assert len(found) == 2
     for metrics in found:
         assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["counted", "counted_windows", "counted_manual"])
+def test_values_of_lost_workers_count_once(name: str, make_job: MakeJob) -> None:
+    """In whichever phase of a step they are lost, in epochs that others join and leave."""
+    after = [] if name == "counted_manual" else ["reduced", "zero_grad"]
+    job = grown_and_killed(make_job, Feature(name, epochs=5), "forward", "backward", *after, "batch_end")
+    expected = {"count": NUM_ROWS, "metric": NUM_ROWS, "held": NUM_ROWS, "mean_id": (NUM_ROWS - 1) / 2}
+    found = job.records("metrics")
+    assert {record["epoch"] for record in found} >= {0, 1, 2, 3}
+    for record in found:
+        if record["metrics"]:  # else no epoch has ended yet
+            assert {key: record["metrics"][key] for key in expected} == pytest.approx(expected), record
+
+
+def test_a_list_that_a_lost_worker_has_grown_is_named_and_all_other_values_are_kept(make_job: MakeJob) -> None:
+    alone = one_device_alone(make_job, epochs=3)
+    job = make_job(Feature("one_device"), script=run_feature)
+    job.start()
+    job.wait_for_step(3)
+    job.start()
+    job.wait_for_world(2)
+    job.workers[1].arm("backward")
+    assert job.finish() == [0, -9], job.report()
+    [marked] = job.events("values")
+    assert marked.data["names"] == ["all_ids"]
+    expected = {record["epoch"]: record["metrics"] for record in alone.records("metrics")}
+    for record in job.records("metrics"):
+        wanted = {**expected[record["epoch"]], "num_ids": record["metrics"]["num_ids"]}
+        assert record["metrics"] == pytest.approx(wanted, rel=1e-5), record
+
+
+def test_tensors_that_drift_are_found_within_100_steps_and_repaired(make_job: MakeJob) -> None:
+    job = make_job(Feature("drifting", epochs=29, step_s=0.0), script=run_feature, min_workers=2)
+    job.start()
+    job.start()
+    assert job.finish() == [0, 0], job.report()
+    found = [event.data for event in job.events("drift")]
+    assert all(event["repaired"] and event["rank"] == 1 for event in found)
+    expected = {"parameter net.0.weight": 1, "buffer constant": 2, "exp_avg_sq of optimizer 0 for parameter net.0.weight": 3}
+    for name, number in expected.items():
+        steps = [event["batch"] - number * Drifting.APART for event in found if event["name"] == name]
+        assert any(0 < step <= 100 for step in steps), found
+    assert "buffer own" not in {event["name"] for event in found}
+
+
+def test_an_embedding_with_max_norm_is_named_at_the_start_and_ends_its_job(make_job: MakeJob) -> None:
+    job = make_job(Feature("max_norm", epochs=20, step_s=0.0), script=run_feature, min_workers=2)
+    job.start()
+    job.start()
+    assert job.finish() == [1, 1], job.report()
+    for worker in job.workers:
+        assert "the embeddings words have max_norm" in worker.output
+        assert "the workers' models drift apart: parameter words.weight on rank 1 differs from rank 0's" in worker.output
+    assert job.step <= 100
 
 
 @pytest.mark.parametrize("name", ["buffered", "buffered_windows", "buffered_manual"])

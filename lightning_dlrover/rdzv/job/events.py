@@ -320,6 +320,28 @@ class StateRolledBack(Event):
 
 
 @dataclass(frozen=True)
+class ValuesLost(Event):
+    """Values of a training epoch lack what lost workers had added to them."""
+
+    KIND = "values"
+    round: int
+    epoch: int
+    workers: list[str]
+    names: list[str]  # torchmetrics objects, by their paths in the module; none: all values of the workers' last batch
+
+
+@dataclass(frozen=True)
+class ReplicaDrifted(Event):
+    """A tensor that should be equal on all workers was not."""
+
+    KIND = "drift"
+    batch: int  # global batches before the vote that found it
+    name: str
+    rank: int  # worker with the largest difference to rank 0
+    repaired: bool
+
+
+@dataclass(frozen=True)
 class FitFinished(Event):
     KIND = "finished"
     global_step: int

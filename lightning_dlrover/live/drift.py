@@ -1,0 +1,316 @@
+"""Detect replicas that drift apart: weights, buffers and optimizer states that should be equal on all workers and are not.
+
+DDP keeps replicas equal as long as each of them changes by the same updates only. Whatever else changes one of them, such as
+`max_norm` of an embedding or noise that each worker draws, goes unnoticed. So each vote includes a checksum of a slice of all
+values. The slices of `PERIOD_STEPS` steps cover everything. Which slice is next follows from the number of the step alone.
+
+Only a checksum that differs costs more: the workers compare each tensor of the slice. Three differences are no drift:
+  - rounding, as between two kinds of processors;
+  - a buffer that all workers have changed: each writes its own, as in BatchNorm, and DDP sends rank 0's before a forward pass;
+  - a buffer that has differed since a worker joined, because no checkpoint holds it. It is set to rank 0's.
+Tensors that DDP ignores, or that are sharded, are never compared.
+
+A checksum is computed where the tensors are. From a GPU it is read with the next vote, when the host has waited for the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dlrover.checks.script import UnsupportedScriptError
+from lightning_dlrover.live.buffers import is_expanded
+from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.job.events import ReplicaDrifted
+
+__all__ = ["DriftCheck", "Item", "Slice", "checksum", "checksum_of_slice", "explain_drift", "slice_between"]
+
+log = logging.getLogger(__name__)
+
+PERIOD_STEPS = 64
+"""Steps in which each byte is part of one checksum."""
+
+MAX_DOUBLINGS = 6
+"""Doublings of `PERIOD_STEPS` in the longest pause after a difference by rounding."""
+
+TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+"""Maximum difference by rounding, in parts of a tensor's largest value. Values of all other types must be equal."""
+
+MASK = (1 << 56) - 1
+"""Bits of a number in a vote."""
+
+Slice = tuple[int, int]
+"""First byte and the byte after the last, of all items one after the other. The slice may go on at the beginning."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor that is to be equal on all workers.
+
+    Attributes:
+        start: its first byte among all items.
+    """
+
+    name: str
+    tensor: Tensor
+    start: int
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.name.startswith("buffer ")
+
+
+def num_bytes_of(items: Sequence[Item]) -> int:
+    return items[-1].start + items[-1].tensor.nbytes if items else 0
+
+
+def slice_between(former: int, place: int, num_bytes: int) -> Slice:
+    """Return the slice of the steps from `former` to `place`. It begins and ends between two numbers of 8 bytes."""
+    if place - former >= PERIOD_STEPS:
+        return 0, num_bytes
+    first, last = (num_bytes * (step % PERIOD_STEPS) // PERIOD_STEPS // 8 * 8 for step in (former, place))
+    return first, last if last > first or former == place else last + num_bytes
+
+
+def checksum(tensor: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+    """Return the sum of a tensor's bytes from `first` up to `last`, taken as integers, on its device.
+
+    Sums of integers depend neither on their order nor on the number of threads.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)[first:last]
+    whole = flat.numel() // 8 * 8
+    if flat.storage_offset() % 8:
+        return flat.sum(dtype=torch.int64)
+    total = flat[:whole].view(torch.int64).sum()
+    return total if whole == flat.numel() else total + flat[whole:].sum(dtype=torch.int64)
+
+
+def checksum_of_slice(items: Sequence[Item], slice_: Slice) -> Tensor | None:
+    """Return a checksum of all bytes of a slice, on the items' device; None if there are none."""
+    sums = []
+    num_bytes = num_bytes_of(items)
+    for first, last in ((slice_[0], min(slice_[1], num_bytes)), (0, slice_[1] - num_bytes)):
+        index = max(0, bisect_right(items, first, key=lambda item: item.start) - 1)
+        while index < len(items) and items[index].start < last:
+            item = items[index]
+            index += 1
+            begin, end = max(first - item.start, 0), min(last - item.start, item.tensor.nbytes)
+            if begin < end:
+                sums.append(checksum(item.tensor, begin, end))
+    if not sums:
+        return None
+    together = torch.stack(sums)
+    return (together * (2 * torch.arange(len(sums), device=together.device) + 1)).sum()  # two changes must not cancel out
+
+
+def explain_drift(name: str, difference: float, rank: int) -> str:
+    """Return the error for a tensor that differs between workers.
+
+    Args:
+        difference: largest one, in parts of the tensor's largest value.
+        rank: worker with that difference to rank 0.
+    """
+    by = f"by {100 * difference:.3g} % of its largest value" if math.isfinite(difference) else "by values that are not finite"
+    return (
+        f"the workers' models drift apart: {name} on rank {rank} differs from rank 0's {by}. All workers make the same "
+        "updates, so something else changes it on each worker by itself: max_norm of nn.Embedding, a value that forward or a "
+        "hook writes, noise that each worker draws. Change it alike on all workers, let DLRoverStrategy(on_drift='repair') "
+        "copy rank 0's values, or name tensors that are to differ in _ddp_params_and_buffers_to_ignore of the module"
+    )
+
+
+class DriftCheck:
+    """One worker's checksums in the votes, and what follows from them."""
+
+    def __init__(self, fit: FitContext) -> None:
+        self._fit = fit
+        self._round = 0  # everything below is equal on all its workers, except for values
+        self._items: list[Item] = []
+        self._period: int | None = None  # period in which the items were found
+        self._former = 0  # step of the vote before
+        self._late: tuple[Slice, Tensor] | None = None  # slice and checksum that the device may still compute
+        self._slice: Slice = (0, 0)  # of the checksum in the newest vote
+        self._first: dict[str, Tensor] = {}  # checksum of each buffer when the round began
+        self._own: set[str] = set()  # buffers that each worker writes by itself
+        self._rests: dict[str, tuple[int, int]] = {}  # pauses so far, and step before which a tensor is not compared; "": all
+
+    def begin_fit(self) -> None:
+        self.__init__(self._fit)  # type: ignore[misc]
+
+    def ballot(self) -> int:
+        """Return the number for a vote that begins. It is equal on workers with equal values."""
+        position, place = self._fit.position, self._fit.loaders.batch_number
+        if position.size == 1 or position.formation is None or self._fit.strategy.on_drift == "ignore":
+            return 0
+        if self._round != position.formation.round.number:
+            self.begin_fit()
+            self._round, self._former = position.formation.round.number, place - 1
+        former, self._former, self._slice = self._former, place, (0, 0)
+        if self._is_resting(""):
+            self._late = None
+            return 0
+        if self._period != place // PERIOD_STEPS:
+            self._period = place // PERIOD_STEPS
+            self._find_items()
+        now = slice_between(former, place, num_bytes_of(self._items))
+        found = checksum_of_slice(self._items, now)
+        if found is None:
+            return 0
+        if found.device.type == "cpu":
+            self._slice = now
+            return int(found) & MASK
+        late, self._late = self._late, (now, _on_host(found))
+        if late is None:
+            return 0
+        self._slice = late[0]
+        return int(late[1]) & MASK
+
+    def examine(self) -> None:
+        """Find what differs in the slice of a vote that was not unanimous. All workers call this together.
+
+        Raises:
+            UnsupportedScriptError: a tensor differs by more than rounding, and is not to be repaired.
+        """
+        if self._slice == (0, 0):
+            return
+        self._find_items()
+        there = self._items_in(self._slice)
+        layout = hashlib.sha256(repr([(item.name, item.tensor.shape, item.tensor.dtype) for item in there]).encode()).digest()
+        sums = [int(checksum(item.tensor)) for item in there]
+        changed = [item.is_buffer and int(self._first[item.name]) != found for item, found in zip(there, sums, strict=True)]
+        said = transfer.all_gather((layout, sums, changed))
+        self._period = None  # the items are found again, as those in use may be former ones
+        if len({each for each, _, _ in said}) > 1:
+            self._rest("")  # the workers have different tensors
+            return
+        differing = [i for i in range(len(there)) if len({of_rank[i] for _, of_rank, _ in said}) > 1]
+        num_changed = {i: sum(of_rank[i] for _, _, of_rank in said) for i in differing}
+        own = {i for i in differing if num_changed[i] == len(said)}
+        self._own |= {there[i].name for i in own}
+        suspects = [i for i in differing if i not in own]
+        if suspects:
+            as_ever = {there[i].name for i in suspects if there[i].is_buffer and not num_changed[i]}
+            self._judge([there[i] for i in suspects], as_ever)
+
+    def _judge(self, suspects: Sequence[Item], as_ever: Collection[str]) -> None:
+        """Act on tensors that differ.
+
+        Args:
+            as_ever: names of buffers that have differed since the round began.
+        """
+        theirs = [_of_rank_0(item.tensor) for item in suspects]
+        mine = [_difference(item.tensor, first) for item, first in zip(suspects, theirs, strict=True)]
+        by_rank: list[list[float]] = transfer.all_gather(mine)
+        for i, item in enumerate(suspects):
+            rank = max(range(len(by_rank)), key=lambda r: by_rank[r][i])
+            difference = by_rank[rank][i]
+            if difference <= TOLERANCES.get(item.tensor.dtype, 0.0):
+                self._rest(item.name)
+                continue
+            is_repaired = self._fit.strategy.on_drift == "repair" or item.name in as_ever
+            text = explain_drift(item.name, difference, rank)
+            if self._fit.position.rank == 0:
+                place = self._fit.loaders.batch_number
+                shown = f"{item.name} of rank {rank} had drifted, and was set to rank 0's" if is_repaired else text
+                log.warning("%s", shown)
+                self._fit.world.event(ReplicaDrifted(place, item.name, rank, is_repaired), shown)
+            if not is_repaired:
+                raise UnsupportedScriptError(text)
+            with torch.no_grad():
+                item.tensor.copy_(theirs[i])
+
+    def _rest(self, name: str) -> None:
+        """Leave a tensor out of the comparisons, for longer each time: rounding does not go away."""
+        number = self._rests.get(name, (0, 0))[0] + 1
+        self._rests[name] = number, self._fit.loaders.batch_number + PERIOD_STEPS * 2 ** min(number, MAX_DOUBLINGS)
+
+    def _is_resting(self, name: str) -> bool:
+        return self._fit.loaders.batch_number < self._rests.get(name, (0, 0))[1]
+
+    # --- what is compared ----------------------------------------------------------------------------------------------------
+
+    def _find_items(self) -> None:
+        strategy, trainer = self._fit.strategy, self._fit.trainer
+        module, device = trainer.lightning_module, strategy.root_device
+        left_out = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *strategy.sharded_names}
+        parameters = {name: each for name, each in module.named_parameters() if name not in left_out}
+        buffers = {f"buffer {name}": each for name, each in module.named_buffers() if name not in left_out}
+        found = {f"parameter {name}": each.data for name, each in parameters.items() if _is_plain(each)}
+        found |= {name: each for name, each in buffers.items() if name not in self._own and _is_plain(each)}
+        if strategy.tables is None:
+            names = {id(each): name for name, each in parameters.items()}
+            for number, optimizer in enumerate(trainer.optimizers):
+                for parameter in (each for group in optimizer.param_groups for each in group["params"] if id(each) in names):
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        # Counts of steps are tensors of one number, which are often on another device.
+                        if isinstance(value, Tensor) and value.numel() > 1 and _is_plain(value):
+                            found[f"{key} of optimizer {number} for parameter {names[id(parameter)]}"] = value
+        self._items, start = [], 0
+        for name, tensor in found.items():
+            if tensor.device != device or not tensor.numel() or self._is_resting(name):
+                continue
+            tensor = _in_order_of_memory(tensor)
+            self._items.append(Item(name, tensor, start))
+            start += -(-tensor.nbytes // 8) * 8
+            if self._items[-1].is_buffer and name not in self._first:
+                self._first[name] = checksum(tensor)
+
+    def _items_in(self, slice_: Slice) -> list[Item]:
+        """Return all items with a byte in a slice."""
+        num_bytes = num_bytes_of(self._items)
+        parts = ((slice_[0], slice_[1]), (0, slice_[1] - num_bytes))
+        return [
+            item
+            for item in self._items
+            if any(item.start < last and first < item.start + item.tensor.nbytes for first, last in parts)
+        ]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has values of its own in memory: not one that is sharded, quantized, sparse or still without a shape."""
+    is_dense = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+    return is_dense and not tensor.is_meta and not is_expanded(tensor) and _in_order_of_memory(tensor).is_contiguous()
+
+
+def _in_order_of_memory(tensor: Tensor) -> Tensor:
+    """Return a view whose last dimension is that of neighbours in memory, as for `channels_last`."""
+    if tensor.is_contiguous():
+        return tensor
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+
+
+def _on_host(number: Tensor) -> Tensor:
+    """Begin to copy a number from a device, without waiting for it."""
+    host = torch.empty((), dtype=number.dtype, pin_memory=True)
+    host.copy_(number, non_blocking=True)
+    return host
+
+
+def _of_rank_0(tensor: Tensor) -> Tensor:
+    values = tensor.detach().cpu().reshape(-1).view(torch.uint8).clone()
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    transfer.round_group().broadcast([values], options).wait()
+    return values.view(tensor.dtype).reshape(tensor.shape)
+
+
+def _difference(tensor: Tensor, first: Tensor) -> float:
+    """Return the largest difference in parts of rank 0's largest value; infinite if a value is not finite."""
+    mine, theirs = (each.detach().cpu().reshape(-1) for each in (tensor, first))
+    if torch.equal(mine, theirs):
+        return 0.0
+    if mine.is_complex():
+        mine, theirs = torch.view_as_real(mine), torch.view_as_real(theirs)
+    mine, theirs = mine.double(), theirs.double()
+    largest = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
+    return largest if math.isfinite(largest) else math.inf
