@@ -337,6 +337,8 @@ class KeptValues:
         Metrics that were reset since the parts were taken are left alone.
         """
         pending, self._pending = self._pending, []
+        if not pending:
+            return False
         results, module, trainer = self._results, self._fit.trainer.lightning_module, self._fit.trainer
         for part, counts in pending:
             for key in part["logged"]:
@@ -349,7 +351,7 @@ class KeptValues:
                 if path in now and now[path]._update_count >= counts.get(path, 0)
             }
             add_partial(results, module, {"logged": part["logged"], "states": states})
-        return bool(pending)
+        return True
 
     def _mark(self, formation: Formation, workers: list[str], names: Sequence[str]) -> None:
         epoch, number = self._fit.trainer.current_epoch, formation.round.number

@@ -21,7 +21,7 @@ STEPS = 8  # after the failure
 
 def settings_for(name: str) -> ToySettings:
     batch_size = 4 if name == "SingleSample" else 8
-    return ToySettings(num_rows=160, batch_size=batch_size, max_epochs=40, step_s=0.02)
+    return ToySettings(num_rows=160, batch_size=batch_size, max_epochs=15, step_s=0.1)
 
 
 def grow_and_go_back(job: Job) -> list[str]:
