@@ -3,10 +3,10 @@
     python benchmarks/overhead.py [--starts N] [--seconds S] [--steps 50ms] [--equal-malloc] [--quick]
     python benchmarks/overhead.py --device cuda [--backend NAME] [--workers N] ...
 
-Four jobs are alive at once: stock DDP (torchrun, c10d backend), the same again as a control, ours, and ours with
-`DLRoverCallback`. Each has two workers; on a GPU, which all jobs share, it has one. Steps of about 5 ms and of about 50 ms
-alternate, set by the number of samples. A live worker keeps the memory that it frees, which alone makes steps shorter. With
-`--equal-malloc` all jobs keep it.
+Five jobs are alive at once: stock DDP (torchrun, c10d backend), the same again as a control, ours, ours without its search for
+replicas that drift apart (`on_drift="ignore"`), and ours with `DLRoverCallback`. Each has two workers; on a GPU, which all
+jobs share, it has one. Steps of about 5 ms and of about 50 ms alternate, set by the number of samples. A live worker keeps the
+memory that it frees, which alone makes steps shorter. With `--equal-malloc` all jobs keep it.
 
 A machine's speed drifts by more than the differences that are measured here, so jobs are compared within a few seconds:
   - In each round every job takes one short turn, in random order. The jobs that wait are stopped by SIGSTOP, background threads
@@ -22,7 +22,9 @@ A machine's speed drifts by more than the differences that are measured here, so
 A median leaves out whatever does not happen in every step, such as votes. The ratio of means contains it, and more noise.
 CPU ms is the CPU time of one worker per step, `others` its part outside of the training thread. They are for whole turns, with
 the first steps, in which threads catch up with the time in which the job was stopped. Background work follows the wall clock,
-and a job's own turns are a quarter of that, so the share of background threads is an upper bound.
+and a job's own turns are a fifth of that, so the share of background threads is an upper bound.
+
+That search takes less than such a comparison can show. So its checksums are also timed by themselves, in this process.
 
 On a GPU each turn is timed as a whole, as the host makes steps ahead of the device: its median is its mean.
 
@@ -42,7 +44,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import numpy as np
 import psutil
@@ -61,7 +64,11 @@ from jobs import (
 )
 from training import NUM_FEATURES, Perceptron, wait_for_device
 
+from lightning_dlrover.live.drift import PERIOD_STEPS, DriftCheck
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+
+CHECK_INTERVAL_S = 0.1
+"""Approximate seconds between two votes, as by default."""
 
 NUM_WORKERS = {"cpu": 2, "cuda": 1}
 NUM_IGNORED_STEPS = 4
@@ -72,7 +79,7 @@ MAX_FOREIGN = 0.05
 
 NUM_BOOTSTRAPS = 4000
 STOCK, CONTROL = "stock", "control"
-OURS = ("strategy", "callback")
+OURS = ("strategy", "unchecked", "callback")
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,33 @@ def _busy_s() -> float:
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
 
 
+def drift_check_s(step_s: float, device: str) -> float:
+    """Return the seconds per step that a worker needs for its checksums of weights and optimizer states."""
+    torch.set_num_threads(1)
+    model = Perceptron(WIDTHS[device], NUM_LAYERS).to(device)
+    optimizer: Any = model.configure_optimizers()
+    model.net(torch.randn(BATCH_SIZE, NUM_FEATURES, device=device)).sum().backward()
+    optimizer.step()
+    root_device = next(model.parameters()).device
+    loaders = SimpleNamespace(batch_number=0)
+    fit: Any = SimpleNamespace(
+        strategy=SimpleNamespace(on_drift="end", sharded_names=set(), tables=None, root_device=root_device),
+        trainer=SimpleNamespace(lightning_module=model, optimizers=[optimizer]),
+        position=SimpleNamespace(size=2, formation=SimpleNamespace(round=SimpleNamespace(number=1))),
+        loaders=loaders,
+    )
+    check, every, took_s = DriftCheck(fit), max(1, round(CHECK_INTERVAL_S / step_s)), 0.0
+    num_votes = 20 * PERIOD_STEPS // every
+    for vote in range(10 + num_votes):
+        loaders.batch_number += every
+        wait_for_device(model)
+        began = time.perf_counter()
+        check.ballot()
+        wait_for_device(model)
+        took_s += time.perf_counter() - began if vote >= 10 else 0.0
+    return took_s / (num_votes * every)
+
+
 def repeats_for(step_s: float, device: str) -> int:
     """Number of computations on a step's batch that make it take about `step_s`."""
     torch.set_num_threads(1)
@@ -197,6 +231,7 @@ def contestants(
         STOCK: ["--strategy=ddp"],
         CONTROL: ["--strategy=ddp"],
         "strategy": ["--strategy=dlrover"],
+        "unchecked": ["--strategy=dlrover", "--on-drift=ignore"],
         "callback": ["--strategy=dlrover", "--profiled"],
     }
     with contextlib.ExitStack() as stack:
@@ -316,7 +351,11 @@ def main() -> int:
     ratios: dict[str, float | int] = {}
     for label in loads:
         ratios |= report(label, [rounds[label] for rounds in starts])
-    names = (f"{name}_{label}" for name in (*OURS, CONTROL) for label in loads)
+    for label, load in loads.items():
+        check_s = drift_check_s(load.step_s, options.device)
+        print(f"{label} steps: checksums take {1e6 * check_s:.1f} us, {100 * check_s / load.step_s:.3f} % of a step")
+        ratios[f"drift_check_{label}"] = check_s / load.step_s
+    names = (f"{name}_{label}" for name in (*OURS, CONTROL, "drift_check") for label in loads)
     print(result_line({name: ratios[name] for name in names}))
     return 0
 

@@ -43,6 +43,7 @@ class Options:
     device: str
     backend: str  # of process groups; empty: the strategy's choice for the device
     profiled: bool  # add DLRoverCallback
+    on_drift: str
     plan_every_s: float
     records: Path
     width: int
@@ -64,6 +65,7 @@ class Options:
         parser.add_argument("--strategy", choices=("dlrover", "ddp"), required=True)
         add_device_options(parser)
         parser.add_argument("--profiled", action="store_true")
+        parser.add_argument("--on-drift", default="end")
         parser.add_argument("--plan-every-s", type=float, default=10.0)
         parser.add_argument("--records", type=Path, required=True)
         parser.add_argument("--width", type=int, default=64)
@@ -278,11 +280,14 @@ def main() -> None:
     if options.gate:
         callbacks.append(Gate(options.gate))
     backend = options.backend or None
+    strategy: DDPStrategy = DDPStrategy(process_group_backend=backend)
+    if is_live:
+        strategy = DLRoverStrategy(process_group_backend=backend, on_drift=options.on_drift)  # type: ignore[arg-type]
     trainer = L.Trainer(
         accelerator="gpu" if options.device == "cuda" else "cpu",
         devices=1 if is_live else int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=1 if is_live else int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=(DLRoverStrategy if is_live else DDPStrategy)(process_group_backend=backend),
+        strategy=strategy,
         callbacks=callbacks,
         max_steps=options.max_steps,
         max_epochs=-1,

@@ -8,6 +8,9 @@ weights change: there the message follows each batch, and arrives during the nex
 After a loss the survivors compare their newest `Table`, by what they publish on entering the round. The first worker in rank
 order inherits the lost workers' parts. Parts are named, and a worker adds each of them once, however often a round breaks.
 
+While no worker has such values, nothing is sent: each vote asks for them. The first values of all, of 0.1 s at most, are then
+lost with their worker. A fit, and each round, begins with messages.
+
 A message has a fixed number of bytes and follows the sender's `Layout`, so that it costs one small collective. Workers exchange
 layouts only if these differ. States of torchmetrics objects that grow or are large are left out; see `ValuesLost`.
 """
@@ -174,6 +177,7 @@ class KeptValues:
 
     def __init__(self, fit: FitContext) -> None:
         self._fit = fit
+        self.are_needed = True  # whether any worker has values
         self._table: Table | _Message = Table()  # of the newest update that counts
         self._begun: _Message | None = None
         self._arrived: _Message | None = None  # of the update that is being made
@@ -203,7 +207,7 @@ class KeptValues:
 
     def begin(self, updates: int) -> None:
         """Send this worker's part, as it is after `updates` updates. All workers call this at the same place of a step."""
-        if self._is_on:
+        if self._is_on and self.are_needed:
             self._begun = self._sent(updates)
 
     def finish(self) -> None:
@@ -228,8 +232,12 @@ class KeptValues:
 
     def counts(self) -> None:
         """Note that the update of the newest message counts."""
+        formation = self._fit.position.formation
         if self._arrived is not None:
             self._table, self._arrived = self._arrived, None
+        elif not self.are_needed and formation is not None:
+            version = self._fit.position.updates, 0, formation.round.number, 0
+            self._table = Table(version, {worker: [] for worker in formation.round.members})
 
     def _sent(self, updates: int) -> _Message:
         formation = self._fit.position.formation
@@ -268,6 +276,13 @@ class KeptValues:
         device = self._fit.strategy.root_device
         return row_bytes(self._layout, self._digest, [metric for _, metric in logged], metrics, device)
 
+    @property
+    def has_values(self) -> bool:
+        """Whether this worker has values that others have to keep."""
+        if any(metric.is_tensor and metric.meta.on_epoch for metric in self._results.values()):
+            return True
+        return any(metric._update_count for _, metric in self._with_states())
+
     # --- when the epoch ends -------------------------------------------------------------------------------------------------
 
     def logged_are_computed(self) -> None:
@@ -287,7 +302,7 @@ class KeptValues:
     def settle(self, formation: Formation, standing: Mapping[str, Position]) -> None:
         """Bring all members of a new round to one table, in which lost workers' parts belong to another worker."""
         self._begun = self._arrived = None
-        self._agreed = {}
+        self._agreed, self.are_needed = {}, True
         members, me = formation.round.members, self._fit.world.worker_id
         if self._fit.strategy.elastic_tables is not None:
             return

@@ -207,8 +207,9 @@ class Parts:
 
     @property
     def is_synced(self) -> bool:
-        """Whether the current backward pass of an automatic step reduces gradients."""
-        return self._is_synced and self._is_last
+        """Whether a backward pass of an automatic step that begins now reduces gradients."""
+        model = self._replica
+        return self._is_last and model is not None and model.require_backward_grad_sync
 
     @contextmanager
     def _logging_one_share(self) -> Iterator[None]:

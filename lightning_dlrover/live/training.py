@@ -90,7 +90,7 @@ class LiveTraining:
         self.kept = KeptValues(fit)
         self.metrics = EpochMetrics(fit, self.validation.is_between_dataloaders, self.kept.logged_are_computed)
         self.steps = TrainingSteps(fit, self.metrics, self.kept)
-        self.votes = Votes(fit, self.pulse)
+        self.votes = Votes(fit, self.pulse, self.kept)
         self.fits = Fits(fit)
         self.leaving = Leaving(fit)
         self.skipped = SkippedReports(fit)

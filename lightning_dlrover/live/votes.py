@@ -11,6 +11,7 @@ from lightning_dlrover.checks.script import different_rates, rates, rates_digest
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.drift import DriftCheck
 from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.kept_values import KeptValues
 from lightning_dlrover.live.position import Position
 from lightning_dlrover.live.sequences import digest, refuse_different_rows
 from lightning_dlrover.observe.pulse import NUM_SAID, Pulse
@@ -24,8 +25,9 @@ log = logging.getLogger(__name__)
 class Votes:
     """One worker's numbers in the votes, and the actions that follow from the results."""
 
-    def __init__(self, fit: FitContext, pulse: Pulse) -> None:
+    def __init__(self, fit: FitContext, pulse: Pulse, kept: KeptValues) -> None:
         self._fit = fit
+        self._kept = kept
         self._pulse = pulse
         self._drift = DriftCheck(fit)
         self._wants_stop = False  # `should_stop` was set on this worker and not on all
@@ -46,7 +48,8 @@ class Votes:
         tables = self._fit.strategy.elastic_tables
         alike = rates_digest(self._fit.trainer.optimizers) ^ digest(self._fit.loaders.all) ^ self._drift.ballot()
         request = self._fit.world.membership.shared.checkpoint_request()
-        return [*(tables.wishes() if tables is not None else []), -int(self._wants_stop), alike, -alike, request, *said]
+        mine = [-int(self._kept.has_values), -int(self._wants_stop), alike, -alike, request]
+        return [*(tables.wishes() if tables is not None else []), *mine, *said]
 
     def count(self, step_time_s: float) -> bool:
         """Carry out the result of a vote, if there is one. Return whether a checkpoint was requested.
@@ -59,13 +62,14 @@ class Votes:
         if not wishes:
             return False
         # The first vote may have begun in an earlier fit, with a model that had tables.
-        self._fit.world.wishes = wishes[: -num_said - 4] if self._fit.strategy.elastic_tables is not None else []
+        self._fit.world.wishes = wishes[: -num_said - 5] if self._fit.strategy.elastic_tables is not None else []
         if wishes[-num_said - 3] != -wishes[-num_said - 2]:
             self._refuse_different_rates()
             refuse_different_rows(self._fit.loaders.all)
             self._drift.examine()
         if wishes[-num_said - 4] and self._fit_of_vote == self._fit.position.fit:  # else the vote began in an earlier fit
             self._wants_stop, self._fit.trainer.should_stop = False, True
+        self._kept.are_needed = bool(wishes[-num_said - 5])
         self._pulse.hear(wishes[-num_said:], step_time_s)
         request = wishes[-num_said - 1]
         is_new = request > self.saved_request

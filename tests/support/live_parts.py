@@ -41,6 +41,7 @@ def a_trainer(**options: float) -> Any:
         manual_optimization=SimpleNamespace(optim_step_progress=progress),
         batch_progress=SimpleNamespace(total=SimpleNamespace(ready=0), current=SimpleNamespace(ready=2)),
         val_loop=SimpleNamespace(_combined_loader=None),
+        _results={},
     )
     trainer = SimpleNamespace(
         lightning_module=module,
@@ -67,6 +68,7 @@ class Wrapping(DLRoverStrategy):
     tables = None
     has_global_batch_size = False
     max_share = None
+    on_drift = "end"
 
     def __init__(self, lightning_module: Any) -> None:
         self.lightning_module = lightning_module
