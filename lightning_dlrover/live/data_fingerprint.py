@@ -51,6 +51,9 @@ MIN_DIFFERENT_SAMPLES = 2
 PROBING_S = 2.0
 """Seconds after which no further sample is fetched."""
 
+OFFSETS = "offsets "
+"""Prefix of a digest of what a stream reads, if that is a range of each partition of a topic."""
+
 UNCOUNTED = -1
 
 MAX_ARRAYS, NUM_PIECES, PIECE_LENGTH = 16, 8, 16
@@ -128,6 +131,8 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
                 return f"{name}: an IterableDataset {'here' if mine.num_samples == UNCOUNTED else 'there'} only"
             return f"{name}: {mine.num_samples} samples here, {theirs.num_samples} there"
         if mine.shards != theirs.shards:
+            if mine.shards.startswith(OFFSETS):
+                return f"{name}: other topics or offsets; a start or stop that depends on now differs from worker to worker"
             return f"{name}: {mine.num_samples} rows in each, but files of other names or lengths"
         pairs = [
             (i, a, b)
@@ -203,8 +208,9 @@ def _fingerprint_of(loader: ElasticLoader, compare_samples: bool) -> LoaderFinge
         return LoaderFingerprint(UNCOUNTED, [], loader.order.shards)
     if isinstance(loader.order, StreamOrder) and loader.order.grows:
         # The rows are fixed by a record, and those of the first window may be gone by now.
-        return LoaderFingerprint(0, [], loader.order.name)
-    return LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], loader.order.shards)
+        return LoaderFingerprint(0, [], OFFSETS + loader.order.name)
+    shards = loader.order.shards if loader.order.window is None else OFFSETS + loader.order.shards
+    return LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], shards)
 
 
 def sketch(sample: object) -> Sketch | None:

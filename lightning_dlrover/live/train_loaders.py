@@ -6,10 +6,9 @@ So all of them count the Trainer's batches, whether they have begun again (`max_
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
@@ -42,7 +41,7 @@ class TrainLoaders:
         self._made: list[ElasticLoader] = []  # loaders of this Trainer, validation and test included, that may have processes
         self._has_warned = False
         self.may_add_workers = False  # whether a plan may give loader workers to any dataset whose loader has none
-        self.saved_sequences: Sequence[Any] = ()  # places in an `IterableDataset` of the checkpoint that is being resumed
+        self.saved: Mapping[str, Any] = {}  # what the checkpoint that is being resumed has of each training loader
         self.computed: int | None = None  # batch under computation, if not the last one handed out
 
     @property
@@ -220,15 +219,24 @@ class TrainLoaders:
         loaders = self.all if self.are_made else []
         return [loader.sequence.in_checkpoint() if loader.sequence is not None else None for loader in loaders]
 
+    @property
+    def orders(self) -> list[dict[str, Any]]:
+        """What a cursor of each training loader depends on, for checkpoints."""
+        return [loader.order_in_checkpoint for loader in self.all] if self.are_made else []
+
     # --- position -------------------------------------------------------------------------------------------------------------
 
     def begin_at(self, cursor: int) -> None:
-        """Continue an epoch at a batch, for example where a checkpoint from inside an epoch was resumed."""
-        for loader, saved in itertools.zip_longest(self.all, self.saved_sequences[: len(self.all)]):
+        """Continue an epoch at a batch, for example where a checkpoint from inside an epoch was resumed.
+
+        Raises:
+            DataError: the rows after the checkpoint's last batch cannot be found, as they are laid out in another way here.
+        """
+        for number, loader in enumerate(self.all):
             loader.cursor = cursor
-            if loader.sequence is not None and saved is not None and cursor:
-                loader.sequence.resume_from(saved)
-        self.saved_sequences = ()
+            if self.saved:
+                loader.resume(*(_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
+        self.saved = {}
         lightning_names.fetcher_of(self._trainer.fit_loop).fetched = cursor
 
     def lead_fetcher(self) -> None:
@@ -270,3 +278,7 @@ class TrainLoaders:
         for loader in self._made:
             loader.close()
         self._made = []
+
+
+def _at(each: Sequence[Any], number: int) -> Any:
+    return each[number] if number < len(each) else None

@@ -19,9 +19,9 @@ def test_only_a_fit_goes_back_to_a_checkpoints_rows(fn: TrainerFn, monkeypatch: 
     trainer = a_trainer()
     trainer.state = SimpleNamespace(fn=fn)
     resumed: list[Any] = []
-    live: Any = SimpleNamespace(windows=SimpleNamespace(resume=resumed.extend), loaders=SimpleNamespace(saved_sequences=[]))
+    live: Any = SimpleNamespace(windows=SimpleNamespace(resume=resumed.extend), loaders=SimpleNamespace(saved={}))
     strategy: Any = Wrapping(trainer.lightning_module)
     strategy._job = SimpleNamespace(live=live, start_workers=1, lane_workers=1)
     strategy.load_checkpoint("best.ckpt")
     is_fit = fn == TrainerFn.FITTING
-    assert (resumed, live.loaders.saved_sequences) == ((START["streams"], START["sequences"]) if is_fit else ([], []))
+    assert (resumed, live.loaders.saved) == ((START["streams"], START) if is_fit else ([], {}))
