@@ -360,7 +360,7 @@ class DLRoverStrategy(EitherStrategy):
             self._job.lane_workers = start.get("lane_workers", self._job.lane_workers)
             if self.live is not None and self._lightning_trainer.state.fn == TrainerFn.FITTING:  # others train no rows
                 self.live.windows.resume(start.get("streams", ()))
-                self.live.loaders.saved_sequences = start.get("sequences", [])
+                self.live.loaders.saved = start
                 self.live.checkpoints.saved_random = start.get("random")
         return checkpoint
 
@@ -392,6 +392,7 @@ class DLRoverStrategy(EitherStrategy):
                 "lane_workers": self._job.lane_workers,
                 "streams": live.loaders.positions_in_streams if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
                 "sequences": live.loaders.places_in_sequences if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
+                "orders": live.loaders.orders if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
             }
             if "optimizer_states" in checkpoint:
                 checkpoint["dlrover"]["random"] = random_state(self.root_device)

@@ -128,6 +128,7 @@ class Stream(Dataset[Any]):
         self._layout: Layout | None = None  # once the shards are known
         self.windows = Windows(source) if isinstance(source, WindowedSource) else None
         self._shards: Sequence[Shard] | None = None
+        self._fingerprint: tuple[Sequence[Shard], str] | None = None  # of these shards
         self._num_rows = 0  # rows of all shards, once they are known; asked for several times in each batch
         self._window_epoch = 0  # the epoch of these shards
         self._forget_readers()
@@ -210,14 +211,21 @@ class Stream(Dataset[Any]):
 
     @property
     def name(self) -> str:
-        """Name of the stream in records: that of all streams of an equal source."""
-        return hashlib.sha256(repr(self.source).encode(errors="replace")).hexdigest()[:12]
+        """Name of the stream in records: that of all streams of an equal source.
+
+        A topic that grows begins where its first window was fixed, so a start that depends on now changes nothing.
+        """
+        text = getattr(self.source, "text_without_times", None) if self.grows else None
+        return hashlib.sha256((text or repr(self.source)).encode(errors="replace")).hexdigest()[:12]
 
     @property
     def fingerprint(self) -> str:
         """Digest of names and lengths of the shards. The folder they are in may differ from host to host."""
-        text = "\n".join(f"{shard.identity} {shard.rows}" for shard in self.shards)
-        return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
+        shards = self.shards
+        if self._fingerprint is None or self._fingerprint[0] is not shards:  # each checkpoint asks for it
+            text = "\n".join(f"{shard.identity} {shard.rows}" for shard in shards)
+            self._fingerprint = shards, hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
+        return self._fingerprint[1]
 
     def layout_for(self, batch_size: int, max_workers: int = 1) -> Layout:
         """Return the layout of a job.
@@ -325,8 +333,35 @@ class Stream(Dataset[Any]):
         self._forget_readers()
         if self.windows is not None and "window" in position:
             self.take_window(position["epoch"], position["window"])
-        is_over = position["first_row"] >= len(self)
+        is_over = position["first_row"] >= position.get("num_rows", len(self))
+        if not is_over:
+            self.refuse_other_rows(position)
         self.set_epoch(position["epoch"] + is_over, 0 if is_over else position["first_row"])
+
+    def refuse_other_rows(self, position: Mapping[str, Any]) -> None:
+        """Refuse a position inside an epoch of other rows, or of an order that this stream cannot have.
+
+        Args:
+            position: from a checkpoint. Former releases have saved less of it.
+
+        Raises:
+            DataError: the rows after the position are not those that are missing.
+        """
+        cause = ""
+        if position.get("window", self.window_as_data) != self.window_as_data:
+            cause = (
+                "it has other rows of a source whose rows come and go. Topics, servers, start and stop have to be the same, "
+                "so give a fixed time in place of one that depends on now"
+            )
+        elif position.get("shards", self.fingerprint) != self.fingerprint:
+            cause = "files came, went or changed their number of rows since: give it the former files"
+        elif position.get("shuffles", self.shuffle_rows > 0) != (self.shuffle_rows > 0):
+            cause = f"shuffle_rows={self.shuffle_rows} {'shuffles' if self.shuffle_rows else 'does not shuffle'}, unlike before"
+        if cause:
+            raise DataError(
+                f"the checkpoint is from inside an epoch of another stream than {self.source!r:.120}: {cause}; or use a "
+                "checkpoint from an epoch's end. Otherwise rows would be trained twice or never"
+            )
 
     def __getitem__(self, number: int) -> Any:
         return self.__getitems__([number])[0]

@@ -72,10 +72,16 @@ class Kafka:
         self._consumer = KafkaConsumer({**config, "bootstrap.servers": servers})
 
     def __repr__(self) -> str:
+        return self._text(lambda time: time.isoformat())
+
+    @property
+    def text_without_times(self) -> str:
+        """The same on workers that begin one after the other at a time that depends on now."""
+        return self._text(lambda _: "a time")
+
+    def _text(self, of_time: Callable[[datetime], str]) -> str:
         def said(place: Place | None) -> str:
-            return repr(
-                place.isoformat() if isinstance(place, datetime) else dict(place) if isinstance(place, Mapping) else place
-            )
+            return repr(of_time(place) if isinstance(place, datetime) else dict(place) if isinstance(place, Mapping) else place)
 
         # Without `config`, which may hold passwords: this text goes on record.
         return f"kafka({self.topics!r}, {self._servers!r}, start={said(self._start)}, stop={said(self._stop)})"

@@ -313,13 +313,17 @@ class SequenceReader(Dataset[Any]):
                 log.warning("%s cannot go on from its state: %r", _name(self.dataset), error)
                 continue
             rows = resumed.rows(start.row, start.row + 1)
-            if rows and self._is_row(rows[0], start):
+            described = self._describe(rows[0]) if rows else None
+            if described is not None and start.first is not None and self._are_alike(described, start.first):
                 self._pass = resumed
                 return resumed
         log.warning(
-            "%s continues from its state_dict() with another row than it had next: rows in a shuffle buffer, for example, are "
-            "not part of the state. This worker reads the epoch from its first row instead",
+            "%s continues from its state_dict() with another row than it had next%s. This worker reads the epoch from its "
+            "first row instead",
             _name(self.dataset),
+            ": rows in a shuffle buffer, for example, are not part of the state"
+            if start.first is not None
+            else ", as far as is known: its rows hold objects that cannot be pickled, and so cannot be recognised",
         )
         return None
 
@@ -352,10 +356,6 @@ class SequenceReader(Dataset[Any]):
         """Forget a state that was loaded: the dataset may apply it again to each new iterator."""
         if self._is_touched and self._untouched is not None:
             self.dataset, self._untouched, self._is_touched = self._untouched, None, False
-
-    def _is_row(self, row: Any, start: Snapshot) -> bool:
-        described = self._describe(row)
-        return described is None or start.first is None or self._are_alike(described, start.first)
 
 
 def _name(dataset: object) -> str:

@@ -2,21 +2,25 @@
 
 A sample is compared by its integers, its texts, and a few of its other numbers, these with a tolerance, because other
 processors and decoders give other last digits.
-Samples that draw random numbers, change between fetches, or hold objects of unknown classes are not compared.
+Of an object it is what pickle would keep. Samples that draw random numbers, change between fetches, or cannot be pickled are
+not compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import logging
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -51,7 +55,13 @@ MIN_DIFFERENT_SAMPLES = 2
 PROBING_S = 2.0
 """Seconds after which no further sample is fetched."""
 
+OFFSETS = "offsets "
+"""Prefix of a digest of what a stream reads, if that is a range of each partition of a topic."""
+
 UNCOUNTED = -1
+
+MAX_TEXTS = 5000
+"""Parts of a sample above which it is not compared."""
 
 MAX_ARRAYS, NUM_PIECES, PIECE_LENGTH = 16, 8, 16
 TOLERANCE = 0.02
@@ -128,6 +138,8 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
                 return f"{name}: an IterableDataset {'here' if mine.num_samples == UNCOUNTED else 'there'} only"
             return f"{name}: {mine.num_samples} samples here, {theirs.num_samples} there"
         if mine.shards != theirs.shards:
+            if mine.shards.startswith(OFFSETS):
+                return f"{name}: other topics or offsets; a start or stop that depends on now differs from worker to worker"
             return f"{name}: {mine.num_samples} rows in each, but files of other names or lengths"
         pairs = [
             (i, a, b)
@@ -203,12 +215,13 @@ def _fingerprint_of(loader: ElasticLoader, compare_samples: bool) -> LoaderFinge
         return LoaderFingerprint(UNCOUNTED, [], loader.order.shards)
     if isinstance(loader.order, StreamOrder) and loader.order.grows:
         # The rows are fixed by a record, and those of the first window may be gone by now.
-        return LoaderFingerprint(0, [], loader.order.name)
-    return LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], loader.order.shards)
+        return LoaderFingerprint(0, [], OFFSETS + loader.order.name)
+    shards = loader.order.shards if loader.order.window is None else OFFSETS + loader.order.shards
+    return LoaderFingerprint(loader.order.num_samples, _sketches(loader) if compare_samples else [], shards)
 
 
 def sketch(sample: object) -> Sketch | None:
-    """Return a summary of a sample; None if it holds objects of unknown classes."""
+    """Return a summary of a sample; None if it holds objects of which nothing is known."""
     texts: list[str] = []
     arrays: list[list[float]] = []
     try:
@@ -317,7 +330,7 @@ def _collect(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
         for key in sorted(value, key=str):
             texts.append(str(key))
             _collect(value[key], texts, arrays)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         texts.append(f"sequence of {len(value)}")
         for each in value:
             _collect(each, texts, arrays)
@@ -325,7 +338,32 @@ def _collect(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
         for field in dataclasses.fields(value):
             _collect(getattr(value, field.name), texts, arrays)
     else:
+        _collect_object(value, texts, arrays)
+
+
+def _collect_object(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
+    """Collect what pickle would keep of an object of any class."""
+    if isinstance(value, PurePath):
+        return _collect(str(value), texts, arrays)
+    if isinstance(value, type):
+        return texts.append(value.__qualname__)
+    if isinstance(value, set | frozenset) and all(isinstance(each, str | int) for each in value):
+        return texts.append(f"set {sorted(map(str, value))}")
+    if len(texts) > MAX_TEXTS or isinstance(value, set | frozenset | io.IOBase | torch.nn.Module):
         raise _UncomparableError
+    try:
+        how = value.__reduce_ex__(2)
+        function, args, state, items, pairs = (how, (), None, None, None) if isinstance(how, str) else (*how, *[None] * 3)[:5]
+        parts = [args, state, list(items or ()), dict(pairs or ())]
+    except Exception as error:  # the object's own
+        raise _UncomparableError from error
+    if all(isinstance(each, type) for each in args) and not any(
+        part is not None and part not in ([], {}) for part in parts[1:]
+    ):
+        raise _UncomparableError  # nothing is known of it but its class
+    texts.append(getattr(function, "__qualname__", str(function)))
+    for part in parts:
+        _collect(part, texts, arrays)
 
 
 def _pieces(array: np.ndarray[Any, Any]) -> list[float]:

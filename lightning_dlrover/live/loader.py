@@ -7,7 +7,7 @@ from the current rank and world size (`live/split.py`). So resizing changes neit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.left_out import WithLeftOut
 from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.data.sequence import Fetched, the_only
+from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live.loader_workers import LoaderWorkers
 from lightning_dlrover.live.order import EpochOrder, SampleOrder, StreamOrder
 from lightning_dlrover.live.rows_left_out import RowsLeftOut
@@ -31,6 +32,8 @@ __all__ = ["ElasticLoader", "LoaderState"]
 NOT_FORWARDED = ("state_dict", "load_state_dict")
 """Attributes that Lightning looks for but must not find: nothing is ever fetched from the user's loader, so it has no state."""
 
+
+_KINDS = {SampleOrder: "map-style dataset", StreamOrder: "stream", SequenceOrder: "IterableDataset"}
 
 EVALUATION_SEED = 0
 """Seed of the orders of validation and test data, alike on all workers without a word between them."""
@@ -418,10 +421,53 @@ class ElasticLoader:
         if layout is None:
             return None
         first_row = self.cursor * self.global_batch_size
+        assert isinstance(self.order, StreamOrder)
         position = {"seed": self.order.seed, "epoch": self.epoch, "first_row": first_row, "layout": asdict(layout)}
-        if isinstance(self.order, StreamOrder) and self.order.window is not None:
+        position |= {"shards": self.order.shards, "shuffles": self.order.shuffles, "num_rows": self.order.num_samples}
+        if self.order.window is not None:
             position |= {"stream": self.order.name, "window": self.order.window}
         return position
+
+    @property
+    def order_in_checkpoint(self) -> dict[str, Any]:
+        """What the meaning of a cursor depends on, beside `position_in_stream` and the place in an `IterableDataset`."""
+        order = {"kind": _KINDS[type(self.order)], "seed": self.order.seed, "global_batch_size": self.global_batch_size}
+        return order | ({"num_samples": self.order.num_samples} if isinstance(self.order, SampleOrder) else {})
+
+    def resume(
+        self, order: Mapping[str, Any] | None, stream: Mapping[str, Any] | None, sequence: dict[str, Any] | None
+    ) -> None:
+        """Go on at the cursor in the order of a checkpoint.
+
+        Args:
+            order, stream, sequence: what the checkpoint has of this loader, as `order_in_checkpoint`, `position_in_stream` and
+                `SequenceOrder.in_checkpoint` return it; None if it has nothing.
+
+        Raises:
+            DataError: it is from inside an epoch, whose next samples this loader would not give.
+        """
+        if not self.cursor:
+            if stream is not None and isinstance(self.order, StreamOrder):
+                self.order.refuse_other_windows(stream)
+            return
+        saved = dict(order or ())
+        if stream is not None:
+            saved |= {"kind": _KINDS[StreamOrder], "global_batch_size": stream["layout"]["batch_size"]}
+        own = self.order_in_checkpoint
+        for name in ("kind", "global_batch_size", "num_samples"):
+            if saved.get(name, own.get(name)) != own.get(name):
+                raise DataError(
+                    f"the checkpoint was saved after {self.cursor} batches of an epoch with {name}={saved[name]}, and the "
+                    f"training loader has {name}={own.get(name)} now: samples of that epoch would be trained twice or never. "
+                    f"Go on with the former one until the epoch has ended, or from a checkpoint of an epoch's end"
+                )
+        if stream is not None and isinstance(self.order, StreamOrder):
+            self.order.resume(stream)
+        elif sequence is not None and self.sequence is not None:
+            self.sequence.resume_from(sequence)
+        elif "seed" in saved:
+            self.order.take_seed(int(saved["seed"]))
+        self._discard()
 
     def load_state(self, state: LoaderState) -> None:
         self.order.take_window(state.window, state.epoch)

@@ -6,8 +6,9 @@ A stream's order is never drawn: `data/lane_plan.py` finds the rows of any posit
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +20,12 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import Positions, Stream, ranges_of
 from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout
+from lightning_dlrover.data.source import DataError
 
 __all__ = ["EpochOrder", "SampleOrder", "StreamOrder", "WithoutWindows", "epoch_order"]
+
+
+log = logging.getLogger(__name__)
 
 
 def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
@@ -89,6 +94,40 @@ class StreamOrder:
     def shards(self) -> str:
         """Digest of what the stream reads."""
         return self._stream.fingerprint
+
+    @property
+    def shuffles(self) -> bool:
+        return self._stream.shuffle_rows > 0
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Go on in the order of a checkpoint, whatever seed and layout the script has now.
+
+        Raises:
+            DataError: the stream has other rows, or the checkpoint's order cannot be had.
+        """
+        self._stream.refuse_other_rows(position)
+        seed, layout = int(position["seed"]), Layout(**position["layout"])
+        if (seed, layout) != (self.seed, self.layout):
+            log.warning(
+                "the order of the checkpoint, which is from inside an epoch, is kept in this fit: seed %d and %s, in place of "
+                "the script's seed %d and %s",
+                *(seed, layout, self.seed, self.layout),
+            )
+        self.seed, self.layout = seed, layout
+
+    def refuse_other_windows(self, position: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint from an epoch's end if the window after its last one would not follow.
+
+        Raises:
+            DataError: the stream has the checkpoint's partitions, but begins somewhere by itself.
+        """
+        window = position.get("window", {})
+        if self.grows and position.get("stream", self.name) != self.name and any(key in window for key in self.window or ()):
+            raise DataError(
+                f"the checkpoint's window ends at an offset of each partition of {self._stream.source!r:.120}, which was "
+                "opened by other topics, servers or another start, so it would begin at a place of its own: messages would be "
+                "trained twice or never. Give it the former ones"
+            )
 
     def take_seed(self, seed: int) -> None:
         self.seed = seed

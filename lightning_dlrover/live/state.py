@@ -26,6 +26,7 @@ import math
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from lightning_dlrover.checks.script import different_callbacks, monitoring
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.live import lightning_names, loggers
+from lightning_dlrover.live.data_fingerprint import are_same_row, described_row
 from lightning_dlrover.live.listed_names import CALLBACK_CLOCKS, CALLBACK_FIELDS
 from lightning_dlrover.live.loader import LoaderState
 from lightning_dlrover.live.logged_values import description, new_entry
@@ -69,6 +71,10 @@ log = logging.getLogger(__name__)
 
 SEED_OF_SCRIPT = "PL_GLOBAL_SEED"
 """Variable in which `seed_everything` keeps its seed."""
+
+_PLAIN = (bool, int, float, str)
+_COLLECTIONS = (torch.Tensor, np.ndarray, list, tuple, dict, set, deque)
+"""Attributes of modules that may hold what training has found: centres, queues, lists of losses."""
 
 
 class StateError(Exception):
@@ -216,13 +222,16 @@ def _is_mask(module: torch.nn.Module, name: str) -> bool:
 
 
 def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Return numbers, flags and texts that the user's code keeps as attributes of the module and its parts, by dotted name."""
+    """Return what the user's code keeps as attributes of the module and its parts, by dotted name.
+
+    Numbers, flags and texts as they are, tensors, arrays and collections as descriptions that can be compared.
+    """
     return {
-        f"{path}.{name}".lstrip("."): value
+        f"{path}.{name}".lstrip("."): value if isinstance(value, _PLAIN) else [type(value).__name__, described_row(value)]
         for path, part in module.named_modules()
         if not type(part).__module__.startswith(("torch.", "torchmetrics.", "torchrec."))
         for name, value in vars(part).items()
-        if isinstance(value, bool | int | float | str) and not name.startswith("_") and name != "training"
+        if isinstance(value, _PLAIN + _COLLECTIONS) and not name.startswith("_") and name != "training"
     }
 
 
@@ -522,7 +531,7 @@ def _compare_schedulers(trainer: L.Trainer, running: RunningState) -> None:
 
 def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> None:
     mine = _plain_attributes(module)
-    changed = [f"{k} ({theirs[k]!r} there, {mine[k]!r} here)" for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
+    changed = [_difference(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
     if changed:
         log.warning(
             "the model's attributes %s differ from the other workers'. Training has changed them and no checkpoint holds them. "
@@ -531,7 +540,18 @@ def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> N
         )
 
 
+def _difference(name: str, theirs: Any, mine: Any) -> str:
+    if isinstance(theirs, list) and isinstance(mine, list):
+        return f"{name} (a {theirs[0]})"
+    there, here = (f"a {each[0]}" if isinstance(each, list) else repr(each) for each in (theirs, mine))
+    return f"{name} ({there} there, {here} here)"
+
+
 def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        (kind, content), (other_kind, other_content) = one, other
+        unknown = content is None or other_content is None
+        return kind == other_kind and (unknown or are_same_row(content, other_content))
     return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other))
 
 

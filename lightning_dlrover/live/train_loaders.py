@@ -6,10 +6,9 @@ So all of them count the Trainer's batches, whether they have begun again (`max_
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
@@ -46,7 +45,7 @@ class TrainLoaders:
         self._counted: Sequence[int] = ()  # global batches by which the Trainer counts an epoch's batches
         self._former: Iterator[ElasticLoader] = iter(())  # loaders in whose place a script makes its next ones
         self._size_when_made = 0  # workers
-        self.saved_sequences: Sequence[Any] = ()  # places in an `IterableDataset` of the checkpoint that is being resumed
+        self.saved: Mapping[str, Any] = {}  # what the checkpoint that is being resumed has of each training loader
         self.computed: int | None = None  # batch under computation, if not the last one handed out
 
     @property
@@ -258,15 +257,24 @@ class TrainLoaders:
         loaders = self.all if self.are_made else []
         return [loader.sequence.in_checkpoint() if loader.sequence is not None else None for loader in loaders]
 
+    @property
+    def orders(self) -> list[dict[str, Any]]:
+        """What a cursor of each training loader depends on, for checkpoints."""
+        return [loader.order_in_checkpoint for loader in self.all] if self.are_made else []
+
     # --- position -------------------------------------------------------------------------------------------------------------
 
     def begin_at(self, cursor: int) -> None:
-        """Continue an epoch at a batch, for example where a checkpoint from inside an epoch was resumed."""
-        for loader, saved in itertools.zip_longest(self.all, self.saved_sequences[: len(self.all)]):
+        """Continue an epoch at a batch, for example where a checkpoint from inside an epoch was resumed.
+
+        Raises:
+            DataError: the rows after the checkpoint's last batch cannot be found, as they are laid out in another way here.
+        """
+        for number, loader in enumerate(self.all):
             loader.cursor = cursor
-            if loader.sequence is not None and saved is not None and cursor:
-                loader.sequence.resume_from(saved)
-        self.saved_sequences = ()
+            if self.saved:
+                loader.resume(*(_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
+        self.saved = {}
         lightning_names.fetcher_of(self._trainer.fit_loop).fetched = cursor
 
     def lead_fetcher(self) -> None:
@@ -308,3 +316,7 @@ class TrainLoaders:
         for loader in self._made:
             loader.close()
         self._made = []
+
+
+def _at(each: Sequence[Any], number: int) -> Any:
+    return each[number] if number < len(each) else None

@@ -28,6 +28,7 @@ from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_cons
 from lightning_dlrover.data.kafka_source import Kafka, Partition
 from lightning_dlrover.data.source import Ranges
 from lightning_dlrover.data.windows import num_rows
+from lightning_dlrover.live.data_fingerprint import difference, fingerprint_data
 from lightning_dlrover.live.loader import ElasticLoader
 
 
@@ -162,6 +163,10 @@ def test_workers_with_other_ranges_have_other_fingerprints(brokers: MockCluster)
     assert len(one) == len(other)
     assert one.fingerprint != other.fingerprint
     assert one.fingerprint == stream(numbers(brokers, start={0: 0}, stop={0: 10})).fingerprint
+    loaders = [ElasticLoader(DataLoader(data, 8), 8, training=True) for data in (one, other)]
+    found = difference(*(fingerprint_data([loader], None, compare_samples=False) for loader in loaders))
+    assert "other topics or offsets" in found
+    assert "start or stop that depends on now" in found
 
 
 def test_another_broker_gives_the_same_rows(tansu: Tansu) -> None:
@@ -483,6 +488,29 @@ def test_later_job_goes_on_after_the_checkpoints_window(brokers: MockCluster) ->
     later = drawn(data)
     assert len(trained) + len(rest) == len(later) == 30
     assert len({*trained, *rest, *later}) == 60
+
+
+def test_start_that_depends_on_now_is_that_of_the_first_worker_and_of_the_checkpoint(brokers: MockCluster) -> None:
+    def opened(second: int, **options: Any) -> Stream:
+        return stream(numbers(brokers, start=datetime(2026, 11, 23, 12, 0, second, tzinfo=timezone.utc), **options))
+
+    growing = {"stop": None}
+    assert opened(1, **growing).name == opened(2, **growing).name
+    assert opened(1, **growing).name != stream(numbers(brokers, stop=None)).name
+    assert opened(1).name != opened(2).name  # training and validation data may be two ranges of one topic
+
+
+@pytest.mark.parametrize("batches", [2, 4])
+def test_checkpoint_of_a_topic_opened_in_another_way_is_refused(brokers: MockCluster, batches: int) -> None:
+    def opened(start: Any) -> ElasticLoader:
+        data = stream(numbers(brokers, stop=None, start=start, window_rows=30, dry_s=0.0))
+        return ElasticLoader(DataLoader(data, 8), 8, training=True)
+
+    before, after = opened("earliest"), opened({0: 5})
+    assert len([batch for _, batch in zip(range(batches), before, strict=False)]) == batches
+    after.cursor = batches % 4
+    with pytest.raises(DataError, match=r"[Tt]opics, servers(,| or another) start"):
+        after.resume(before.order_in_checkpoint, json.loads(json.dumps(before.position_in_stream)), None)
 
 
 def test_epoch_after_an_unknown_one_is_refused(brokers: MockCluster) -> None:

@@ -304,6 +304,32 @@ def test_state_that_does_not_bring_back_the_rows_is_not_used(caplog: pytest.LogC
     assert "with another row than it had next" in caplog.text
 
 
+class Thing:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Unknown(Thing):
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+@pytest.mark.parametrize("kind, message", [(Thing, "another row than it had next: rows in"), (Unknown, "cannot be recognised")])
+def test_state_is_checked_by_objects_as_rows(kind: type[Thing], message: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Things(LossyState):
+        def __iter__(self) -> Iterator[Any]:
+            yield from map(kind, super().__iter__())
+
+    def collate(things: list[Thing]) -> torch.Tensor:
+        return torch.tensor([thing.number for thing in things])
+
+    old, joiner = (make(Things(100), collate_fn=collate) for _ in range(2))
+    shares(old, 6)
+    joiner.load_state(old.state())
+    assert shares(joiner) == chunks(100)[6:]
+    assert message in caplog.text
+
+
 def test_state_is_checked_though_workers_compare_no_rows(caplog: pytest.LogCaptureFixture) -> None:
     trainer = SimpleNamespace(testing=False, limit_val_batches=1.0)
     settings = settings_for(trainer, training=False, global_batch_size=8, max_catch_up_s=60.0, compare_data=False)

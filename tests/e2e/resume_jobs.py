@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
-from toy_job import Recorder, Rows, ToyModel, make_trainer, streamed
+from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer, streamed
 
 from lightning_dlrover import DLRoverStrategy
 
@@ -35,6 +35,7 @@ class Resumable:
     step_s: float = 0.02
     epochs: int = 3
     files: str = ""  # folder of Parquet files to read as a stream
+    order_seed: int = SEED  # of the stream
     resumes: str = ""  # checkpoint that the script resumes from
 
 
@@ -160,7 +161,9 @@ def run_resumable(recorder: Recorder, settings: Resumable) -> None:
         plugins=[DeadlyIO(recorder)],
     )
     if settings.files:
-        loader = DataLoader(streamed(Path(settings.files), shuffle=True), BATCH_SIZE, num_workers=1)
+        rows = streamed(Path(settings.files), shuffle=True)
+        rows.seed = settings.order_seed
+        loader = DataLoader(rows, BATCH_SIZE, num_workers=1)
     else:
         loader = DataLoader(Rows(NUM_ROWS), BATCH_SIZE, shuffle=True)
     val_loader = DataLoader(Rows(NUM_ROWS // 4), BATCH_SIZE) if settings.name == "drawing" else None

@@ -63,7 +63,7 @@ def test_noise_goes_on_after_the_loss_of_all_workers_and_the_validation_that_was
 
 
 def test_other_job_goes_on_with_the_next_row_of_a_stream(make_job: MakeJob, tmp_path: Path) -> None:
-    """With another number of workers now, and another number that the job may have."""
+    """With another number of workers now, another number that the job may have, and another seed in the script."""
     files = tmp_path / "rows"
     write_files(files, NUM_ROWS)
     settings = Resumable(files=str(files), epochs=2)
@@ -78,7 +78,8 @@ def test_other_job_goes_on_with_the_next_row_of_a_stream(make_job: MakeJob, tmp_
     checkpoint = first.folder / "checkpoints" / f"step={STEPS_PER_EPOCH + 5}.ckpt"
     assert checkpoint.exists()
 
-    second = make_job(replace(settings, resumes=str(checkpoint)), script=run_resumable, min_workers=3, max_workers=9)
+    changed = replace(settings, resumes=str(checkpoint), order_seed=5)
+    second = make_job(changed, script=run_resumable, min_workers=3, max_workers=9)
     for _ in range(3):
         second.start()
     assert second.finish() == [0, 0, 0], second.report()

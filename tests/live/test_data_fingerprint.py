@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -228,6 +232,10 @@ class Row:
         ((b"a", None, True), (b"b", None, True)),
         (np.array(["a", "b"]), np.array(["a", "c"])),
         ([], [None]),
+        (Fraction(1, 2), Fraction(1, 3)),
+        (SimpleNamespace(x=torch.zeros(2)), SimpleNamespace(x=torch.ones(2))),
+        (deque([1, 2]), deque([1, 3])),
+        ({1, 2}, {1, 3}),
     ],
 )
 def test_sketch_differs_between_samples(sample: object, other: object) -> None:
@@ -240,9 +248,10 @@ def test_sketch_differs_between_samples(sample: object, other: object) -> None:
 
 def test_place_of_a_file_is_not_part_of_a_sketch() -> None:
     assert sketch("/scratch/node1/a.png") == sketch("/scratch/node2/a.png")
+    assert sketch(Path("/scratch/node1/a.png")) == sketch(Path("/scratch/node2/a.png")) != sketch(Path("/scratch/node2/b.png"))
 
 
-@pytest.mark.parametrize("sample", [object(), io.BytesIO(), {1, 2}, np.array([object()])])
+@pytest.mark.parametrize("sample", [object(), io.BytesIO(), (x for x in "ab"), np.array([object()])])
 def test_object_of_unknown_class_has_no_sketch(sample: object) -> None:
     assert sketch([1, sample]) is None
 

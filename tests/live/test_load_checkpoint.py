@@ -27,12 +27,12 @@ def test_only_a_fit_goes_back_to_a_checkpoints_rows(fn: TrainerFn, monkeypatch: 
     resumed: list[Any] = []
     live: Any = SimpleNamespace(
         windows=SimpleNamespace(resume=resumed.extend),
-        loaders=SimpleNamespace(saved_sequences=[]),
+        loaders=SimpleNamespace(saved={}),
         checkpoints=SimpleNamespace(saved_random=None),
     )
     strategy: Any = Wrapping(trainer.lightning_module)
     strategy._job = SimpleNamespace(live=live, start_workers=1, lane_workers=1)
     strategy.load_checkpoint("best.ckpt")
     is_fit = fn == TrainerFn.FITTING
-    assert (resumed, live.loaders.saved_sequences) == ((START["streams"], START["sequences"]) if is_fit else ([], []))
+    assert (resumed, live.loaders.saved) == ((START["streams"], START) if is_fit else ([], {}))
     assert live.checkpoints.saved_random == (START["random"] if is_fit else None)

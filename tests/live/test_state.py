@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
+from collections import deque
+from typing import Any
 
 import lightning.pytorch.callbacks as lightning_callbacks
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from sklearn.preprocessing import StandardScaler
 
+from lightning_dlrover.live import state
 from lightning_dlrover.live.state import (
     LoggedValue,
     is_lightnings,
@@ -98,3 +103,35 @@ def test_subclasses_of_lightnings_callbacks_are_recognised() -> None:
 
     assert is_lightnings(Kept(), "ModelCheckpoint")
     assert not is_lightnings(ModelCheckpoint(), "ModelCheckpoint")
+
+
+@pytest.mark.parametrize(
+    "trained, fresh",
+    [
+        (torch.ones(3), torch.zeros(3)),
+        (np.ones(3), np.zeros(3)),
+        ([1.0, 2.0], []),
+        (deque([torch.ones(2)]), deque()),
+        ({"seen": 4}, {}),
+        ({3}, set()),
+        (torch.ones(3), 0),
+        (2, 0),
+    ],
+)
+def test_attributes_that_differ_on_a_joiner_are_named(trained: object, fresh: object, caplog: pytest.LogCaptureFixture) -> None:
+    def holding(value: object) -> torch.nn.Module:
+        part = Part()
+        part.kept = value
+        return torch.nn.Sequential(part)
+
+    theirs = state._plain_attributes(holding(trained))
+    state._warn_of_attributes(holding(copy.deepcopy(trained)), theirs)
+    assert not caplog.text
+    state._warn_of_attributes(holding(fresh), theirs)
+    assert "the model's attributes 0.kept (" in caplog.text
+
+
+class Part(torch.nn.Module):
+    """Keeps something that is no buffer."""
+
+    kept: Any

@@ -1,0 +1,123 @@
+"""Loaders that continue from a checkpoint inside an epoch: the samples that are missing follow, or it is refused in words."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from stream_schedules import Numbered, rows_of
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from lightning_dlrover.data import DataError, stream
+from lightning_dlrover.live.loader import ElasticLoader
+
+NUM_ROWS, BATCH, DONE = 600, 8, 20
+
+Make = Callable[..., Any]
+
+
+class Values(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Sequence(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.length)
+
+
+def loader(data: Any, batch_size: int = BATCH, seed: int = 0) -> ElasticLoader:
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed)) if isinstance(data, Values) else None
+    made = ElasticLoader(DataLoader(data, batch_size=batch_size, sampler=sampler), batch_size, training=True, max_workers=3)
+    iter(made)
+    return made
+
+
+def stop(made: ElasticLoader) -> dict[str, Any]:
+    """Train 20 batches. Return the rows, and what the checkpoint holds."""
+    trained = [int(row) for _ in range(DONE) for row in rows(made.refetch())]
+    saved = made.order_in_checkpoint, made.position_in_stream, made.sequence and made.sequence.in_checkpoint()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return {"trained": trained, "saved": torch.load(file, weights_only=True)}
+
+
+def rows(batch: Any) -> list[int]:
+    found: list[int] = (batch if isinstance(batch, torch.Tensor) else rows_of(batch)).tolist()
+    return found
+
+
+def rest_of(made: ElasticLoader, saved: Any, cursor: int = DONE) -> list[int]:
+    made.cursor = cursor
+    made.resume(*saved)
+    found = []
+    while made.cursor < made.num_epoch_batches:
+        try:
+            found += rows(made.refetch())
+        except StopIteration:
+            break
+    return found
+
+
+def streamed(num_rows: int = NUM_ROWS, **options: Any) -> Any:
+    return stream(Numbered([num_rows // 2, num_rows - num_rows // 2]), **{"shuffle_rows": 90, "seed": 1, **options})
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (loader(streamed()), loader(streamed())),
+        (loader(streamed()), loader(streamed(seed=2))),
+        (loader(streamed()), loader(streamed(shuffle_rows=300))),
+        (loader(streamed(shuffle_rows=0)), loader(streamed(shuffle_rows=0, keep_order=True))),
+        (loader(Values(NUM_ROWS), seed=1), loader(Values(NUM_ROWS), seed=2)),
+        (loader(Sequence(NUM_ROWS)), loader(Sequence(NUM_ROWS))),
+    ],
+    ids=["stream", "seed of a stream", "shuffle_rows", "keep_order", "seed of a sampler", "iterable"],
+)
+def test_no_sample_is_lost_or_twice_after_a_resume(before: ElasticLoader, after: ElasticLoader) -> None:
+    stopped = stop(before)
+    rest = rest_of(after, stopped["saved"])
+    assert len(rest) == NUM_ROWS - DONE * BATCH
+    assert sorted(stopped["trained"] + rest) == list(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize(
+    "before, after, message",
+    [
+        (streamed, lambda: loader(streamed(), 16), "global_batch_size=8, and the training loader has global_batch_size=16 now"),
+        (lambda: Values(NUM_ROWS), lambda: loader(Values(NUM_ROWS), 16), "has global_batch_size=16 now"),
+        (lambda: Sequence(NUM_ROWS), lambda: loader(Sequence(NUM_ROWS), 16), "has global_batch_size=16 now"),
+        (streamed, lambda: loader(streamed(NUM_ROWS + 8)), "files came, went or changed their number of rows"),
+        (streamed, lambda: loader(streamed(shuffle_rows=0)), "shuffle_rows=0 does not shuffle, unlike before"),
+        (lambda: Values(NUM_ROWS), lambda: loader(Values(NUM_ROWS + 1)), "num_samples=600, and .* num_samples=601 now"),
+        (streamed, lambda: loader(Values(NUM_ROWS)), "kind=stream, and the training loader has kind=map-style dataset now"),
+        (lambda: Values(NUM_ROWS), lambda: loader(Sequence(NUM_ROWS)), "has kind=IterableDataset now"),
+    ],
+)
+def test_resume_with_other_samples_is_refused(before: Make, after: Make, message: str) -> None:
+    saved = stop(loader(before()))["saved"]
+    with pytest.raises(DataError, match=message):
+        rest_of(after(), saved)
+
+
+def test_any_data_may_follow_a_checkpoint_of_an_epochs_end() -> None:
+    saved = stop(loader(streamed()))["saved"]
+    assert sorted(rest_of(loader(streamed(NUM_ROWS + 8, shuffle_rows=0), 16), saved, cursor=0)) == list(range(NUM_ROWS + 8))
+
+
+def test_checkpoint_that_lacks_the_order_is_resumed_as_it_is() -> None:
+    assert len(rest_of(loader(Values(NUM_ROWS)), (None, None, None))) == NUM_ROWS - DONE * BATCH
