@@ -364,6 +364,12 @@ ROWS: list[Row] = [
             "up to 64 MiB each",
         ),
         (
+            "`Embedding(max_norm=...)` and whatever else lets replicas drift apart",
+            "refused",
+            f"{_FEATURES}::test_an_embedding_with_max_norm_is_named_at_the_start_and_ends_its_job",
+            'unless `DLRoverStrategy(on_drift="repair")`',
+        ),
+        (
             "Gradient accumulation and clipping",
             "works",
             f"{_FEATURES}::test_accumulation_and_clipping_match_an_unresized_run",

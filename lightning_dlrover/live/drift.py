@@ -32,7 +32,16 @@ from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.job.events import ReplicaDrifted
 
-__all__ = ["DriftCheck", "Item", "Slice", "checksum", "checksum_of_slice", "explain_drift", "slice_between"]
+__all__ = [
+    "DriftCheck",
+    "Item",
+    "Slice",
+    "checksum",
+    "checksum_of_slice",
+    "explain_drift",
+    "num_bytes_of",
+    "slice_between",
+]
 
 log = logging.getLogger(__name__)
 
