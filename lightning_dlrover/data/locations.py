@@ -95,11 +95,12 @@ class Location:
     store: Store | None = field(default=None, repr=False, compare=False)
     conditions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
-    def open(self, version: str | None = None) -> Any:
+    def open(self, version: str | None = None, ahead_bytes: int = 0) -> Any:
         """Open the file for reading at any place, as `pyarrow` reads it.
 
         Args:
             version: the version that was counted; another one is refused.
+            ahead_bytes: bytes that one request to a store asks for at least; 0: `READ_AHEAD_BYTES`.
 
         Raises:
             DataError: the file is gone, is another one, or its store has failed for too long.
@@ -113,7 +114,7 @@ class Location:
         if version is not None:
             store = self.store
             patiently(lambda: self.check_store(store, version), self.key)
-        return io.BufferedReader(_PatientFile(self, self.store), READ_AHEAD_BYTES)
+        return io.BufferedReader(_PatientFile(self, self.store), ahead_bytes or READ_AHEAD_BYTES)
 
     def check_store(self, store: Store, version: str | None = None) -> None:
         """Ask the store once whether it still has this version.

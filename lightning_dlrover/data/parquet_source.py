@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,13 @@ ROWS_AT_ONCE = 8192
 """Rows that are decoded at once. A lane holds them decoded, not its whole row group."""
 
 BUFFER_BYTES = 64 * 2**10
-"""Bytes of each column of a local file that are read at once. A store is asked for whole columns of a row group instead."""
+"""Bytes of each column of a local file that are read at once, the least also at a URL, where small row groups come whole."""
 
 HEAVY_BYTES = 20 * 2**20
-"""Stored bytes of a row group at a URL above which its memory is logged: 48 lanes of one worker hold 1 GB of such."""
+"""Bytes that a lane holds of a row group at a URL. 48 lanes of a worker hold 1 GB. Larger ones are asked for in pieces."""
+
+PIECES_BYTES = 4 * 2**20
+"""Bytes of the pieces of all columns that a lane holds of such a row group, beside what it decodes."""
 
 NUM_METADATA = 64
 """Files of which a process keeps the metadata. Several lanes read one file, and parsing takes as long as hundreds of rows."""
@@ -54,7 +58,7 @@ class Parquet:
         self._types = dict(types or {})
         self._locations: dict[str, Location] = {}
         self._agreed = AgreedColumns()
-        self._has_looked = False  # whether the size of a file's row groups was compared with `HEAVY_BYTES`
+        self._has_looked = False  # whether large row groups were logged
         self._begin_in_process()
 
     def _begin_in_process(self) -> None:
@@ -96,7 +100,8 @@ class Parquet:
     def _read(self, shard: Shard, row: int) -> Iterator[Any]:
         import pyarrow.parquet as pq
 
-        with self._locations[shard.key].open(shard.version) as file:
+        with ExitStack() as opened:
+            file = opened.enter_context(self._locations[shard.key].open(shard.version))
             try:
                 # Every lane holds its file open. It is read in pieces then, so that no lane holds a whole row group's bytes.
                 buffer_size = 0 if self._locations[shard.key].store is not None else BUFFER_BYTES
@@ -107,8 +112,10 @@ class Parquet:
                 raise DataError(f"{shard.key} cannot be read as Parquet: {error}") from error
             metadata = parquet_file.metadata
             self._remember(shard, metadata)
-            if not buffer_size:
-                self._warn_of_memory(shard, metadata)
+            if not buffer_size and (piece := self._bytes_of_piece(shard, metadata)):
+                file.close()  # it reads ahead by more than a piece, which the next column's piece would throw away
+                file = opened.enter_context(self._locations[shard.key].open(ahead_bytes=piece))
+                parquet_file = pq.ParquetFile(file, metadata=metadata, pre_buffer=False, buffer_size=piece)
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             ends = np.cumsum(sizes)
             group = int(np.searchsorted(ends, row, side="right"))
@@ -133,23 +140,30 @@ class Parquet:
                     yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
                 skip = max(0, skip - sizes[number])
 
-    def _warn_of_memory(self, shard: Shard, metadata: Any) -> None:
-        """Log if the row groups of the first file that is read are large for one at a URL: each lane holds the bytes of one."""
-        if self._has_looked or not metadata.num_row_groups:
-            return
-        self._has_looked = True
+    def _bytes_of_piece(self, shard: Shard, metadata: Any) -> int:
+        """Return the bytes of each column to ask a store for at once; 0: whole columns of a row group, which are small enough.
+
+        Each lane holds what it has asked for. So pieces bound its memory, for the price of more requests.
+        """
+        if not metadata.num_row_groups:
+            return 0
         groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
         largest = max(groups, key=lambda group: group.num_rows)
         columns = (largest.column(number) for number in range(largest.num_columns))
         wanted = {name.partition(".")[0] for name in self._columns} if self._columns is not None else None
         stored = [c.total_compressed_size for c in columns if wanted is None or c.path_in_schema.partition(".")[0] in wanted]
-        if sum(stored) > HEAVY_BYTES:
+        if sum(stored) <= HEAVY_BYTES:
+            return 0
+        piece = max(BUFFER_BYTES, PIECES_BYTES // len(stored))
+        if not self._has_looked:
+            self._has_looked = True
             log.warning(
-                "row groups of %s have up to %.0f MB as stored. Each lane that a process reads holds one of them in memory, "
-                "as the file is at a URL (a lone worker reads 48 lanes): write row groups of at most %.0f MB, read fewer "
-                "columns=, or copy the files to a local disk",
-                *(shard.key, sum(stored) / 1e6, HEAVY_BYTES / 1e6),
+                "row groups of %s have up to %.0f MB as stored, and the file is at a URL: each column is asked for in pieces "
+                "of %.2f MB, as each lane that a process reads holds what it has asked for. Row groups of at most %.0f MB, or "
+                "fewer columns=, need fewer requests",
+                *(shard.key, sum(stored) / 1e6, piece / 1e6, HEAVY_BYTES / 1e6),
             )
+        return piece
 
     def _in_one_pass(self, file: Any, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the rows of these row groups up to an error, which reading them one by one has to attribute."""

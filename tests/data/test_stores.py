@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import socket
 import threading
@@ -341,6 +342,27 @@ def test_large_row_groups_in_a_store_are_named_once(
     said = [text for record in caplog.records if "row groups of" in (text := record.getMessage())]
     assert len(said) == is_heavy
     assert all(f"row groups of {store.url}/a.parquet have up to 0 MB as stored" in text for text in said)
+
+
+def test_large_row_group_in_a_store_is_read_in_pieces(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_source, "BUFFER_BYTES", 10_000)
+    monkeypatch.setattr(parquet_source, "PIECES_BYTES", 20_000)
+    monkeypatch.setattr(locations, "READ_AHEAD_BYTES", 2**20)
+    monkeypatch.setattr(locations, "MAX_REQUEST_BYTES", 2**20)
+    sink = io.BytesIO()
+    numbers = list(range(50_000))
+    pq.write_table(pa.table({"a": numbers, "b": numbers}), sink, compression="none", use_dictionary=False, data_page_size=5_000)
+    store.files["/a.parquet"] = sink.getvalue()
+    source = parquet(f"{store.url}/a.parquet")
+    (shard,) = source.shards()
+    asked: list[int] = []
+    for heavy_bytes in (100_000, 10_000_000):
+        monkeypatch.setattr(parquet_source, "HEAVY_BYTES", heavy_bytes)
+        next(source.read(shard, 0))  # reads the footer, which is kept
+        store.requests.clear()
+        assert [x for batch in source.read(shard, 7) for x in batch.column("b").to_pylist()] == numbers[7:]
+        asked.append(store.requests["GET", "/a.parquet"])
+    assert asked[0] > len(sink.getvalue()) / 20_000 > 5 * asked[1]
 
 
 def test_file_is_read_ahead(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
