@@ -18,7 +18,8 @@
                 `rows_cpu_ratio` and `others_cpu_ratio` are the same by rows in a second of CPU time, all threads and
                 processes together, which other programs disturb less.
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
-    memory      resident memory of a process that reads without loader workers, ours and the plain reader.
+    memory      resident memory of a process that reads without loader workers, ours and the plain reader; and of one that
+                reads rows of 100 KB from tar archives and Parquet files, with what docs/data.md allows, `..._limit_mb`.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
                 the difference of the test AUCs. Both run at once.
     plan        time and memory until the first rows of 100,000 files with 10^10 rows in all are located. Files are not opened.
@@ -33,6 +34,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import math
 import multiprocessing
 import os
@@ -41,6 +43,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -61,8 +64,8 @@ from stream_readers import OTHERS, OURS, READERS, Reader, plain
 from stream_schedules import Numbered, SimulatedJob, Tally, follow, random_schedule
 from torch.utils.data import DataLoader
 
-from lightning_dlrover.data import Shard, parquet, stream
-from lightning_dlrover.data.lane_plan import Layout
+from lightning_dlrover.data import Shard, files, parquet, stream
+from lightning_dlrover.data.lane_plan import BLOCK_BYTES, Layout
 from lightning_dlrover.live.loader import ElasticLoader
 
 PARTS = ("schedules", "content", "speed", "seek", "memory", "plan", "auc")
@@ -75,6 +78,11 @@ HELPERS = (0, 2)
 TURN_BATCHES = 64
 
 MIB = 2**20
+HEAVY_ROW = 100_000
+"""Bytes of a large row, such as an image."""
+
+HEAVY_GROUP = 256
+"""Such rows in a row group."""
 NUM_PROCESSES = 2
 """Processes that run schedules at once."""
 
@@ -416,6 +424,54 @@ def resident_mib(name: str, paths: Sequence[str], num_threads: int) -> float:
     return float(largest - before) / MIB
 
 
+def write_heavy(folder: Path, num_files: int, rows_per_file: int) -> dict[str, list[str]]:
+    """Write rows of `HEAVY_ROW` bytes as tar archives and as Parquet files; return the paths of each kind."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    dice = np.random.default_rng(0)
+    paths: dict[str, list[str]] = {"tar": [], "parquet": []}
+    for number in range(num_files):
+        rows = [dice.bytes(HEAVY_ROW) for _ in range(rows_per_file)]
+        paths["tar"].append(str(folder / f"{number}.tar"))
+        with tarfile.open(paths["tar"][-1], "w") as archive:
+            for row, content in enumerate(rows):
+                member = tarfile.TarInfo(f"{row:06}.bin")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+        paths["parquet"].append(str(folder / f"{number}.parquet"))
+        pq.write_table(pa.table({"bin": rows}), paths["parquet"][-1], row_group_size=HEAVY_GROUP)
+    return paths
+
+
+def heavy_memory(folder: Path, is_quick: bool) -> dict[str, float | int]:
+    """Read rows of 100 KB in batches of 64, with as many lanes as a worker has by default."""
+    paths = write_heavy(folder, 8, 512 if is_quick else 2048)
+    found = {f"heavy_{kind}_mb": apart(resident_mib_of_heavy, kind, each) for kind, each in paths.items()}
+    lanes = stream(files(paths["tar"])).layout_for(64).num_lanes
+    page = HEAVY_GROUP * HEAVY_ROW  # pyarrow writes a row group of so few rows as one page
+    limits = {"tar": lanes * BLOCK_BYTES / MIB, "parquet": lanes * (BLOCK_BYTES + 4 * page) / MIB}
+    found |= {f"heavy_{kind}_limit_mb": limit for kind, limit in limits.items()}
+    for kind, limit in limits.items():
+        print(
+            f"{kind}, rows of {HEAVY_ROW} bytes, {lanes} lanes: {found[f'heavy_{kind}_mb']:.0f} of {limit:.0f} MiB", flush=True
+        )
+    return found
+
+
+def resident_mib_of_heavy(kind: str, paths: Sequence[str]) -> float:
+    """Return the largest resident memory while an epoch is read, beyond that before the first batch."""
+    import pyarrow.parquet  # noqa: F401  # its import is not counted
+
+    source = files(list(paths)) if kind == "tar" else parquet(list(paths))
+    process = psutil.Process()
+    before = largest = process.memory_info().rss
+    for _ in DataLoader(stream(source), 64, collate_fn=len):
+        largest = max(largest, process.memory_info().rss)
+    return float(largest - before) / MIB
+
+
 class Listed:
     """A source of many files that are never read."""
 
@@ -522,6 +578,7 @@ def main() -> int:
             values |= seek(space.folder / "seek", size, options.seed)
         if "memory" in parts:
             memory(paths)
+            values |= heavy_memory(space.folder / "heavy", options.quick)
         if "plan" in parts:
             values |= plan()
         if "auc" in parts:

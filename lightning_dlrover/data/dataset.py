@@ -36,7 +36,7 @@ OWN_BATCH_SIZE = 2048
 MIN_SHUFFLED_BLOCK = 512
 """Minimum number of rows that are shuffled together in a lane."""
 
-OBJECTS_PER_BLOCK = 256
+OBJECTS_PER_BLOCK = 128
 """Rows of a lane that are read together from a user's source without `block_rows`. They may be large objects."""
 
 MIN_LANE_ROWS = 65_536
@@ -245,7 +245,7 @@ class Stream(Dataset[Any]):
         layout = Layout(batch_size, slots, cycle, block_rows)
         if not self.shuffle_rows:
             return layout
-        return replace(layout, block_rows=max(MIN_SHUFFLED_BLOCK, -(-self.shuffle_rows // layout.num_lanes)))
+        return replace(layout, block_rows=max(min(MIN_SHUFFLED_BLOCK, block_rows), -(-self.shuffle_rows // layout.num_lanes)))
 
     @property
     def layout(self) -> Layout:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_dlrover.data.counted_files import Count, counted
-from lightning_dlrover.data.lane_plan import BLOCK_ROWS
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS, rows_of_block
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, check_extra
 
@@ -68,6 +68,7 @@ class Files:
         self._types = dict(types or {})
         self._header = header
         self._locations: dict[str, Location] = {}
+        self._num_rows = 0  # in all files
         self._marks: dict[str, npt.NDArray[np.int64]] = {}
         self._format = format or ""
         self._schema: Any = None  # columns of CSV and TSV
@@ -80,7 +81,8 @@ class Files:
     @property
     def block_rows(self) -> int:
         """Rows of a lane to keep in memory, once the shards are known."""
-        return SAMPLES_PER_BLOCK if self._format == "tar" else BLOCK_ROWS
+        num_bytes = sum(location.size for location in self._locations.values())
+        return rows_of_block(self._num_rows, num_bytes, SAMPLES_PER_BLOCK if self._format == "tar" else BLOCK_ROWS)
 
     def shards(self) -> Sequence[Shard]:
         """Return the files, counted.
@@ -101,6 +103,7 @@ class Files:
         counts = counted(list(self._locations.values()), f"{self._format} {int(skips)}", count)
         self._marks = {key: np.frombuffer(each.marks, dtype=np.int64) for key, each in counts.items()}
         shards = [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
+        self._num_rows = sum(shard.rows for shard in shards)
         if self._format in ("csv", "tsv"):
             first = next((shard for shard in shards if shard.rows), None)
             self._schema = self._inferred(self._locations[first.key]) if first is not None else None

@@ -17,7 +17,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_ROWS", "CYCLE", "CYCLES", "MIN_SLOTS", "STRIDE_OF_LAPS", "LanePlan", "Layout", "Piece", "Place", "share"]
+__all__ = [
+    *("BLOCK_BYTES", "BLOCK_ROWS", "CYCLE", "CYCLES", "MIN_SLOTS", "STRIDE_OF_LAPS"),
+    *("LanePlan", "Layout", "Piece", "Place", "rows_of_block", "share"),
+]
 
 CYCLE = 12
 """Batches until a lane's next turn. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
@@ -30,6 +33,12 @@ MIN_SLOTS = 4
 
 BLOCK_ROWS = 8192
 """Rows of a lane that are read together, if they are columns of numbers or short texts."""
+
+BLOCK_BYTES = 16 * 2**20
+"""Bytes of a lane, as stored, that are read together. 48 lanes of a worker hold 768 MiB."""
+
+MIN_BLOCK_ROWS = 8
+"""Rows that are read together, however large they are."""
 
 STRIDE_OF_LAPS = 1_000_003
 """Step added to an order's seed whenever a loader begins again within an epoch."""
@@ -55,6 +64,17 @@ class Layout:
     @property
     def num_lanes(self) -> int:
         return self.slots * self.cycle
+
+
+def rows_of_block(num_rows: int, num_bytes: int, most: int = BLOCK_ROWS) -> int:
+    """Return how many rows of files are read together: a power of two within `BLOCK_BYTES`, so that workers agree on it.
+
+    Args:
+        num_rows, num_bytes: of all files, as stored.
+        most: maximum, whatever a row weighs.
+    """
+    fit = BLOCK_BYTES * num_rows // max(1, num_bytes)
+    return most if fit >= most else max(MIN_BLOCK_ROWS, 1 << max(1, fit).bit_length() - 1)
 
 
 @dataclass(frozen=True)

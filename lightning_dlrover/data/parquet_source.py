@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_dlrover.data.agreed_columns import AgreedColumns, agreed_columns
 from lightning_dlrover.data.counted_files import Count, counted
-from lightning_dlrover.data.lane_plan import BLOCK_ROWS
+from lightning_dlrover.data.lane_plan import rows_of_block
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
@@ -41,7 +41,6 @@ class Parquet:
     """Parquet files. `parquet` makes one."""
 
     reads_in_threads = True
-    block_rows = BLOCK_ROWS
 
     def __init__(
         self,
@@ -57,6 +56,7 @@ class Parquet:
         self._on_error = on_error
         self._types = dict(types or {})
         self._locations: dict[str, Location] = {}
+        self._num_rows = 0  # in all files
         self._agreed = AgreedColumns()
         self._has_looked = False  # whether large row groups were logged
         self._begin_in_process()
@@ -86,7 +86,18 @@ class Parquet:
         counts = counted(list(self._locations.values()), "parquet", _counted)
         columns = {key: counts[key].columns for key in self._locations if counts[key].rows}
         self._agreed = agreed_columns(columns, self._columns, self._types)
+        self._num_rows = sum(each.rows for each in counts.values())
         return [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a lane to keep in memory, once the shards are known."""
+        return rows_of_block(self._num_rows, sum(location.size for location in self._locations.values()))
+
+    @property
+    def _rows_at_once(self) -> int:
+        """Rows to decode at once: no more than a lane keeps, as each lane decodes for itself."""
+        return min(ROWS_AT_ONCE, self.block_rows)
 
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
         """Yield record batches from a row on.
@@ -121,8 +132,9 @@ class Parquet:
             group = int(np.searchsorted(ends, row, side="right"))
             skip = row - int(ends[group] - sizes[group]) if group < len(sizes) else 0
             # A pass decodes so many rows at once. One that has just been opened may be waited for, and may need but a few.
-            enough = min(int(np.searchsorted(ends, row + ROWS_AT_ONCE)) + 1, len(sizes))
-            together = next((i for i in range(group, enough) if sizes[i] >= ROWS_AT_ONCE), enough)
+            rows_at_once = self._rows_at_once
+            enough = min(int(np.searchsorted(ends, row + rows_at_once)) + 1, len(sizes))
+            together = next((i for i in range(group, enough) if sizes[i] >= rows_at_once), enough)
             for number in range(group, together):
                 yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
                 skip = 0
@@ -170,7 +182,7 @@ class Parquet:
         if not numbers:
             return
         try:
-            yield from file.iter_batches(ROWS_AT_ONCE, row_groups=numbers, columns=self._columns, use_threads=False)
+            yield from file.iter_batches(self._rows_at_once, row_groups=numbers, columns=self._columns, use_threads=False)
         except (OSError, ValueError) as error:
             log.debug("reading row groups %s one by one, since reading them together failed: %s", numbers, error)
 
@@ -184,7 +196,7 @@ class Parquet:
     def _row_group(self, file: Any, shard: Shard, number: int, skip: int, num_rows: int) -> Iterator[Any]:
         done = 0
         try:
-            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[number], columns=self._columns, use_threads=False):
+            for batch in file.iter_batches(self._rows_at_once, row_groups=[number], columns=self._columns, use_threads=False):
                 done += batch.num_rows
                 if done > skip:
                     yield _last(batch, done - skip)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition
@@ -151,6 +152,17 @@ class TrainLoaders:
         for loader in [made for made in self._made if not any(made is used for used in in_use)]:
             loader.close()
             self._made.remove(loader)
+
+    @property
+    def orders_now(self) -> list[tuple[int, Layout | None]]:
+        """Seed and layout of each loader."""
+        return [(loader.order.seed, loader.order.layout) for loader in self.all]
+
+    def take_orders(self, orders: Sequence[tuple[int, Layout | None]]) -> None:
+        """Adopt rank 0's orders. The same files may have other sizes on another host, and so another layout."""
+        self.take_order_seeds([seed for seed, _ in orders])
+        for loader, (_, layout) in zip(self.all, orders, strict=False):
+            loader.order.take_layout(layout)
 
     def take_order_seeds(self, seeds: Sequence[int]) -> None:
         """Give each loader, and its later replacement, the job's order."""

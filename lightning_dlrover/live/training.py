@@ -333,10 +333,10 @@ class LiveTraining:
         if formation.rank == 0 and not has_finished and self.tables.elastic is None:
             self.checkpoints.take_users_choice()
         if formation.size > 1:
-            mine = data.encode(), [loader.order.seed for loader in self.loaders.all], has_finished
+            mine = data.encode(), self.loaders.orders_now, has_finished
             said = transfer.all_gather(mine)
             refuse_different_data([other for other, _, _ in said], f"run {self.world.config.run_id!r}")
-            self.loaders.take_order_seeds(said[0][1])
+            self.loaders.take_orders(said[0][1])
             has_finished = any(each for _, _, each in said)  # workers learn of it at different times
         if has_finished:
             return  # this is a later `fit`, and the checkpoints belong to an earlier one

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.data.lane_plan import CYCLE, LanePlan, Layout, Piece, share
+from lightning_dlrover.data.lane_plan import CYCLE, LanePlan, Layout, Piece, rows_of_block, share
 
 layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))
 shards = st.lists(st.one_of(st.just(0), st.integers(0, 30)), min_size=1, max_size=8)
@@ -162,3 +162,11 @@ def test_plan_of_a_hundred_thousand_files_and_ten_thousand_million_rows_is_cheap
     assert isinstance(pieces[0], Piece)
     assert seconds < 2.0
     assert peak < 200 * 2**20
+
+
+@pytest.mark.parametrize(
+    "row_bytes, most, expected",
+    [(100, 8192, 8192), (2_048, 8192, 8192), (2_049, 8192, 4096), (100_000, 8192, 128), (100_000, 64, 64), (10**9, 64, 8)],
+)
+def test_blocks_of_large_rows_are_bounded_by_bytes(row_bytes: int, most: int, expected: int) -> None:
+    assert rows_of_block(1000, 1000 * row_bytes, most) == expected
