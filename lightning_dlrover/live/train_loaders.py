@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
@@ -154,15 +155,16 @@ class TrainLoaders:
             self._made.remove(loader)
 
     @property
-    def orders_now(self) -> list[tuple[int, Layout | None]]:
-        """Seed and layout of each loader."""
-        return [(loader.order.seed, loader.order.layout) for loader in self.all]
+    def orders_now(self) -> list[tuple[int, dict[str, int] | None]]:
+        """Seed and layout of each loader, as plain data."""
+        layouts = [loader.order.layout for loader in self.all]
+        return [(x.order.seed, asdict(layout) if layout else None) for x, layout in zip(self.all, layouts, strict=True)]
 
-    def take_orders(self, orders: Sequence[tuple[int, Layout | None]]) -> None:
+    def take_orders(self, orders: Sequence[tuple[int, Mapping[str, int] | None]]) -> None:
         """Adopt rank 0's orders. The same files may have other sizes on another host, and so another layout."""
         self.take_order_seeds([seed for seed, _ in orders])
         for loader, (_, layout) in zip(self.all, orders, strict=False):
-            loader.order.take_layout(layout)
+            loader.order.take_layout(Layout(**layout) if layout is not None else None)
 
     def take_order_seeds(self, seeds: Sequence[int]) -> None:
         """Give each loader, and its later replacement, the job's order."""
