@@ -53,6 +53,8 @@ class AbortedWorld:
     def is_failure(self, error: BaseException) -> bool:
         return self.broken and isinstance(error, WorldError)
 
+    is_recoverable = is_failure
+
 
 @pytest.fixture
 def world() -> Any:

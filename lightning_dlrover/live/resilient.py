@@ -124,7 +124,9 @@ class ResilientCollectives:
     def _is_failure(self, error: BaseException) -> bool:
         if not self._position.has_entered and self._position.formation is None:
             return False
-        return isinstance(error, IncompleteBackwardError) or self._world.is_failure(error)
+        if isinstance(error, IncompleteBackwardError):
+            return True
+        return self._world.is_recoverable(error) if self._position.has_entered else self._world.is_failure(error)
 
     # --- results of an ended round ----------------------------------------------------------------------------------------
 

@@ -131,6 +131,9 @@ class LoneWorld:
     def is_failure(self, error: BaseException) -> bool:
         return False
 
+    def is_recoverable(self, error: BaseException) -> bool:
+        return False
+
     def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

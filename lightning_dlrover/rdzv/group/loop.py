@@ -274,7 +274,8 @@ class _Loop:
             self._num_steps = self.num_made
 
     def has_broken(self, error: BaseException) -> bool:
-        self._is_broken = isinstance(error, Exception) and self._world.is_failure(error)
+        has_broken = self._world.is_recoverable if self._has_state else self._world.is_failure
+        self._is_broken = isinstance(error, Exception) and has_broken(error)
         if self._is_broken:
             log.info("worker %s: a collective failed: %s", self._world.worker_id, str(error).splitlines()[:1])
         return self._is_broken

@@ -391,9 +391,16 @@ class World:
         return WorldError("the round has ended")
 
     def is_failure(self, error: BaseException) -> bool:
-        """Whether `recover` helps after `error`: the round is broken, or undone because `error` has come with its joiners."""
+        """Whether `error` means that this worker's round is broken, so that `recover` helps, and not a mistake of the user."""
+        return self._failures.is_failure(error)
+
+    def is_recoverable(self, error: BaseException) -> bool:
+        """Whether `recover` helps a worker with the job's state: its round is broken, or undone because of `error`.
+
+        The latter is so after an error of the script, or a mismatch, soon after workers have joined.
+        """
         try:
-            if self._failures.is_failure(error):
+            if self.is_failure(error):
                 return True
         except MismatchError as mismatch:
             if not self._growth.undo(mismatch):

@@ -79,6 +79,8 @@ class WorldWithLeftState:
     def is_failure(self, error: BaseException) -> bool:
         return isinstance(error, RoundEndedError)
 
+    is_recoverable = is_failure
+
     def event(self, event: Event, text: str) -> None:
         self.events.append(text)
 
@@ -163,6 +165,8 @@ class AbortedWorld:
 
     def is_failure(self, error: BaseException) -> bool:
         return self.broken and isinstance(error, WorldError)
+
+    is_recoverable = is_failure
 
 
 class OneStepLoop(_Loop):
