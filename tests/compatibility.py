@@ -396,6 +396,12 @@ ROWS: list[Row] = [
             "in a part",
         ),
         (
+            "Reentrant activation checkpointing with parameters that some steps leave out",
+            "refused",
+            "tests/live/test_unused_parameters.py::test_search_that_fails_in_reentrant_checkpoints_is_refused_in_words",
+            "with `use_reentrant=False` as the next move",
+        ),
+        (
             "`loss.backward()`, `ZeroRedundancyOptimizer`, BatchNorm on one sample",
             "refused",
             f"{_FEATURES}::test_script_that_cannot_be_right_is_refused",

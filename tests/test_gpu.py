@@ -53,7 +53,8 @@ class AbortedWorld:
     def is_failure(self, error: BaseException) -> bool:
         return self.broken and isinstance(error, WorldError)
 
-    is_recoverable = is_failure
+    def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
+        return self.is_failure(error)
 
 
 @pytest.fixture

@@ -126,7 +126,9 @@ class ResilientCollectives:
             return False
         if isinstance(error, IncompleteBackwardError):
             return True
-        return self._world.is_recoverable(error) if self._position.has_entered else self._world.is_failure(error)
+        if not self._position.has_entered:
+            return self._world.is_failure(error)
+        return self._world.is_recoverable(error, self._position.is_computing)
 
     # --- results of an ended round ----------------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class LoneWorld:
     def is_failure(self, error: BaseException) -> bool:
         return False
 
-    def is_recoverable(self, error: BaseException) -> bool:
+    def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
         return False
 
     def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:

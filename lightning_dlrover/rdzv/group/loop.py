@@ -220,7 +220,7 @@ class Step:
             self.was_made = True
             self._loop.made(self)
             return False
-        return self._loop.has_broken(error)
+        return self._loop.has_broken(error, is_in_step=True)
 
 
 class _Loop:
@@ -273,9 +273,13 @@ class _Loop:
         if step.is_last:
             self._num_steps = self.num_made
 
-    def has_broken(self, error: BaseException) -> bool:
-        has_broken = self._world.is_recoverable if self._has_state else self._world.is_failure
-        self._is_broken = isinstance(error, Exception) and has_broken(error)
+    def has_broken(self, error: BaseException, is_in_step: bool) -> bool:
+        if not isinstance(error, Exception):
+            self._is_broken = False
+        elif self._has_state:
+            self._is_broken = self._world.is_recoverable(error, is_in_step)
+        else:
+            self._is_broken = self._world.is_failure(error)
         if self._is_broken:
             log.info("worker %s: a collective failed: %s", self._world.worker_id, str(error).splitlines()[:1])
         return self._is_broken
@@ -296,7 +300,7 @@ class _Loop:
         try:
             run()
         except Exception as error:
-            if not self.has_broken(error):
+            if not self.has_broken(error, is_in_step=False):
                 raise
         return not self._is_broken
 

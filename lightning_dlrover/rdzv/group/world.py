@@ -394,10 +394,10 @@ class World:
         """Whether `error` means that this worker's round is broken, so that `recover` helps, and not a mistake of the user."""
         return self._failures.is_failure(error)
 
-    def is_recoverable(self, error: BaseException) -> bool:
+    def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
         """Whether `recover` helps a worker with the job's state: its round is broken, or undone because of `error`.
 
-        The latter is so after an error of the script, or a mismatch, soon after workers have joined.
+        The latter is so soon after workers have joined: for an error of a step, and for a mismatch anywhere.
         """
         try:
             if self.is_failure(error):
@@ -408,7 +408,7 @@ class World:
             return True
         if isinstance(error, WorldError | MembershipError) and not isinstance(error, MismatchError):
             return False
-        return isinstance(error, Exception) and self._growth.undo(error)
+        return is_in_step and isinstance(error, Exception) and self._growth.undo(error)
 
     def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
         """Compare this worker's next action with that of all others. Collectives within the context count as part of it.

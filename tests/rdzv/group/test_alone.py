@@ -37,7 +37,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "guard": (None,),
     "wait_for_device": (torch.device("cpu"),),
     "is_failure": (RuntimeError("Connection closed by peer"),),
-    "is_recoverable": (RuntimeError("Connection closed by peer"),),
+    "is_recoverable": (RuntimeError("Connection closed by peer"), True),
     "is_stop": (1,),
     "keep_for_successors": (1, pack({})),
     "recover": (b"",),

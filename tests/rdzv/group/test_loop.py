@@ -79,7 +79,8 @@ class WorldWithLeftState:
     def is_failure(self, error: BaseException) -> bool:
         return isinstance(error, RoundEndedError)
 
-    is_recoverable = is_failure
+    def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
+        return self.is_failure(error)
 
     def event(self, event: Event, text: str) -> None:
         self.events.append(text)
@@ -166,7 +167,8 @@ class AbortedWorld:
     def is_failure(self, error: BaseException) -> bool:
         return self.broken and isinstance(error, WorldError)
 
-    is_recoverable = is_failure
+    def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
+        return self.is_failure(error)
 
 
 class OneStepLoop(_Loop):
