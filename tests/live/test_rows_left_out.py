@@ -87,6 +87,8 @@ def test_numbers_without_data_are_not_named() -> None:
 class Telling:
     """200 rows, none of the second hundred of which can be read, each for a reason of its own."""
 
+    block_rows = 256
+
     def shards(self) -> list[Shard]:
         return [Shard("telling", 200)]
 

@@ -94,6 +94,7 @@ def a_worker(name: str = "w0", formation: Formation | None = None) -> Any:
         worker_id=name,
         config=SimpleNamespace(max_workers=2, run_id="job"),
         is_failure=lambda error: isinstance(error, RoundEndedError),
+        is_recoverable=lambda error, is_in_step: isinstance(error, RoundEndedError),
         formation=None,
         broken=False,
         num_fits=0,
