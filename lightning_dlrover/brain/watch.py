@@ -131,9 +131,8 @@ class Watch:
         asked = member or MemberRecord("", 0, size, size, given.submitted_at, given.cores, given.gpus, given.memory_mb)
         record = readable(JobRecord, live.get(keys.job))
         # The policies choose from a range, so it ends before a number of workers with which a step has failed.
-        most = (
-            asked.max_workers if record is None else min(asked.max_workers, max(record.most_workers(alive), asked.min_workers))
-        )
+        most = max(record.most_workers(alive), asked.min_workers) if record is not None else asked.max_workers
+        most = min(most, asked.max_workers)
         fewest = min(most, max(asked.min_workers, learned.least_workers))
         is_over = member is None and not alive
         job = PoolJob(

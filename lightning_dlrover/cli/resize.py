@@ -191,7 +191,7 @@ def _forgive(client: EtcdClient, keys: Keys, num_workers: int) -> str:
         nonlocal why
         if job is None or not (why := job.failed_sizes.get(str(num_workers), "")):
             return None
-        return replace(job, failed_sizes={size: text for size, text in job.failed_sizes.items() if size != str(num_workers)})
+        return job.trying_again([str(num_workers)])
 
     Journal(client, keys).swap(JobRecord, keys.job, forgiven)
     return why

@@ -66,7 +66,6 @@ def run_command(options: argparse.Namespace) -> int:
     """Run a script as a live elastic job; return once all of its nodes have ended."""
     if options.target == "auto":
         options.target = surrounding_target(options)
-    # Pods have the script in their image or in a volume, so it may not exist here.
     command = checked_command(options)
     run_id = options.rdzv_id or _new_run_id(Path(options.script).stem if not options.module else options.script)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):

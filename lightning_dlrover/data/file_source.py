@@ -68,7 +68,7 @@ class Files:
         self._types = dict(types or {})
         self._header = header
         self._locations: dict[str, Location] = {}
-        self._num_rows = 0  # in all files
+        self.block_rows = BLOCK_ROWS  # rows of a lane to keep in memory; `shards` counts them
         self._marks: dict[str, npt.NDArray[np.int64]] = {}
         self._format = format or ""
         self._schema: Any = None  # columns of CSV and TSV
@@ -77,12 +77,6 @@ class Files:
     def __repr__(self) -> str:
         options = f", {self._given_format!r}" if self._given_format is not None else ""
         return f"files({self._paths!r}{options}{'' if self._header else ', header=False'})"
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a lane to keep in memory, once the shards are known."""
-        num_bytes = sum(location.size for location in self._locations.values())
-        return rows_of_block(self._num_rows, num_bytes, SAMPLES_PER_BLOCK if self._format == "tar" else BLOCK_ROWS)
 
     def shards(self) -> Sequence[Shard]:
         """Return the files, counted.
@@ -103,7 +97,9 @@ class Files:
         counts = counted(list(self._locations.values()), f"{self._format} {int(skips)}", count)
         self._marks = {key: np.frombuffer(each.marks, dtype=np.int64) for key, each in counts.items()}
         shards = [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
-        self._num_rows = sum(shard.rows for shard in shards)
+        num_bytes = sum(location.size for location in self._locations.values())
+        most = SAMPLES_PER_BLOCK if self._format == "tar" else BLOCK_ROWS
+        self.block_rows = rows_of_block(sum(shard.rows for shard in shards), num_bytes, most)
         if self._format in ("csv", "tsv"):
             first = next((shard for shard in shards if shard.rows), None)
             self._schema = self._inferred(self._locations[first.key]) if first is not None else None

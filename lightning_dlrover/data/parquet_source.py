@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_dlrover.data.agreed_columns import AgreedColumns, agreed_columns
 from lightning_dlrover.data.counted_files import Count, counted
-from lightning_dlrover.data.lane_plan import rows_of_block
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS, rows_of_block
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
@@ -56,7 +56,7 @@ class Parquet:
         self._on_error = on_error
         self._types = dict(types or {})
         self._locations: dict[str, Location] = {}
-        self._num_rows = 0  # in all files
+        self.block_rows = BLOCK_ROWS  # rows of a lane to keep in memory; `shards` counts them
         self._agreed = AgreedColumns()
         self._has_looked = False  # whether large row groups were logged
         self._begin_in_process()
@@ -86,13 +86,9 @@ class Parquet:
         counts = counted(list(self._locations.values()), "parquet", _counted)
         columns = {key: counts[key].columns for key in self._locations if counts[key].rows}
         self._agreed = agreed_columns(columns, self._columns, self._types)
-        self._num_rows = sum(each.rows for each in counts.values())
+        num_bytes = sum(location.size for location in self._locations.values())
+        self.block_rows = rows_of_block(sum(each.rows for each in counts.values()), num_bytes)
         return [Shard(key, counts[key].rows, location.version) for key, location in self._locations.items()]
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a lane to keep in memory, once the shards are known."""
-        return rows_of_block(self._num_rows, sum(location.size for location in self._locations.values()))
 
     @property
     def _rows_at_once(self) -> int:

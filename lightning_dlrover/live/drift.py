@@ -23,7 +23,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dlrover.checks.script import UnsupportedScriptError
@@ -307,9 +306,7 @@ def _on_host(number: Tensor) -> Tensor:
 
 def _of_rank_0(tensor: Tensor) -> Tensor:
     values = tensor.detach().cpu().reshape(-1).view(torch.uint8).clone()
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    transfer.round_group().broadcast([values], options).wait()
+    transfer.broadcast(values)
     return values.view(tensor.dtype).reshape(tensor.shape)
 
 

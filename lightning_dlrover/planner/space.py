@@ -68,7 +68,7 @@ class Limits:
 
     def allows(self, settings: Settings) -> bool:
         """Return whether the workers are within their limits. The other settings may keep the user's values."""
-        return settings.num_workers in self.sizes
+        return self.min_workers <= settings.num_workers <= self.max_workers and settings.num_workers not in self.failed_sizes
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -200,15 +200,20 @@ def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> N
     assert_all_agree(job, 5 * (STEPS_PER_EPOCH + 1))
 
 
-def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
-    alone = one_device_alone(make_job, epochs=3)
+def one_device_that_loses_its_joiner(make_job: MakeJob, moment: str) -> Job:
     job = make_job(Feature("one_device"), script=run_feature)
     job.start()
     job.wait_for_step(3)
     job.start()
     job.wait_for_world(2)
-    job.workers[1].arm("epoch_end")
+    job.workers[1].arm(moment)
     assert job.finish() == [0, -9], job.report()
+    return job
+
+
+def test_loss_at_an_epochs_end_keeps_its_metrics(make_job: MakeJob) -> None:
+    alone = one_device_alone(make_job, epochs=3)
+    job = one_device_that_loses_its_joiner(make_job, "epoch_end")
     assert_same_metrics(job, alone)
 
 
@@ -349,13 +354,7 @@ def test_values_of_lost_workers_count_once(name: str, make_job: MakeJob) -> None
 
 def test_a_list_that_a_lost_worker_has_grown_is_named_and_all_other_values_are_kept(make_job: MakeJob) -> None:
     alone = one_device_alone(make_job, epochs=3)
-    job = make_job(Feature("one_device"), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
-    job.workers[1].arm("backward")
-    assert job.finish() == [0, -9], job.report()
+    job = one_device_that_loses_its_joiner(make_job, "backward")
     [marked] = job.events("values")
     assert marked.data["names"] == ["all_ids"]
     expected = {record["epoch"]: record["metrics"] for record in alone.records("metrics")}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from stream_schedules import Numbered, rows_of
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from test_sampler import Numbers
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_dlrover.data import DataError, stream
 from lightning_dlrover.live.loader import ElasticLoader
@@ -17,17 +18,6 @@ from lightning_dlrover.live.loader import ElasticLoader
 NUM_ROWS, BATCH, DONE = 600, 8, 20
 
 Make = Callable[..., Any]
-
-
-class Values(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Sequence(IterableDataset[int]):
@@ -39,7 +29,7 @@ class Sequence(IterableDataset[int]):
 
 
 def loader(data: Any, batch_size: int = BATCH, seed: int = 0) -> ElasticLoader:
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed)) if isinstance(data, Values) else None
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed)) if isinstance(data, Numbers) else None
     made = ElasticLoader(DataLoader(data, batch_size=batch_size, sampler=sampler), batch_size, training=True, max_workers=3)
     iter(made)
     return made
@@ -83,7 +73,7 @@ def streamed(num_rows: int = NUM_ROWS, **options: Any) -> Any:
         (loader(streamed()), loader(streamed(seed=2))),
         (loader(streamed()), loader(streamed(shuffle_rows=300))),
         (loader(streamed(shuffle_rows=0)), loader(streamed(shuffle_rows=0, keep_order=True))),
-        (loader(Values(NUM_ROWS), seed=1), loader(Values(NUM_ROWS), seed=2)),
+        (loader(Numbers(NUM_ROWS), seed=1), loader(Numbers(NUM_ROWS), seed=2)),
         (loader(Sequence(NUM_ROWS)), loader(Sequence(NUM_ROWS))),
     ],
     ids=["stream", "seed of a stream", "shuffle_rows", "keep_order", "seed of a sampler", "iterable"],
@@ -99,13 +89,13 @@ def test_no_sample_is_lost_or_twice_after_a_resume(before: ElasticLoader, after:
     "before, after, message",
     [
         (streamed, lambda: loader(streamed(), 16), "global_batch_size=8, and the training loader has global_batch_size=16 now"),
-        (lambda: Values(NUM_ROWS), lambda: loader(Values(NUM_ROWS), 16), "has global_batch_size=16 now"),
+        (lambda: Numbers(NUM_ROWS), lambda: loader(Numbers(NUM_ROWS), 16), "has global_batch_size=16 now"),
         (lambda: Sequence(NUM_ROWS), lambda: loader(Sequence(NUM_ROWS), 16), "has global_batch_size=16 now"),
         (streamed, lambda: loader(streamed(NUM_ROWS + 8)), "files came, went or changed their number of rows"),
         (streamed, lambda: loader(streamed(shuffle_rows=0)), "shuffle_rows=0 does not shuffle, unlike before"),
-        (lambda: Values(NUM_ROWS), lambda: loader(Values(NUM_ROWS + 1)), "num_samples=600, and .* num_samples=601 now"),
-        (streamed, lambda: loader(Values(NUM_ROWS)), "kind=stream, and the training loader has kind=map-style dataset now"),
-        (lambda: Values(NUM_ROWS), lambda: loader(Sequence(NUM_ROWS)), "has kind=IterableDataset now"),
+        (lambda: Numbers(NUM_ROWS), lambda: loader(Numbers(NUM_ROWS + 1)), "num_samples=600, and .* num_samples=601 now"),
+        (streamed, lambda: loader(Numbers(NUM_ROWS)), "kind=stream, and the training loader has kind=map-style dataset now"),
+        (lambda: Numbers(NUM_ROWS), lambda: loader(Sequence(NUM_ROWS)), "has kind=IterableDataset now"),
     ],
 )
 def test_resume_with_other_samples_is_refused(before: Make, after: Make, message: str) -> None:
@@ -120,4 +110,4 @@ def test_any_data_may_follow_a_checkpoint_of_an_epochs_end() -> None:
 
 
 def test_checkpoint_that_lacks_the_order_is_resumed_as_it_is() -> None:
-    assert len(rest_of(loader(Values(NUM_ROWS)), (None, None, None))) == NUM_ROWS - DONE * BATCH
+    assert len(rest_of(loader(Numbers(NUM_ROWS)), (None, None, None))) == NUM_ROWS - DONE * BATCH

@@ -143,12 +143,7 @@ class Growth:
         sizes, self._failed = {str(size) for size in self._failed}, []
         if not sizes:
             return
-
-        def acquitted(job: JobRecord) -> JobRecord:
-            left = {size: why for size, why in job.failed_sizes.items() if size not in sizes}
-            return dataclasses.replace(job, failed_sizes=left)
-
         try:
-            self._membership.shared.update_job(acquitted)
+            self._membership.shared.update_job(lambda job: job.trying_again(sizes))
         except (EtcdError, RecordError, MembershipError) as trouble:
             log.warning("run %s: the failure with %s workers stays on record: %s", self._run_id, ", ".join(sizes), trouble)

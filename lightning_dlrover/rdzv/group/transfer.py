@@ -40,6 +40,7 @@ __all__ = [
     "TransferError",
     "all_gather",
     "barrier",
+    "broadcast",
     "dumps",
     "loads",
     "names_in",
@@ -154,6 +155,13 @@ def all_gather(obj: Any) -> list[Any]:
     bodies = [torch.empty_like(padded) for _ in sizes]
     waits.wait_for(group.allgather([bodies], [padded]))
     return [_unpacked(b[: int(s.item())].numpy().tobytes(), ()) for b, s in zip(bodies, sizes, strict=True)]
+
+
+def broadcast(tensor: torch.Tensor) -> None:
+    """Copy rank 0's values into a tensor on the CPU of all workers of the default group. All of them must call this."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    waits.wait_for(round_group().broadcast([tensor], options))
 
 
 def barrier() -> None:

@@ -7,7 +7,8 @@ untrusted input: `decode` either returns a valid record or raises `RecordError` 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from lightning_dlrover.codec import RecordError, from_fields, to_json
@@ -276,6 +277,10 @@ class JobRecord:
     def most_workers(self, now: int) -> int:
         """Return up to how many workers a job of `now` workers may grow, if any number in between must be possible."""
         return min([self.max_workers, *(size - 1 for size in self.sizes_not_tried if size > now)])
+
+    def trying_again(self, sizes: Collection[str]) -> JobRecord:
+        """Return the record without failures of these numbers of workers."""
+        return replace(self, failed_sizes={size: why for size, why in self.failed_sizes.items() if size not in sizes})
 
     @property
     def unfinished_fit(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from typing import Any
 
 import pytest
+from waiting import eventually
 
 from lightning_dlrover.rdzv.group import ending
 from lightning_dlrover.rdzv.group.ending import EXIT_STUCK, GroupStuckError, RoundEnd
@@ -79,9 +79,7 @@ def test_shutdown_that_a_member_has_left_out_is_followed_by_an_abort(calls: list
     group.may_close.clear()
     end = end_of(group)
     end.close()
-    deadline = time.monotonic() + 10
-    while "abort" not in calls and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: "abort" in calls, "an abort", 10)
     group.may_close.set()
     end.wait(10)
     assert calls == ["shutdown", "abort"]
@@ -137,7 +135,5 @@ def test_ended_groups_are_dropped_by_the_thread_that_ends_the_next_round(calls: 
     following = end_of(Group(calls))
     following.abort()
     following.wait(10)
-    deadline = time.monotonic() + 10
-    while not dropped_by and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: bool(dropped_by), "the groups of the round before to be dropped", 10)
     assert dropped_by == ["dlrover-end-round"]
