@@ -18,8 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    *("BLOCK_BYTES", "BLOCK_ROWS", "CYCLE", "CYCLES", "MIN_SLOTS", "STRIDE_OF_LAPS"),
-    *("LanePlan", "Layout", "Piece", "Place", "rows_of_block", "share"),
+    "BLOCK_BYTES",
+    "BLOCK_ROWS",
+    "CYCLE",
+    "CYCLES",
+    "MIN_SLOTS",
+    "STRIDE_OF_LAPS",
+    "LanePlan",
+    "Layout",
+    "Piece",
+    "Place",
+    "rows_of_block",
+    "share",
 ]
 
 CYCLE = 12
