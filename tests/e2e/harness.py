@@ -236,9 +236,9 @@ class Job:
             worker.wait(10)
         self._client.close()
 
-    def start(self, script: Script | None = None, settings: Any = None) -> Worker:
-        """Fork one more worker."""
-        place = Place(self._endpoint, self.run_id, f"w{len(self.workers)}", str(self.folder), *self._limits)
+    def start(self, script: Script | None = None, settings: Any = None, endpoint: str = "") -> Worker:
+        """Fork one more worker, which reaches etcd at `endpoint` if that is given."""
+        place = Place(endpoint or self._endpoint, self.run_id, f"w{len(self.workers)}", str(self.folder), *self._limits)
         self.workers.append(
             Worker(place, script or self._script, self._settings if settings is None else settings, self._environment)
         )

@@ -17,8 +17,9 @@ from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, absent
-from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable
+from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
+    AddressRecord,
     AgentNotice,
     AgentRecord,
     AgentRound,
@@ -130,7 +131,12 @@ class RunRecords:
 
     def delete_own_workers(self) -> None:
         """Remove the records of this agent's workers, which have ended: their leases would last a while."""
-        _, found = self._client.get_prefix(self._keys.workers + worker_name_of(socket.gethostname()))
+        here = worker_name_of(socket.gethostname())
+        # First their addresses, which tell the others that a worker without a record may live.
+        for worker_id, address in readable_folder(self._client, AddressRecord, self._keys.addresses, here).items():
+            if address.agent_id == self._agent_id:
+                self._client.delete(self._keys.addresses + worker_id)
+        _, found = self._client.get_prefix(self._keys.workers + here)
         for kv in found:
             worker = readable(WorkerRecord, kv)
             if worker is not None and worker.agent_id == self._agent_id:

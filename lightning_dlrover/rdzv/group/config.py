@@ -98,5 +98,5 @@ class WorldConfig:
             port=port,
             lease_ttl_s=self.lease_ttl_s,
             history_ttl_s=self.history_ttl_s,
-            patience=Patience(start_s=self.start_timeout_s, regroup_s=self.regroup_timeout_s),
+            patience=Patience(self.start_timeout_s, self.regroup_timeout_s, return_s=2.0 * self.lease_ttl_s),
         )

@@ -15,6 +15,7 @@ from lightning_dlrover.codec import RecordError, from_fields, to_json
 
 __all__ = [
     "FORMAT_VERSION",
+    "AddressRecord",
     "AgentNotice",
     "AgentRecord",
     "AgentRound",
@@ -102,6 +103,7 @@ class Keys:
     searches = _Key("live/shared/searches/")
     checkpoint = _Key("live/checkpoint")
     workers = _Key("live/workers/")
+    addresses = _Key("live/addresses/")  # one key per worker, which outlives its lease
     drains = _Key("live/drains/")
     agents = _Key("live/agents/")
     agents_left = _Key("live/agents_left/")  # one key per agent that has signed off and was not lost, bound to a short lease
@@ -204,6 +206,21 @@ class WorkerRecord:
     # Workers that this one could not reach, at most MAX_UNREACHABLE. After round `round_number` did not form: other members of
     # it. While this worker is `ready`: members of the current round.
     unreachable: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class AddressRecord:
+    """Where a worker's process is reached. Key `addresses/{worker_id}`, bound to no lease of the worker.
+
+    A worker whose lease has ended may live, cut off from etcd. Its address stays until the worker leaves, its process is found
+    dead, or a round goes on without it.
+    """
+
+    worker_id: str
+    agent_id: str
+    host: str
+    address: str
+    port: int  # see `WorkerRecord.port`
 
 
 @dataclass(frozen=True)

@@ -98,4 +98,6 @@ def _evidence(view: View, worker_id: str, buried: Collection[str]) -> str:
         return "it did not answer, or cannot be reached"
     if worker_id in buried:
         return "its port refuses connections"
-    return "its lease ended, or its agent or another worker found its process gone"
+    if worker_id in view.addresses:
+        return "its lease ended, and it did not come back in time"
+    return "its agent or another worker found its process gone"

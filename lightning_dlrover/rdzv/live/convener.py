@@ -2,7 +2,7 @@
 
 Each write is one transaction, and the decisions need no clock, thread or connection. `Convener.candidacy` reads the shared
 records. In office, `Convener.next_write` reads one copy of all the job's records and returns this worker's next write, if any.
-The caller runs it and reads again. A copy must show etcd at a
+The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show etcd at a
 single revision. The number of the next round and the revision that guards it must come from the same moment, or an old decision
 could overwrite a new round.
 
@@ -15,18 +15,22 @@ Three things keep rounds unique even if messages are lost, late or repeated:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, absent, created, exists, modified
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
 from lightning_dlrover.rdzv.live.outlook import notice_of
-from lightning_dlrover.rdzv.live.rounds import Patience, View, awaited, next_round
+from lightning_dlrover.rdzv.live.probe import Answer
+from lightning_dlrover.rdzv.live.rounds import Patience, View, awaited, may_return, next_round
 
 __all__ = ["Convener", "Entries", "Write", "burial"]
 
 Entries = Mapping[str, KeyValue]
+
+MAX_BURIED = 50
+"""Addresses removed in one transaction. etcd allows 128 conditions and 128 operations (--max-txn-ops)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Convener:
         self._patience = patience
         self._situation: tuple[object, float] | None = None  # workers or agents that are awaited, and since when
         self._cut_off_s: float | None = None  # time at which etcd was last unreachable
+        self._missing_since: dict[str, float] = {}  # missing members, and when this worker first saw in office that they are
+        self._answers: dict[str, Answer] = {}  # the last responses of their ports
         self._noted: tuple[View, int, bytes] | None = None  # last notice with the view and the term that it follows from
 
     def is_in_office(self, entries: Entries) -> bool:
@@ -91,6 +97,12 @@ class Convener:
         if not self.is_in_office(entries):
             self.interrupt()
             return None
+        if any(w in view.workers for w in self._missing_since):
+            self._missing_since = {}  # a cut is over: those that come back a moment later than the first get their time, too
+        self._missing_since = {w: self._missing_since.get(w, now_s) for w in view.missing}
+        self._answers = {w: answer for w, answer in self._answers.items() if w in self._missing_since}
+        if dead := [w for w, answer in self._answers.items() if answer == "refuses"]:
+            return self._forget(dead, entries)
         term = entries[self._keys.convener].create_revision
         situation = (view.round.number if view.round else 0, tuple(awaited(view)))
         if self._situation is None or situation != self._situation[0]:
@@ -99,6 +111,7 @@ class Convener:
         # is no reason to begin with another first one.
         is_back = self._cut_off_s is None or now_s - self._cut_off_s >= self._patience.return_s
         may_decide = (is_back or not view.lost) and (view.round is not None or self._keys.round not in entries)
+        may_decide = may_decide and not self.awaits_return(view, now_s)
         proposal = next_round(view, now_s - self._situation[1], self._patience) if may_decide else None
         if proposal is not None:
             proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
@@ -109,9 +122,28 @@ class Convener:
             puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))
             return Write("round", (fence, self._unchanged(entries, self._keys.round)), puts, proposal)
         last = entries.get(self._keys.notice)
-        if last is not None and last.value == told:
-            return None
-        return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, told),))
+        if last is None or last.value != told:
+            return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, told),))
+        left = [w for w in view.addresses if w not in view.workers and w not in self._missing_since]
+        return self._forget(left, entries) if left else None
+
+    def awaits_return(self, view: View, now_s: float) -> list[str]:
+        """Return the missing members for whom the next round still waits."""
+        patience = self._patience
+        limit_s = patience.return_s if view.holders else max(patience.return_s, patience.start_s)
+        waiting = may_return(view, self._answers)
+        return [w for w in waiting if now_s - self._missing_since.get(w, now_s) < limit_s]
+
+    def hear(self, answers: Mapping[str, Answer]) -> None:
+        """Note the responses of missing members' ports. `refuses` counts as the end of the process."""
+        self._answers.update(answers)
+
+    def _forget(self, workers: Sequence[str], entries: Entries) -> Write:
+        """Remove addresses of workers that are not registered and will not come back."""
+        chosen = workers[:MAX_BURIED]
+        gone = tuple(absent(self._keys.workers + worker) for worker in chosen)
+        same = tuple(self._unchanged(entries, self._keys.addresses + worker) for worker in chosen)
+        return Write("bury", (*gone, *same), tuple(Delete(self._keys.addresses + worker) for worker in chosen))
 
     def _notice(self, view: View, term: int) -> bytes:
         if self._noted is None or self._noted[0] is not view or self._noted[1] != term:
@@ -124,8 +156,9 @@ class Convener:
         return modified(key) == (entry.mod_revision if entry is not None else 0)
 
     def interrupt(self) -> None:
-        """Restart the patience timer because no record could arrive for a while."""
+        """Restart the patience timers because no record could arrive for a while."""
         self._situation = None
+        self._missing_since = {}
 
     def was_cut_off(self, now_s: float) -> None:
         """Note that etcd is, or was until now, unreachable. Leases of healthy workers may have expired meanwhile."""
@@ -148,7 +181,7 @@ def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Writ
         election: entry of the election key, if there is one.
     """
     worker_id = record.key.removeprefix(keys.workers)
-    ops = (Delete(record.key), Delete(keys.drains + worker_id))
+    ops = (Delete(record.key), Delete(keys.addresses + worker_id), Delete(keys.drains + worker_id))
     writes = [Write("bury", (created(record.key) == record.create_revision,), ops)]
     if election is not None and election.value == worker_id.encode():
         writes.append(Write("unseat", (created(election.key) == election.create_revision,), (Delete(election.key),)))

@@ -126,6 +126,7 @@ class Membership:
             self._wake,
             self._decoder,
             Announcer(self._journal, self.shared.outbox, self.worker_id, self._buried),
+            self.reached,
         )
         self._own_mirror: Mirror | None = None  # None: not registered yet
         self._refresh()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
@@ -16,10 +18,13 @@ from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.rdzv.live.announcement import Announcer
 from lightning_dlrover.rdzv.live.convener import Convener, Entries
 from lightning_dlrover.rdzv.live.overview import Overview
-from lightning_dlrover.rdzv.live.rounds import Patience
+from lightning_dlrover.rdzv.live.probe import Answer, answers
+from lightning_dlrover.rdzv.live.rounds import Patience, View
 from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["Office"]
+
+log = logging.getLogger(__name__)
 
 CAMPAIGN_PER_WORKER_S = 0.0005
 """Seconds per member over which candidacies are spread after a convener's death: the first one spares the others theirs."""
@@ -29,6 +34,12 @@ CHECK_S = 10.0
 
 MAX_SILENCE = 0.8
 """Share of a lease's time without a refresh after which etcd counts as away. Refreshes are due after half of it."""
+
+KNOCK_S = 1.0
+"""Seconds between two knocks at the ports of missing members."""
+
+ANSWER_S = 0.3
+"""Maximum seconds for which a missing member's port may take to answer."""
 
 SIGHT_S = 5.0
 """Maximum seconds until a write of this worker shows up in its copy of the records."""
@@ -42,6 +53,7 @@ class Office:
         on_change: called when the records of other workers have changed, while this worker is in office.
         decoder: decodes the shared records, in the same thread.
         announcer: adds the lines of the job's history about a round to its transaction.
+        reached: workers that this one has formed a round with.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class Office:
         on_change: Callable[[], None],
         decoder: Decoder,
         announcer: Announcer,
+        reached: Collection[str],
     ) -> None:
         self._client = client
         self._keys = keys
@@ -62,6 +75,9 @@ class Office:
         self._shared = shared
         self._lease = lease
         self._announcer = announcer
+        self._reached = reached
+        self._knocked_at = -KNOCK_S
+        self._told_of: list[str] = []  # missing members whose return the log says is awaited
         self._overview = Overview(client, keys, on_change, decoder)
         self._stands_at: float | None = None  # time of this worker's candidacy, while there is no convener
         self._holder_is_checked_at = time.monotonic() + CHECK_S
@@ -95,6 +111,7 @@ class Office:
             self._find_room(shared)
         # Read both together: the view must come from the revision that guards the next round.
         entries, view, age_s = self._overview.look()
+        self._knock(view)
         write = self._convener.next_write(entries, view, time.monotonic(), time.time())
         if write is None:
             return
@@ -107,6 +124,25 @@ class Office:
         # The next decision must see this write, or it would be repeated in vain.
         with contextlib.suppress(TimeoutError):
             self._overview.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
+
+    def _knock(self, view: View) -> None:
+        """Find out which missing members live, and say that the next round waits for them."""
+        if view.missing and time.monotonic() - self._knocked_at >= KNOCK_S:
+            found = answers([view.addresses[w] for w in view.missing], ANSWER_S)
+            self._knocked_at = time.monotonic()
+            self._convener.hear({w: self._judged(view, w, answer) for w, answer in found.items()})
+        awaited = self._convener.awaits_return(view, time.monotonic())
+        if awaited and awaited != self._told_of:
+            log.warning(
+                "workers %s are cut off from etcd, and not known to be dead: waits for their return", ", ".join(awaited)
+            )
+        self._told_of = awaited
+
+    def _judged(self, view: View, worker_id: str, answer: Answer) -> Answer:
+        # A refusal from another host may come from a firewall as long as that address was never reached. If nobody else holds
+        # the state, such a network could not carry the job anyway.
+        is_proof = not view.holders or worker_id in self._reached or view.addresses[worker_id].host == socket.gethostname()
+        return answer if answer != "refuses" or is_proof else "silent"
 
     def _find_room(self, shared: Entries) -> None:
         """Write the notice again as it is, until etcd takes it.

@@ -16,6 +16,7 @@ from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, Put, Txn, a
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import (
     MAX_UNREACHABLE,
+    AddressRecord,
     DrainRecord,
     Keys,
     RecordError,
@@ -49,6 +50,7 @@ class OwnRecord:
         came_back: Callable[[Lease], None],
     ) -> None:
         self.key = keys.workers + worker_id
+        self.address_key = keys.addresses + worker_id
         self.evicted = False
         self.lease = client.lease(lease_ttl_s).keep_alive()
         self._client = client
@@ -78,7 +80,7 @@ class OwnRecord:
     def create(self, record: WorkerRecord) -> None:
         self._record = record
         # Guarded like every write of the record: a retry that arrives late must not restore this state after we have moved on.
-        made = self._client.txn([absent(self.key)], [Put(self.key, encode(record), self.lease.id)])
+        made = self._client.txn([absent(self.key)], [Put(self.key, encode(record), self.lease.id), self._put_address(record)])
         self._created = self._modified = made.revision
 
     def update(
@@ -167,7 +169,7 @@ class OwnRecord:
                 return False
         nobody_went_on = modified(self._keys.round) == (entry.mod_revision if entry else 0)
         lease = self._client.lease(self._lease_ttl_s)
-        ops = [Put(self.key, encode(self._record), lease.id)]
+        ops = [Put(self.key, encode(self._record), lease.id), self._put_address(self._record)]
         if self._drain_reason:
             ops.append(self._drain_request(lease))
         made = self._client.txn([absent(self.key), nobody_went_on], ops)
@@ -181,6 +183,10 @@ class OwnRecord:
         self._came_back(lease)
         return True
 
+    def _put_address(self, record: WorkerRecord) -> Put:
+        where = AddressRecord(record.worker_id, record.agent_id, record.host, record.address, record.port)
+        return Put(self.address_key, encode(where))
+
     def leave(self) -> None:
         """Remove this worker's records. From then on the others treat it as gone."""
         with self._write_lock:
@@ -188,6 +194,7 @@ class OwnRecord:
                 self._record = None
                 # No transaction: a full etcd takes none, but it deletes.
                 self._client.delete(self.key)
+                self._client.delete(self.address_key)
                 self._client.delete(self._keys.drains + self._worker_id)
                 election = self._client.get(self._keys.convener)
                 if election is not None and election.value == self._worker_id.encode():

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
-from lightning_dlrover.rdzv.job.records import WorkerRecord
+from lightning_dlrover.rdzv.job.records import AddressRecord, WorkerRecord
 
 __all__ = ["Answer", "answers", "dead_beside", "dead_workers", "silent_workers"]
 
@@ -61,13 +61,13 @@ def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> l
     return [worker_id for worker_id, answer in answers(records, timeout_s).items() if answer == "silent"]
 
 
-def answers(records: Iterable[WorkerRecord], timeout_s: float) -> dict[str, Answer]:
+def answers(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, Answer]:
     """Connect to each worker's port, and return the responses within `timeout_s` by worker id."""
     named: dict[int, Answer] = {0: "accepts", errno.ECONNREFUSED: "refuses"}
     return {worker_id: named.get(code, "silent") for worker_id, code in _knock(records, timeout_s).items()}
 
 
-def _knock(records: Iterable[WorkerRecord], timeout_s: float) -> dict[str, int]:
+def _knock(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, int]:
     """Try to connect to each worker's port; return 0 or the error number, by worker id."""
     answers: dict[str, int] = {}
     with selectors.DefaultSelector() as selector:

@@ -10,20 +10,23 @@ that accepts only one worker's decision is in `convener.py`. A worker's reaction
              active -> reforming -> active
     round    n -> n + 1                                      written only by the convener, fenced on its election key
 
-A worker is alive while its record exists. The record is removed when the worker's lease expires, when its agent reports that
-the process has ended, or when its port is found to refuse connections.
+A worker takes part while its record exists. The record is removed when the worker's lease expires, when its agent reports that
+the process has ended, or when its port is found to refuse connections. Only the last two prove that the process is gone, and
+remove the worker's address as well. A member without a record but with an address is missing: it may be cut off from etcd, hold
+the job's state, and come back. `may_return` tells for whom the convener waits then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_dlrover.output import counted
-from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.job.records import AddressRecord, AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.live.probe import Answer
 
-__all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "next_round", "waits"]
+__all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "may_return", "next_round", "waits"]
 
 
 MORE = "waits for more workers"
@@ -42,6 +45,7 @@ class View:
     replacements: Set[str] = frozenset()  # ids of workers asked to leave once another worker can replace them
     # Those of `drains` by which a step has failed, and the round of that step: they are in no further round.
     dismissals: Mapping[str, int] = field(default_factory=dict)
+    addresses: Mapping[str, AddressRecord] = field(default_factory=dict)  # also of workers whose lease has ended
 
     # In a job of a thousand workers the convener reads these after each change, so they are computed once.
 
@@ -54,6 +58,11 @@ class View:
     def lost(self) -> list[str]:
         """Members of the current round that are gone."""
         return [w for w in self.round.members if w not in self.workers] if self.round else []
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """Members whose lease has ended, while nothing shows that their process has."""
+        return [w for w in self.lost if w in self.addresses]
 
     def in_state(self, *states: str) -> list[str]:
         """Workers outside the current round that are in one of `states`, oldest first."""
@@ -112,9 +121,11 @@ class View:
 class Patience:
     """Seconds to wait for missing workers before the round goes on without them."""
 
-    start_s: float = 60.0  # wait until all announced workers have registered or are ready
+    # Wait until all announced workers have registered or are ready, and for missing members if nobody else holds the state.
+    start_s: float = 60.0
     regroup_s: float = 120.0  # wait until all survivors have detected the broken round; they may be saving a checkpoint
-    return_s: float = 10.0  # wait until workers with leases that expired in an outage of etcd have registered again
+    # Wait until members that live, but whose leases have ended, have registered again. Two leases suffice for cuts that short.
+    return_s: float = 10.0
     apart_attempts: int = 2  # consecutive rounds that may fail because members cannot reach each other; then some are left out
 
 
@@ -132,6 +143,20 @@ def awaited(view: View) -> list[str]:
         answered = {*view.failed, *view.dismissals}
         return [w for w in view.holders if w not in answered]
     return []
+
+
+def may_return(view: View, answers: Mapping[str, Answer]) -> list[str]:
+    """Return the missing members for whom the next round waits for a while, because they may hold the state that it needs.
+
+    While others hold it, a member whose host does not answer is not worth their time. If nobody does, the next round throws the
+    state away.
+
+    Args:
+        answers: responses of the missing members' ports, as far as they are known.
+    """
+    if view.holders:
+        return [w for w in view.missing if answers.get(w, "accepts") == "accepts"]
+    return [w for w in view.missing if answers.get(w) != "refuses"]
 
 
 def _keepers_of_state(view: View) -> list[str]:
@@ -188,6 +213,8 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
         return "builds its model and data" + (", asked to leave" if worker in view.drains else "")
     if not view.survivors:
         # Workers are `starting` at the very start, and `ready` when all holders of the state are gone.
+        if view.missing:
+            return _may_live(view.missing)
         here = len(view.in_state("ready", "starting"))
         few = _too_few(here, limits)
         return few or (f"waits for {', '.join(missing)} to come" if missing else "about to start" if is_about_to else MORE)
@@ -201,6 +228,8 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
             return f"{broken}: has not answered"
         here = len(view.survivors) + len(view.in_state("ready"))
         few = "" if is_about_to else _too_few(here, limits)
+        if view.missing:
+            return f"{broken}: {_may_live(view.missing)}"
         if not few and missing:
             few = f"waits for {', '.join(missing)} to answer"
         return f"{broken}: {few or ('about to form the next one' if is_about_to else MORE)}"
@@ -229,6 +258,10 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
 def _too_few(here: int, job: JobRecord) -> str:
     missing = job.min_workers - here
     return f"waits for {missing} more worker{'s' * (missing > 1)} of at least {job.min_workers}" if missing > 0 else ""
+
+
+def _may_live(missing: Sequence[str]) -> str:
+    return f"waits for a while for {', '.join(missing)}: cut off from etcd, and not known to be dead"
 
 
 def _with(workers: Iterable[str]) -> str:

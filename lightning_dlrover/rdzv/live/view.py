@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.records import (
+    AddressRecord,
     AgentRecord,
     DrainRecord,
     JobRecord,
@@ -57,6 +58,7 @@ class Decoder:
             round=self._record(entries, keys.round, RoundRecord),
             plan=self._record(entries, keys.plan, PlanRecord),
             workers=workers,
+            addresses=self._folder(entries, keys.addresses, AddressRecord),
             agents=self._folder(entries, keys.agents, AgentRecord),
             drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
             dismissals={worker: record.failed_round for worker, record in drains.items() if record.failed_round},

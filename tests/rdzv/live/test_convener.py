@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from lightning_dlrover.rdzv.etcd.operations import (
     Compare,
     Delete,
@@ -12,6 +14,7 @@ from lightning_dlrover.rdzv.etcd.operations import (
     Put,
 )
 from lightning_dlrover.rdzv.job.records import (
+    AddressRecord,
     DrainRecord,
     JobRecord,
     Keys,
@@ -27,6 +30,7 @@ from lightning_dlrover.rdzv.live.convener import (
     Write,
     burial,
 )
+from lightning_dlrover.rdzv.live.probe import Answer
 from lightning_dlrover.rdzv.live.rounds import (
     Patience,
     View,
@@ -34,7 +38,7 @@ from lightning_dlrover.rdzv.live.rounds import (
 from lightning_dlrover.rdzv.live.view import Decoder, read_view
 
 KEYS = Keys("job", "/test")
-PATIENCE = Patience(start_s=60.0, regroup_s=120.0)
+PATIENCE = Patience(start_s=60.0, regroup_s=120.0, return_s=10.0)
 
 
 class Records:
@@ -51,6 +55,13 @@ class Records:
     def worker(self, worker_id: str, state: WorkerState = "ready", number: int = 0) -> None:
         record = WorkerRecord(worker_id, f"agent-{worker_id}", "host", 1, 0, "address", 1, state, number)
         self.put(KEYS.workers + worker_id, encode(record), lease_id=1)
+
+    def address(self, worker_id: str) -> None:
+        self.put(KEYS.addresses + worker_id, encode(AddressRecord(worker_id, f"agent-{worker_id}", "host", "address", 1)))
+
+    def expire(self, worker_id: str) -> None:
+        """End a worker's lease."""
+        self.apply((), (Delete(KEYS.workers + worker_id),))
 
     def apply(self, compare: tuple[Compare, ...], ops: tuple[Op, ...]) -> bool:
         if not Write("round", compare, ops).may_succeed(self.entries):
@@ -253,3 +264,92 @@ def test_notice_of_an_earlier_convener_is_replaced() -> None:
     assert write.purpose == "notice"
     assert not records.run(next_write(convener, records))  # no longer in office
     assert records.run(write)
+
+
+# --- members whose lease has ended, but perhaps not their process -------------------------------------------------------------
+
+
+def job_with_addresses(*workers: str) -> tuple[Records, Convener]:
+    records, convener = job_of(*workers)
+    for worker in workers:
+        records.address(worker)
+    assert next_round_of(convener, records) is None
+    return records, convener
+
+
+def purpose_after(convener: Convener, records: Records, now_s: float) -> str:
+    write = next_round_of(convener, records, now_s)
+    return write.purpose if write is not None else ""
+
+
+@pytest.mark.parametrize(("answer", "waits_s"), [("accepts", 10.0), ("silent", 0.0)])
+def test_member_without_a_lease_is_awaited_while_its_port_accepts(answer: Answer, waits_s: float) -> None:
+    records, convener = job_with_addresses("a", "b")
+    records.expire("b")
+    convener.hear({"b": answer})
+    if waits_s:
+        assert purpose_after(convener, records, 100.0) == ""
+        assert purpose_after(convener, records, 99.9 + waits_s) == ""
+    assert purpose_after(convener, records, 100.0 + waits_s) == "round"
+
+
+def test_port_that_refuses_ends_the_wait_for_a_member() -> None:
+    records, convener = job_with_addresses("a", "b")
+    records.expire("b")
+    assert purpose_after(convener, records, 0.0) == ""  # nobody has knocked yet
+    convener.hear({"b": "refuses"})
+    burying = next_round_of(convener, records, 1.0)
+    assert burying is not None
+    assert burying.purpose == "bury"
+    assert records.run(burying)
+    assert purpose_after(convener, records, 1.0) == "round"
+
+
+def test_member_that_has_returned_is_not_buried() -> None:
+    records, convener = job_with_addresses("a", "b")
+    records.expire("b")
+    convener.hear({"b": "refuses"})
+    burying = next_round_of(convener, records)
+    records.worker("b", "active", 1)
+    assert not records.run(burying)
+    assert purpose_after(convener, records, 0.0) == ""
+
+
+@pytest.mark.parametrize("answer", ["accepts", "silent"])
+def test_job_starts_over_only_when_the_wait_for_all_its_members_is_over(answer: Answer) -> None:
+    records, _ = job_with_addresses("a", "b")
+    records.worker("spare")
+    for worker in ("a", "b"):
+        records.expire(worker)
+    records.apply((), (Delete(KEYS.convener),))
+    spare = elected(records, "spare")
+    spare.hear({"a": answer, "b": answer})
+    assert purpose_after(spare, records, 0.0) == ""
+    assert purpose_after(spare, records, 59.9) == ""
+    write = next_round_of(spare, records, 60.0)
+    assert write is not None
+    assert write.round is not None
+    assert (write.round.kind, write.round.members) == ("start", ["spare"])
+
+
+def test_first_member_that_returns_gives_the_others_more_time() -> None:
+    records, convener = job_with_addresses("a", "b", "c")
+    for worker in ("b", "c"):
+        records.expire(worker)
+    convener.hear({"b": "accepts", "c": "accepts"})
+    assert purpose_after(convener, records, 0.0) == ""
+    records.worker("b", "active", 1)
+    assert purpose_after(convener, records, 9.0) == ""
+    assert purpose_after(convener, records, 18.9) == ""
+    assert purpose_after(convener, records, 19.0) == "round"
+
+
+def test_addresses_of_workers_that_are_gone_for_good_are_removed() -> None:
+    records, convener = job_with_addresses("a", "b")
+    records.expire("b")
+    convener.hear({"b": "silent"})
+    assert records.run(next_round_of(convener, records))
+    records.worker("a", "active", 2)
+    assert records.run(next_round_of(convener, records))
+    assert [key for key in records.entries if key.startswith(KEYS.addresses)] == [KEYS.addresses + "a"]
+    assert next_round_of(convener, records) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 from lightning_dlrover.rdzv.etcd.operations import (
@@ -25,6 +26,8 @@ def plague(job: Job) -> float:
     rng = job.kernel.rng
     for _ in range(rng.randint(job.min_workers, job.max_workers)):
         job.start_node(rng.random() * rng.choice([0.2, 2.0]))
+    if _plan_cuts(job):
+        return 40.0
     if rng.random() < 0.4:
         job.etcd.loss = rng.choice([0.02, 0.1, 0.3])
     end_s = rng.uniform(4.0, 20.0)
@@ -147,11 +150,40 @@ def _cut_from_etcd(job: Job) -> None:
         job.kernel.after(LEASE_S * job.kernel.rng.choice([0.3, 0.9, 1.5, 4.0]), lambda: worker.client.set_cut(False))
 
 
+def _plan_cuts(job: Job) -> bool:
+    """In some runs, cut several workers from etcd for less than two leases, mostly the convener too, with and without a spare.
+
+    Drawn apart from all other faults. Return whether nothing else happens, so that no worker may lose its place.
+    """
+    own = random.Random(f"cuts {job.kernel.seed}")
+    num_cuts = own.choice([0, 0, 0, 0, 0, 1, 1, 2])
+    for number in range(num_cuts):
+        at = own.uniform(2.0, 12.0) + number * (10.0 + 3 * LEASE_S)  # not before the one before is over
+        if own.random() < 0.6:
+            job.kernel.after(at - own.uniform(0.0, 4.0), lambda: job.start_node(0.0))
+        share, seconds = own.choice([0.5, 1.0, 1.0]), LEASE_S * own.choice([0.4, 0.7, 1.0, 1.2, 1.5, 1.9])
+
+        def cut(share: float = share, seconds: float = seconds) -> None:
+            round_ = job.etcd.views[-1].round
+            for worker in [w for w in job.workers.values() if w.process.alive and round_ and w.id in round_.members]:
+                if own.random() < share:
+                    worker.client.set_cut(True)
+                    job.kernel.log(worker.id, "cut from etcd with others")
+                    job.kernel.after(seconds * own.uniform(0.9, 1.0), lambda worker=worker: worker.client.set_cut(False))  # type: ignore[misc]
+
+        job.kernel.after(at, cut)
+    job.has_only_cuts = bool(num_cuts) and own.random() < 0.5
+    if job.has_only_cuts:
+        job.outgrown = set()
+    return job.has_only_cuts
+
+
 def _part_peers(job: Job) -> None:
     """Partition the network between nodes in two; all still reach etcd."""
     rng = job.kernel.rng
     for node in job.nodes:
         node.side = rng.randint(0, 1)
+    job.network_changed_at = job.kernel.now
 
     def connections_end() -> None:
         for meeting in job.meetings:
@@ -164,6 +196,7 @@ def _part_peers(job: Job) -> None:
     def whole_again() -> None:
         for node in job.nodes:
             node.side = 0
+        job.network_changed_at = job.kernel.now
 
     job.kernel.after(rng.choice([1.0, 3.0, 15.0, 80.0]), whole_again)
 

@@ -13,6 +13,9 @@
 - one-boundary: All workers that leave one round for another by a vote do so at the same step.
 - state-kept: Workers that meet are within one update of each other, and have the same state where at the same step. The job
   starts over only if no living member of the previous round, whose record exists, has the state.
+- return: A round leaves out no living member whose lease alone has ended, before it had the time to come back. Nor does the job
+  start over before each living member had that time, reachable or not. Where nothing happens but short cuts from etcd, no
+  worker is evicted.
 - samples: The shares of a step are disjoint and together the whole batch, so each sample of the surviving history counts once.
 - patience: An unplanned round leaves out only the dead, workers that stepped back for want of the state, workers that have not
   answered for `REGROUP_S` while etcd could be reached, and workers that others cannot reach. A worker that does not answer for
@@ -48,7 +51,7 @@ from lightning_dlrover.rdzv.live.rounds import (
 )
 
 from .etcd import Written
-from .process import BATCH, Hello, Meeting, Worker
+from .process import BATCH, HANG_S, PATIENCE, Hello, Meeting, Worker
 
 if TYPE_CHECKING:
     from .job import Job
@@ -135,8 +138,26 @@ class Checks:
         for worker_id in members:
             if worker_id not in new.members and self.job.workers[worker_id].state is not None:
                 self._left_out[worker_id] = new.number
+        self._may_have_returned(written, new, before, members)
         self._holders[new.number] = [] if new.kind == "stop" else [w for w in members if self._holds(w)]
         self.rounds[new.number] = (new, written.at)
+
+    def evicted(self, worker: Worker) -> None:
+        if self.job.has_only_cuts:
+            raise Violation("return", f"{worker.id} was evicted, though it was cut off for less than two leases")
+
+    def _may_have_returned(self, written: Written, new: RoundRecord, before: dict[str, KeyValue], members: list[str]) -> None:
+        job, now = self.job, self.job.kernel.now
+        starts_over = new.kind == "start"
+        limit_s = max(PATIENCE.start_s, PATIENCE.return_s) if starts_over else PATIENCE.return_s
+        for worker_id in members:
+            worker = job.workers[worker_id]
+            is_reachable = job.connected(written.writer, worker_id) and now - job.network_changed_at > HANG_S
+            has_no_record = worker.own_key not in before and job.keys.addresses + worker_id in before
+            if not (worker.process.alive and has_no_record and worker_id not in new.members and (is_reachable or starts_over)):
+                continue
+            if (gone_s := now - self._gone_since[worker_id]) < 0.9 * limit_s:
+                raise Violation("return", f"{new} leaves out {worker_id}, whose lease ended {gone_s:.1f} s ago")
 
     def _holds(self, worker_id: str) -> bool:
         worker = self.job.workers[worker_id]

@@ -59,6 +59,8 @@ class Job:
         )
         for _ in self.outgrown:
             self.kernel.after(own.uniform(3.0, 12.0), lambda: self.start_node(0.0))
+        self.network_changed_at = 0.0
+        self.has_only_cuts = False  # nothing happens but short cuts from etcd
 
     # --- nodes
 

@@ -23,6 +23,7 @@ class Kernel:
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
+        self.seed = seed
         self.rng = random.Random(seed)
         self.lines: list[tuple[Any, ...]] = []
         self.num_events = 0

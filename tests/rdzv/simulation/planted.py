@@ -72,6 +72,14 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
+def _patience(**changes: float) -> Patch:
+    return mock.patch.object(process_module, "PATIENCE", dataclasses.replace(process_module.PATIENCE, **changes))  # type: ignore[arg-type]
+
+
+def _awaiting(may_return: Callable[[View, Mapping[str, Any]], list[str]]) -> Patch:
+    return mock.patch.object(convener_module, "may_return", may_return)
+
+
 def _view_property(name: str, found: Callable[[View], Any]) -> Patch:
     return mock.patch.object(View, name, property(found))
 
@@ -96,7 +104,7 @@ def _() -> list[Patch]:
     return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=()))]
 
 
-@bug("fence without the election", "fence", near=75)
+@bug("fence without the election", "fence", near=270)
 def _() -> list[Patch]:
     """Only the previous round is compared, so any worker that believes it is in office may write."""
     return [_changed_write(lambda self, entries, view, write: dataclasses.replace(write, compare=write.compare[1:]))]
@@ -138,7 +146,7 @@ def _() -> list[Patch]:
     return [_replace(Convener, "next_write", make)]
 
 
-@bug("a lost office is not noticed", "fence", near=1570)
+@bug("a lost office is not noticed", "fence", near=6900)
 def _() -> list[Patch]:
     """Once elected, a worker convenes regardless of the election key, under the fence of the current holder."""
 
@@ -157,7 +165,7 @@ def _() -> list[Patch]:
     return [_replace(Convener, "next_write", make)]
 
 
-@bug("an unknown outcome is taken for a failure", "one-number", near=650)
+@bug("an unknown outcome is taken for a failure", "one-number", near=830)
 def _() -> list[Patch]:
     """A write without an answer is repeated with the next number, over any existing round."""
 
@@ -188,7 +196,25 @@ def _() -> list[Patch]:
 @bug("patience ignored", "patience")
 def _() -> list[Patch]:
     """A member that has not answered yet is left out at once."""
-    return [mock.patch.object(process_module, "PATIENCE", Patience(start_s=4.0, regroup_s=0.0))]
+    return [_patience(regroup_s=0.0)]
+
+
+@bug("the end of a lease is taken for death", "return")
+def _() -> list[Patch]:
+    """A member that was cut off from etcd for a moment is left out at once, though its port accepts connections."""
+    return [_awaiting(lambda view, answers: [] if view.holders else rounds_module.may_return(view, answers))]
+
+
+@bug("a job starts over before its members could return", "return")
+def _() -> list[Patch]:
+    """Members that were all cut off, and hold the state, are given up for a spare that was not."""
+    return [_awaiting(lambda view, answers: rounds_module.may_return(view, answers) if view.holders else [])]
+
+
+@bug("a job starts over without members that cannot be reached", "return")
+def _() -> list[Patch]:
+    """Only members whose ports accept connections are awaited, though no other has the state."""
+    return [_awaiting(lambda view, answers: [w for w in view.missing if answers.get(w, "accepts") == "accepts"])]
 
 
 @bug("one wait counts towards the next", "patience", near=90)
@@ -322,10 +348,10 @@ def _() -> list[Patch]:
     return [_replace(rounds_module, "_after_failure", make)]
 
 
-@bug("a network that fell into two is not noticed", "patience", near=390)
+@bug("a network that fell into two is not noticed", "patience", near=480)
 def _() -> list[Patch]:
     """Members that do not reach each other retry for ever, and so do members that were left out."""
-    return [mock.patch.object(process_module, "PATIENCE", Patience(start_s=4.0, regroup_s=8.0, apart_attempts=10**9))]
+    return [_patience(apart_attempts=10**9)]
 
 
 # --- a worker's own side ------------------------------------------------------------------------------------------------------
@@ -366,7 +392,7 @@ def _() -> list[Patch]:
     return [_replace(Member, "_next_after", make)]
 
 
-@bug("a void round is not noticed", "given-up", near=965)
+@bug("a void round is not noticed", "given-up", near=1200)
 def _() -> list[Patch]:
     """Members that form a round, or have formed it, do not see that another member gave it up."""
 

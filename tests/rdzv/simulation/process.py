@@ -17,21 +17,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_dlrover.rdzv.etcd.errors import (
     EtcdError,
     EtcdUnavailableError,
+    LeaseLostError,
 )
 from lightning_dlrover.rdzv.etcd.operations import (
     Delete,
     KeyValue,
     Put,
+    Txn,
     absent,
     exists,
     modified,
 )
 from lightning_dlrover.rdzv.job.records import (
+    AddressRecord,
     DrainRecord,
     JobRecord,
     RoundRecord,
     WorkerRecord,
     WorkerState,
+    decode,
     encode,
 )
 from lightning_dlrover.rdzv.live.convener import (
@@ -71,7 +75,7 @@ COLLECTIVE_S = 5.0
 VACANCY_S = 5.0  # seconds between two checks that the convener is registered
 HANG_S = 2.0  # seconds until a connection to an unreachable peer is given up
 BATCH = 12  # samples per step
-PATIENCE = Patience(start_s=4.0, regroup_s=8.0)
+PATIENCE = Patience(start_s=8.0, regroup_s=8.0, return_s=2 * LEASE_S)
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,8 @@ class Worker:
         self.clock_start = job.kernel.rng.random() * 1e6
         self.decided_at = 0  # revision of the copy on which the current round was decided
         self._record: WorkerRecord | None = None
+        self._is_locked = False  # one write of the own record at a time
+        self._waiting_for_lock: list[Wake] = []
         self._created = self._modified = 0
         self._wakes: list[Wake] = []
         self._changed = Wake()
@@ -241,12 +247,15 @@ class Worker:
             self._end("evicted" if isinstance(error, EvictedError) else "failed")
             if isinstance(error, WorldError):
                 self.job.checks.failed(self, error)
+            if isinstance(error, EvictedError):
+                self.job.checks.evicted(self)
 
     async def _leave(self) -> None:
         self.drop_group()
         self.registered = False
         try:
-            await self.client.txn([], [Delete(self.own_key), Delete(self.job.keys.drains + self.id)])
+            own = (self.own_key, self.job.keys.addresses + self.id, self.job.keys.drains + self.id)
+            await self.client.txn([], [Delete(key) for key in own])
             await self.client.request(lambda: self.job.etcd.revoke(self.lease_id))
         except EtcdError:
             pass  # the lease expires by itself
@@ -483,8 +492,8 @@ class Worker:
             is_past_start = bool(view.survivors or view.in_state("standby", "ready"))
         state: WorkerState = "standby" if is_past_start else "starting"
         self._record = WorkerRecord(self.id, f"agent-{self.node}", "host", 1, 0, self.id, 1, state)
-        put = Put(self.own_key, encode(self._record), self.lease_id)
-        self._created = self._modified = (await client.txn([absent(self.own_key)], [put])).revision
+        puts = [Put(self.own_key, encode(self._record), self.lease_id), self._put_address()]
+        self._created = self._modified = (await client.txn([absent(self.own_key)], puts)).revision
         deadline = self.kernel.now + 10.0
         while self.own_key not in client.copy()[0]:
             if self.kernel.now > deadline:
@@ -496,24 +505,81 @@ class Worker:
         self.process.run(self._membership_thread())
         return state
 
+    def _put_address(self) -> Put:
+        where = AddressRecord(self.id, f"agent-{self.node}", "host", self.id, 1)
+        return Put(self.job.keys.addresses + self.id, encode(where))
+
+    async def _come_back(self) -> bool:
+        """As `OwnRecord._come_back` does."""
+        assert self._record is not None
+        etcd, client = self.job.etcd, self.client
+        if await client.request(lambda: etcd.refresh(self.lease_id, LEASE_S)):
+            return False
+        entry = await client.get(self.job.keys.round)
+        if entry is not None:
+            is_member = self.id in decode(RoundRecord, entry.value, entry.key).members
+            if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
+                return False
+        lease_id = await client.request(lambda: etcd.grant(LEASE_S))
+        nobody_went_on = modified(self.job.keys.round) == (entry.mod_revision if entry else 0)
+        puts = [Put(self.own_key, encode(self._record), lease_id), self._put_address()]
+        made = await client.txn([absent(self.own_key), nobody_went_on], puts)
+        if not made.succeeded:
+            return False
+        self.kernel.log(self.id, "has registered again")
+        self.lease_id, self._lease_lost = lease_id, False
+        self.process.run(self._keep_alive())
+        self._created = self._modified = made.revision
+        self._convener.came_back(lease_id, self._clock)
+        return True
+
+    @property
+    def _clock(self) -> float:
+        return self.clock_start + self.kernel.now * self.clock_rate
+
+    async def _lock(self) -> None:
+        while self._is_locked:
+            wake = Wake()
+            self._waiting_for_lock.append(wake)
+            await wake
+        self._is_locked = True
+
+    def _unlock(self) -> None:
+        self._is_locked = False
+        waiting, self._waiting_for_lock = self._waiting_for_lock, []
+        for wake in waiting:
+            wake.set()
+
     async def write(self, state: WorkerState, number: int, unreachable: Sequence[str] = ()) -> None:
+        await self._lock()
+        try:
+            await self._write(state, number, unreachable)
+        finally:
+            self._unlock()
+
+    async def _write(self, state: WorkerState, number: int, unreachable: Sequence[str]) -> None:
         while True:
             if self._record is None or self.evicted:
                 raise EvictedError("the record is gone")
             record = dataclasses.replace(self._record, state=state, round_number=number, unreachable=list(unreachable))
             put = Put(self.own_key, encode(record), self.lease_id)
             try:
-                done = await self.client.txn([modified(self.own_key) == self._modified], [put])
+                try:
+                    done = await self.client.txn([modified(self.own_key) == self._modified], [put])
+                except LeaseLostError:
+                    done = Txn(False, 0, [])
                 entry = None if done.succeeded else await self.client.get(self.own_key)
+                if done.succeeded:
+                    self._modified = done.revision
+                elif entry is not None and entry.create_revision == self._created:
+                    self._modified = entry.mod_revision
+                    continue
+                elif await self._come_back():
+                    continue
+                else:
+                    self.evicted = True
+                    raise EvictedError("the record is gone")
             except EtcdUnavailableError:
-                continue
-            if done.succeeded:
-                self._modified = done.revision
-            elif entry is None or entry.create_revision != self._created:
-                self.evicted = True
-                raise EvictedError("the record is gone")
-            else:
-                self._modified = entry.mod_revision
                 continue
             self._record = record
             self.kernel.log(self.id, "is", state, number, *unreachable)
@@ -556,7 +622,12 @@ class Worker:
         self.shared, self.view = self.client.shared()
         self.decided_at = self.client.seen
         if self.registered and not self.evicted and (self.own_key not in self.client.copy()[0] or self._lease_lost):
-            self.evicted = await self.client.get(self.own_key) is None
+            await self._lock()
+            try:
+                if self.registered and not self.evicted and await self.client.get(self.own_key) is None:
+                    self.evicted = not await self._come_back()
+            finally:
+                self._unlock()
             if self.evicted:
                 self.kernel.log(self.id, "notices that its record is gone")
         self.wake_up()
@@ -580,7 +651,7 @@ class Worker:
         if not self.registered or self.evicted:
             return
         if not self.client.healthy:
-            self._convener.interrupt()
+            self._convener.was_cut_off(self._clock)
         if not self._convener.is_in_office(self.shared):
             self.overview_since = 0
             write = self._convener.candidacy(self.shared, await self._is_vacant())
@@ -591,7 +662,8 @@ class Worker:
                 return
             entries, view = self.client.copy()
             self.job.checks.convenes(self, entries, view)
-            write = self._convener.next_write(entries, view, self.clock_start + self.kernel.now * self.clock_rate)
+            self._convener.hear({w: self._answer(w) for w in view.missing})
+            write = self._convener.next_write(entries, view, self._clock)
         if write is None:
             return
         if write.round is not None:
@@ -610,13 +682,14 @@ class Worker:
         return await self.client.get(self.job.keys.workers + election.value.decode()) is None
 
     def _knock(self, workers: list[str]) -> dict[str, Answer]:
-        def answer(worker_id: str) -> Answer:
-            if self.job.refuses(self.id, worker_id):
-                return "refuses"
-            is_there = worker_id in self.job.workers and self._reaches_store(self.job.workers[worker_id])
-            return "accepts" if is_there else "silent"
+        return {w: self._answer(w) for w in workers if w not in self.view.lost}
 
-        return {w: answer(w) for w in workers if w not in self.view.lost}
+    def _answer(self, worker_id: str) -> Answer:
+        """The response of a worker's port, which a stopped process gives, too."""
+        if self.job.refuses(self.id, worker_id):
+            return "refuses"
+        worker = self.job.workers.get(worker_id)
+        return "accepts" if worker is not None and worker.process.alive and self.job.connected(self.id, worker_id) else "silent"
 
     async def bury_the_dead(self, suspects: Sequence[str]) -> None:
         members = self.view.round.members if self.view.round is not None else []
@@ -675,4 +748,4 @@ class _Means:
         self._worker.drop_group()
 
 
-__all__ = ["BATCH", "HANG_S", "LEASE_S", "Hello", "Meeting", "State", "Worker"]
+__all__ = ["BATCH", "HANG_S", "LEASE_S", "PATIENCE", "Hello", "Meeting", "State", "Worker"]
