@@ -8,6 +8,7 @@ small keys. A change therefore costs a job of n agents one write and n notificat
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import threading
@@ -33,6 +34,7 @@ _IDLE_S = 5.0  # seconds between looks; changes wake the convener, so this only 
 _RETRY_S = 0.2
 # Minimum seconds between two notices of changed counts, per agent to notify: at most 1000 notifications per second.
 _REST_PER_AGENT_S = 0.001
+_RETURN_LEASES = 2.0  # lifetimes of a lease for which a member that is cut off from etcd is given time to come back
 _CAMPAIGN_PER_AGENT_S = 0.0005  # seconds per agent over which candidacies are spread after a convener's death
 
 
@@ -109,6 +111,9 @@ class AgentConvener:
         self._thread: threading.Thread | None = None
         self._enough_since: float | None = None
         self._told_at = 0.0
+        self._missing_since: dict[
+            str, float
+        ] = {}  # members without a lease, and when this agent first saw in office that they are
 
     def campaign(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
         """Stand for convener unless there is one. Returns at once.
@@ -140,7 +145,7 @@ class AgentConvener:
             try:
                 term = self._win(watched, lease)
                 if term:
-                    self._convene(term)
+                    self._convene(term, _RETURN_LEASES * lease.ttl_s)
                 return
             except EtcdError as error:
                 logger.debug("agent %s does not convene: %s", self._agent_id, error)
@@ -155,10 +160,15 @@ class AgentConvener:
             return 0
         return self._journal.claim(self._keys.agent_convener, self._agent_id.encode(), lease.id)
 
-    def _convene(self, term: int) -> None:
-        """Convene for as long as the election key is ours."""
+    def _convene(self, term: int, return_s: float) -> None:
+        """Convene for as long as the election key is ours.
+
+        Args:
+            return_s: seconds that a member whose lease has ended gets to come back.
+        """
         logger.debug("agent %s convenes", self._agent_id)
         self._enough_since = None
+        self._missing_since = {}
         must_wait = False
         with Mirror(self._client, self._keys.live, self._wake.set) as mirror:
             if mirror.get(self._keys.agent_notice) is None and mirror.get(self._keys.controller) is None:
@@ -174,7 +184,9 @@ class AgentConvener:
                     pause_s = _RETRY_S
                 else:
                     try:
-                        pause_s = self._act(entries, term)
+                        if not mirror.healthy:
+                            self._missing_since = {}  # an outage may have ended the leases of all
+                        pause_s = self._act(entries, term, return_s)
                         must_wait = False
                     except EtcdError as error:
                         if not must_wait and not isinstance(error, EtcdFullError):  # its client reports a full etcd
@@ -185,11 +197,14 @@ class AgentConvener:
                 self._stopped.wait(min(0.2, time.monotonic() - began))
                 self._wake.wait(pause_s)
 
-    def _act(self, entries: Mapping[str, KeyValue], term: int) -> float:
+    def _act(self, entries: Mapping[str, KeyValue], term: int, return_s: float) -> float:
         """Write what is due; return the seconds after which to look again even without a change."""
         view = self._view(entries)
         now = time.monotonic()
-        pause_s = _IDLE_S
+        self._missing_since = {agent: self._missing_since.get(agent, now) for agent in view.missing}
+        left_s = {agent: since + return_s - now for agent, since in self._missing_since.items()}
+        view = dataclasses.replace(view, returning={agent for agent, left in left_s.items() if left > 0})
+        pause_s = min([_IDLE_S, *(left_s[agent] + 0.001 for agent in view.returning)])
         if members_of_next_round(view, self._limits, last_call_is_over=True):
             self._enough_since = now if self._enough_since is None else self._enough_since
             remaining_s = self._enough_since + self._last_call_s - now
@@ -197,7 +212,7 @@ class AgentConvener:
             if members:
                 self._form(view, members, entries, term)
                 return _RETRY_S
-            pause_s = max(0.001, remaining_s)
+            pause_s = min(pause_s, max(0.001, remaining_s))
         else:
             self._enough_since = None
         notice = next_notice(view, term)

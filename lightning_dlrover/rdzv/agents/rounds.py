@@ -49,6 +49,7 @@ class AgentView:
     notice: AgentNotice | None = None
     job: JobRecord | None = None
     signed_off: Set[str] = frozenset()  # agents that have signed off recently
+    returning: Set[str] = frozenset()  # those of `missing` that may be cut off from etcd, and are given time to come back
 
     @property
     def round_number(self) -> int:
@@ -57,6 +58,17 @@ class AgentView:
     @property
     def is_confirmed(self) -> bool:
         return self.notice is not None and self.notice.confirmed_round == self.round_number
+
+    @property
+    def missing(self) -> Set[str]:
+        """Members of the current round without a record that have not signed off: their leases have ended."""
+        members = set(self.round.agents) if self.round is not None else set()
+        return members - self.agents.keys() - self.all_signed_off
+
+    @property
+    def all_signed_off(self) -> Set[str]:
+        # Copied from notice to notice, because a sign-off expires with its lease.
+        return {*self.signed_off, *(self.notice.signed_off if self.notice is not None else ())}
 
 
 def why_over(round_: AgentRound | None, job: JobRecord | None) -> str:
@@ -105,6 +117,8 @@ def members_of_next_round(view: AgentView, limits: Limits, last_call_is_over: bo
     waiting = candidates(view)
     if len(waiting) < limits.min_nodes:
         return []
+    if view.returning and view.is_confirmed and view.round is not None and not set(waiting) & set(view.round.agents):
+        return []  # all may be cut off while their workers train; a member that waits itself would show that these do not
     # If only members of the round before go on, there are no newcomers to hold the round open for.
     has_newcomers = view.round is None or not set(waiting) <= set(view.round.agents)
     if len(waiting) < limits.max_nodes and has_newcomers and not last_call_is_over:
@@ -123,8 +137,7 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         confirmed, address, port = view.round_number, first.address, first.port
     members = set(view.round.agents) if view.round is not None else set()
     over = why_over(view.round, view.job)
-    # Copied from notice to notice, because a sign-off expires with its lease. In a run that is over no agent counts as lost.
-    signed_off = members.intersection([*view.signed_off, *(view.notice.signed_off if view.notice is not None else ())])
+    signed_off = members & view.all_signed_off
     return AgentNotice(
         term=term,
         confirmed_round=confirmed,
@@ -132,13 +145,13 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         master_port=port,
         round_number=view.round_number,
         num_agents=len(view.agents),
-        num_inside=len(inside),
+        num_inside=len(inside) + len(view.returning),  # there is no room for others while these may come back
         num_unfinished=sum(view.agents[agent].record.state != "finished" for agent in inside),
         num_waiting=len(waiting),
         num_members_waiting=len(set(waiting).intersection(view.round.agents)) if view.round is not None else 0,
         live=view.job is not None and view.job.live,
         signed_off=[] if over else sorted(signed_off),
-        num_lost=0 if over else len(members - view.agents.keys() - signed_off),
+        num_lost=0 if over else len(view.missing - view.returning),  # in a run that is over no agent counts as lost
         over=over,
     )
 

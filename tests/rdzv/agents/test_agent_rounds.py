@@ -235,3 +235,24 @@ def test_agents_learn_of_actionable_changes_at_once_and_counts_later() -> None:
     one_waits = dataclasses.replace(told, num_waiting=1)
     assert not is_urgent(dataclasses.replace(one_waits, num_waiting=2), one_waits)
     assert not is_urgent(told, one_waits)
+
+
+def test_lost_member_counts_only_when_its_time_to_return_is_over() -> None:
+    round_ = AgentRound(1, ["a", "b"], "complete")
+    view = _view(round_, _agent("a", "running", 1))
+    assert next_notice(view, 1).num_lost == 1
+    awaiting = next_notice(dataclasses.replace(view, returning={"b"}), 1)
+    assert (awaiting.num_lost, awaiting.num_inside) == (0, 2)  # a node that waits gets no room
+
+
+def test_newcomers_form_no_round_while_all_members_may_return() -> None:
+    round_ = AgentRound(1, ["a", "b"], "complete")
+    view = _view(round_, _agent("c", "waiting"))
+    assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=True) == ["c"]
+    assert members_of_next_round(dataclasses.replace(view, returning={"a", "b"}), ONE_TO_TWO, last_call_is_over=True) == []
+
+
+def test_member_that_waits_does_not_wait_for_a_lost_one() -> None:
+    round_ = AgentRound(1, ["a", "b"], "complete")
+    view = dataclasses.replace(_view(round_, _agent("a", "waiting", 1)), returning={"b"})
+    assert members_of_next_round(view, ONE_TO_TWO, last_call_is_over=True) == ["a"]

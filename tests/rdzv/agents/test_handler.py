@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from elastic_agents import ElasticAgents, Node
+from faulty_etcd import EtcdProxy
 from full_etcd import fill, full, make_room, small_etcd
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -270,7 +272,7 @@ def test_late_node_starts_beside_workers_that_still_import(start_agent: StartAge
 def make_handler(etcd: EmbeddedEtcd, run_id: str) -> Any:
     made: list[RendezvousHandler] = []
 
-    def make(min_nodes: int = 1, max_nodes: int = 1, *, server: EmbeddedEtcd = etcd, **conf: str) -> RendezvousHandler:
+    def make(min_nodes: int = 1, max_nodes: int = 1, *, server: Any = etcd, **conf: str) -> RendezvousHandler:
         conf = {"last_call_timeout": "0", "lease_ttl": "2", **conf}
         params = RendezvousParameters("etcd-v3", server.endpoint, run_id, min_nodes, max_nodes, **conf)
         made.append(create_backend()(params))
@@ -537,6 +539,41 @@ def test_killed_convener_is_replaced_and_the_others_form_a_round(
     stores = [info.bootstrap_store_info for info in infos]
     assert all(stores)
     assert len({(store.master_addr, store.master_port) for store in stores if store}) == 1
+
+
+@pytest.mark.parametrize("num_cut", [1, 2])
+def test_nodes_cut_off_for_less_than_two_leases_restart_no_workers(
+    make_handler: MakeHandler, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys, num_cut: int
+) -> None:
+    """A further node waits for room, and is never cut off."""
+    with EtcdProxy(etcd.endpoint) as first, EtcdProxy(etcd.endpoint) as second, ThreadPoolExecutor(2) as pool:
+        proxies = [first, second]
+        members = [make_handler(1, 2, server=proxy) for proxy in proxies]
+        list(pool.map(lambda handler: handler.next_rendezvous(), members))
+        spare = pool.submit(make_handler(1, 2, join_timeout="60").next_rendezvous)
+        eventually(lambda: len(client.get_prefix(keys.agents)[1]) == 3, "the spare has registered")
+        asked: list[int] = []
+
+        def look() -> bool:
+            asked.extend(member.num_nodes_waiting() for member in members)
+            return len(client.get_prefix(keys.agents)[1]) == 3
+
+        try:
+            for proxy in proxies[:num_cut]:
+                proxy.blackhole()
+            healed_at = time.monotonic() + 3.4
+            while time.monotonic() < healed_at:
+                has_all = look()
+                time.sleep(0.1)
+            assert not has_all, "no lease has ended"
+            for proxy in proxies:
+                proxy.heal()
+            eventually(look, "the members have registered again")
+        finally:
+            make_handler(1, 2).set_closed()
+        with pytest.raises(RendezvousClosedError):
+            spare.result(30)
+    assert not any(asked)
 
 
 UNTIL_TWO_TRAIN = "import os, time\nwhile os.environ['WORLD_SIZE'] != '2': time.sleep(0.05)"
