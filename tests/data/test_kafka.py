@@ -122,9 +122,7 @@ def test_row_without_a_decoder_has_all_of_the_message(brokers: MockCluster) -> N
 
 
 @pytest.mark.parametrize("row_bytes, block_rows", [(10, BLOCK_ROWS), (60_000, 256), (100_000, 128)])
-def test_blocks_of_large_messages_have_fewer_rows_on_every_worker(
-    brokers: MockCluster, row_bytes: int, block_rows: int
-) -> None:
+def test_blocks_of_large_messages_have_fewer_rows_everywhere(brokers: MockCluster, row_bytes: int, block_rows: int) -> None:
     """48 lanes of 8,192 messages of 100 KB would be 39 GB."""
     topic = f"heavy-{row_bytes}"
     brokers.produce(topic, ((number % 2, bytes(row_bytes)) for number in range(40)))
