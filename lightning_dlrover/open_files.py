@@ -67,7 +67,7 @@ def warn_of_batches(batch: Any, num_workers: int, prefetch_factor: int) -> None:
     """
     import torch.multiprocessing
 
-    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
         return
     of_batch, now = files_of(batch), _open_now()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

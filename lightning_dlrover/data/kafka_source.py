@@ -124,11 +124,11 @@ class Kafka:
         weights = []
         for topic in largest[:TOPICS_WEIGHED]:
             sizes: list[int] = []
-            for rows, number, first in sorted(by_topic[topic], key=lambda each: (-each[0], each[1]))[:PARTITIONS_WEIGHED]:
+            for rows, partition, first in sorted(by_topic[topic], key=lambda each: (-each[0], each[1]))[:PARTITIONS_WEIGHED]:
                 for offset in {first, first + rows // 2}:
                     stop = min(offset + MESSAGES_WEIGHED, first + rows)
                     try:
-                        sizes += [len(message) for message in self._consumer.fetch(topic, number, offset, stop).messages]
+                        sizes += [len(message) for message in self._consumer.fetch(topic, partition, offset, stop).messages]
                     except DataError as error:  # these may be gone by now; whoever wants them raises it again
                         log.debug("some messages could not be weighed: %s", error)
             if sizes:
