@@ -19,7 +19,8 @@
                 processes together, which other programs disturb less.
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader; and of one that
-                reads rows of 100 KB from tar archives and Parquet files, with what docs/data.md allows, `..._limit_mb`.
+                reads rows of 100 KB from tar archives and Parquet files, or a row group of 320 MB at a URL
+                (with --quick 40 MB), with what docs/data.md allows, `..._limit_mb`.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
                 the difference of the test AUCs. Both run at once.
     plan        time and memory until the first rows of 100,000 files with 10^10 rows in all are located. Files are not opened.
@@ -34,12 +35,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import io
+import logging
 import math
 import multiprocessing
 import os
 import random
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -48,7 +52,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -65,7 +69,9 @@ from stream_schedules import Numbered, SimulatedJob, Tally, follow, random_sched
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import Shard, files, parquet, stream
-from lightning_dlrover.data.lane_plan import BLOCK_BYTES, Layout
+from lightning_dlrover.data.dataset import Positions
+from lightning_dlrover.data.lane_plan import BLOCK_BYTES, CYCLE, MIN_SLOTS, Layout
+from lightning_dlrover.data.parquet_source import PAGE_ROWS, PIECES_BYTES
 from lightning_dlrover.live.loader import ElasticLoader
 
 PARTS = ("schedules", "content", "speed", "seek", "memory", "plan", "auc")
@@ -81,8 +87,11 @@ MIB = 2**20
 HEAVY_ROW = 100_000
 """Bytes of a large row, such as an image."""
 
-HEAVY_GROUP = 256
+HEAVY_GROUP = 1024
 """Such rows in a row group."""
+
+URL_ROWS = 1_000_000
+"""Rows of a row group at a URL, of 320 MB."""
 NUM_PROCESSES = 2
 """Processes that run schedules at once."""
 
@@ -446,16 +455,24 @@ def write_heavy(folder: Path, num_files: int, rows_per_file: int) -> dict[str, l
 
 
 def heavy_memory(folder: Path, is_quick: bool) -> dict[str, float | int]:
-    """Read rows of 100 KB in batches of 64, with as many lanes as a worker has by default."""
+    """Read rows of 100 KB, and large row groups at a URL, with as many lanes as a worker has at most by default."""
+    lanes = MIN_SLOTS * CYCLE
     paths = write_heavy(folder, 8, 512 if is_quick else 2048)
     found = {f"heavy_{kind}_mb": apart(resident_mib_of_heavy, kind, each) for kind, each in paths.items()}
-    lanes = stream(files(paths["tar"])).layout_for(64).num_lanes
-    page = HEAVY_GROUP * HEAVY_ROW  # pyarrow writes a row group of so few rows as one page
-    limits = {"tar": lanes * BLOCK_BYTES / MIB, "parquet": lanes * (BLOCK_BYTES + 4 * page) / MIB}
-    found |= {f"heavy_{kind}_limit_mb": limit for kind, limit in limits.items()}
-    for kind, limit in limits.items():
+    page = PAGE_ROWS * HEAVY_ROW
+    blocks = lanes * BLOCK_BYTES
+    limits = {"tar": blocks, "parquet": blocks + 4 * page}
+    if importlib.util.find_spec("aiohttp") is not None:
+        write_group(folder / "url", URL_ROWS // (8 if is_quick else 1))
+        with served(folder / "url") as url:
+            found["heavy_url_mb"] = apart(resident_mib_of_heavy, "url", [f"{url}/group.parquet"])
+        limits["url"] = blocks + lanes * PIECES_BYTES
+    found |= {f"heavy_{kind}_limit_mb": limit / MIB for kind, limit in limits.items()}
+    for kind in limits:
+        what = f"rows of {HEAVY_ROW} bytes" if kind != "url" else "a large row group"
         print(
-            f"{kind}, rows of {HEAVY_ROW} bytes, {lanes} lanes: {found[f'heavy_{kind}_mb']:.0f} of {limit:.0f} MiB", flush=True
+            f"{kind}, {what}, {lanes} lanes: {found[f'heavy_{kind}_mb']:.0f} of {found[f'heavy_{kind}_limit_mb']:.0f} MiB",
+            flush=True,
         )
     return found
 
@@ -464,12 +481,56 @@ def resident_mib_of_heavy(kind: str, paths: Sequence[str]) -> float:
     """Return the largest resident memory while an epoch is read, beyond that before the first batch."""
     import pyarrow.parquet  # noqa: F401  # its import is not counted
 
-    source = files(list(paths)) if kind == "tar" else parquet(list(paths))
+    logging.getLogger("lightning_dlrover.data").setLevel(logging.ERROR)  # it names such files
+    data = stream(files(list(paths)) if kind == "tar" else parquet(list(paths)))
+    layout = replace(data.layout_for(64), cycle=CYCLE)
+    plan = data.plan(0, layout)
     process = psutil.Process()
     before = largest = process.memory_info().rss
-    for _ in DataLoader(stream(source), 64, collate_fn=len):
+    # At a URL, all lanes are open after a cycle. Going through such a row group 48 times takes minutes.
+    for batch in range(plan.num_batches if kind != "url" else CYCLE):
+        data.__getitems__(Positions(0, layout, ((64 * batch, min(64 * (batch + 1), plan.num_rows)),)))
         largest = max(largest, process.memory_info().rss)
     return float(largest - before) / MIB
+
+
+def write_group(folder: Path, num_rows: int) -> None:
+    """Write a Parquet file with one row group of 40 columns of random numbers."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    dice = np.random.default_rng(0)
+    columns = {f"x{number}": dice.random(num_rows) for number in range(40)}
+    pq.write_table(pa.table(columns), folder / "group.parquet", row_group_size=num_rows, use_dictionary=False)
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve the files of a folder over HTTP, in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(str(folder), port), daemon=True)
+    server.start()
+    try:
+        deadline = time.monotonic() + 30
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"the HTTP server of {folder} does not listen on port {port}")
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.join()
+
+
+def serve(folder: str, port: int) -> None:
+    from aiohttp import web
+
+    app = web.Application()
+    app.add_routes([web.static("/", folder)])
+    web.run_app(app, host="127.0.0.1", port=port, print=None, handle_signals=False)
 
 
 class Listed:

@@ -126,6 +126,12 @@ ROWS: list[Row] = [
             "each worker computes all of its batches",
         ),
         (
+            "A validation loader that cannot be split, also where a validation is first due epochs later",
+            "refused",
+            f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[late_validation]",
+            "before training",
+        ),
+        (
             "Streams of Parquet files with shuffling, `num_workers` and validation",
             "works",
             f"{_E2E}/test_schedules.py::test_every_sample_is_trained_on_exactly_once[0]",

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.open_files import ENOUGH, lack_of_files, raise_limit
+from lightning_dlrover.open_files import ENOUGH, files_of, lack_of_files, raise_limit
 
 RAISED = """
 import resource
@@ -62,6 +62,27 @@ def test_script_that_keeps_batches_of_loader_workers_is_told_why_no_file_can_be_
         kept.extend(loader)
     loader.close()
     assert error.value.__cause__ is not None
+
+
+def test_batches_in_preparation_that_may_exceed_the_limit_are_named_at_the_first_one(
+    few_files: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    two = Subset(Tensors(), range(2))  # so that the limit is not reached here
+    for prefetch_factor in (1, 8):
+        loader = ElasticLoader(DataLoader(two, 1, num_workers=1, prefetch_factor=prefetch_factor), 1, training=True)
+        assert len(next(iter(loader))) == 10
+        loader.close()
+        said = [record.message for record in caplog.records if "each in a file of its own" in record.message]
+        assert len(said) == (prefetch_factor == 8)
+    assert "a batch has 10 tensors, each in a file of its own, and 1 loader workers prepare 8 batches ahead each" in said[0]
+    assert "set_sharing_strategy('file_system')" in said[0]
+
+
+def test_files_of_a_batch_are_those_of_its_shared_tensors() -> None:
+    shared = torch.ones(4).share_memory_()  # type: ignore[no-untyped-call]
+    batch = {"a": [shared, shared[1:], torch.ones(2)], "b": (torch.ones(3).share_memory_(), torch.empty(0))}  # type: ignore[no-untyped-call]
+    batch["self"] = batch
+    assert files_of(batch) == 2
 
 
 def test_other_errors_of_batches_are_not_explained_by_files() -> None:

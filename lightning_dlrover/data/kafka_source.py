@@ -6,6 +6,7 @@ transactions.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,10 +14,18 @@ from importlib.util import find_spec
 from typing import Any
 
 from lightning_dlrover.data.kafka_consumer import OWN_SETTINGS, KafkaConsumer, name_of
-from lightning_dlrover.data.lane_plan import BLOCK_ROWS
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS, rows_of_block
 from lightning_dlrover.data.source import DataError, Ranges, Shard, Skipped
 
 __all__ = ["Kafka", "Partition", "kafka"]
+
+log = logging.getLogger(__name__)
+
+MESSAGES_WEIGHED = 8
+"""Messages that are weighed at one place of a partition."""
+
+PARTITIONS_WEIGHED, TOPICS_WEIGHED = 2, 8
+"""Partitions of a topic, and topics, whose messages are weighed: those with the most."""
 
 NO_MESSAGE = "these offsets have no message: the topic is compacted, or they ended or aborted a transaction"
 
@@ -47,8 +56,6 @@ class Kafka:
         dry_s: seconds without a new message after which a growing source counts as ended.
     """
 
-    block_rows = BLOCK_ROWS  # with less the lanes of a partition would take turns more often, and lose what was read ahead
-
     def __init__(
         self,
         topics: Sequence[str],
@@ -70,6 +77,8 @@ class Kafka:
         self._window_rows = window_rows
         self._servers = servers
         self._consumer = KafkaConsumer({**config, "bootstrap.servers": servers})
+        self._newest: Ranges = {}  # the window whose shards were asked for last
+        self._block_rows: int | None = None  # once messages were weighed
 
     def __repr__(self) -> str:
         return self._text(lambda time: time.isoformat())
@@ -93,7 +102,38 @@ class Kafka:
 
     def shards_in(self, ranges: Ranges) -> Sequence[Shard]:
         """Return the shards of a window."""
+        self._newest = ranges
         return [Partition(key, stop - first, first=first) for key, (first, stop) in ranges.items()]
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a lane to keep in memory, by the weight of some messages of the first window that has any."""
+        # With less the lanes of a partition would take turns more often, and lose what was read ahead.
+        if self._block_rows is None and (weights := self._bytes_by_topic()):
+            self._block_rows = rows_of_block(1, int(max(weights)))
+        return BLOCK_ROWS if self._block_rows is None else self._block_rows
+
+    def _bytes_by_topic(self) -> list[float]:
+        """Return the mean weight of a few messages of each of the largest topics, the same ones in each process."""
+        by_topic: dict[str, list[tuple[int, int, int]]] = {}  # rows, partition, first offset
+        for key, (first, stop) in self._newest.items():
+            topic, _, number = key.rpartition("/")
+            if stop > first:
+                by_topic.setdefault(topic, []).append((stop - first, int(number), first))
+        largest = sorted(by_topic, key=lambda topic: (-sum(rows for rows, _, _ in by_topic[topic]), topic))
+        weights = []
+        for topic in largest[:TOPICS_WEIGHED]:
+            sizes: list[int] = []
+            for rows, partition, first in sorted(by_topic[topic], key=lambda each: (-each[0], each[1]))[:PARTITIONS_WEIGHED]:
+                for offset in {first, first + rows // 2}:
+                    stop = min(offset + MESSAGES_WEIGHED, first + rows)
+                    try:
+                        sizes += [len(message) for message in self._consumer.fetch(topic, partition, offset, stop).messages]
+                    except DataError as error:  # these may be gone by now; whoever wants them raises it again
+                        log.debug("some messages could not be weighed: %s", error)
+            if sizes:
+                weights.append(sum(sizes) / len(sizes))
+        return weights
 
     def window(self, after: Mapping[str, int] | None) -> Ranges:
         """Return the ranges of offsets, by partition, that are there now; at most `window_rows` of them if the source grows.

@@ -7,13 +7,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_dlrover.data.agreed_columns import AgreedColumns, agreed_columns
 from lightning_dlrover.data.counted_files import Count, counted
-from lightning_dlrover.data.lane_plan import BLOCK_ROWS, rows_of_block
+from lightning_dlrover.data.lane_plan import BLOCK_BYTES, BLOCK_ROWS, rows_of_block
 from lightning_dlrover.data.locations import Location, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
@@ -33,8 +33,21 @@ HEAVY_BYTES = 20 * 2**20
 PIECES_BYTES = 4 * 2**20
 """Bytes of the pieces of all columns that a lane holds of such a row group, beside what it decodes."""
 
+PAGE_BYTES, PAGE_ROWS = 2**20, 1024
+"""Bytes of a page after which writers begin another; values between two looks at its bytes, so large ones make large pages."""
+
+MAX_REREAD_BYTES = 32 * BLOCK_BYTES
+"""Bytes of a row group, as stored, that may be read again for each block of its rows."""
+
 NUM_METADATA = 64
 """Files of which a process keeps the metadata. Several lanes read one file, and parsing takes as long as hundreds of rows."""
+
+
+class _Opened(NamedTuple):
+    """What is known of a file once it was opened."""
+
+    metadata: Any
+    held_bytes: int  # see `Parquet.held_bytes`
 
 
 class Parquet:
@@ -59,14 +72,15 @@ class Parquet:
         self.block_rows = BLOCK_ROWS  # rows of a lane to keep in memory; `shards` counts them
         self._agreed = AgreedColumns()
         self._has_looked = False  # whether large row groups were logged
+        self._has_seen_pages = False  # whether large pages were logged
         self._begin_in_process()
 
     def _begin_in_process(self) -> None:
-        self._metadata: OrderedDict[Shard, Any] = OrderedDict()  # metadata of the files that were opened last
-        self._lock = threading.Lock()  # held while `_metadata` is changed
+        self._opened: OrderedDict[Shard, _Opened] = OrderedDict()  # what is known of the files that were opened last
+        self._lock = threading.Lock()  # held while `_opened` is changed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_metadata", "_lock")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_opened", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -105,6 +119,7 @@ class Parquet:
             yield item if isinstance(item, Skipped) else self._agreed.batch(item, shard.key)
 
     def _read(self, shard: Shard, row: int) -> Iterator[Any]:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         with ExitStack() as opened:
@@ -112,13 +127,20 @@ class Parquet:
             try:
                 # Every lane holds its file open. It is read in pieces then, so that no lane holds a whole row group's bytes.
                 buffer_size = 0 if self._locations[shard.key].store is not None else BUFFER_BYTES
+                before = self._opened.get(shard)
                 parquet_file = pq.ParquetFile(
-                    file, metadata=self._metadata.get(shard), pre_buffer=not buffer_size, buffer_size=buffer_size
+                    file,
+                    metadata=before.metadata if before is not None else None,
+                    pre_buffer=not buffer_size,
+                    buffer_size=buffer_size,
                 )
             except (OSError, ValueError) as error:
                 raise DataError(f"{shard.key} cannot be read as Parquet: {error}") from error
             metadata = parquet_file.metadata
-            self._remember(shard, metadata)
+            held = before.held_bytes if before is not None else self._bytes_of_pages(shard, metadata)
+            self._remember(shard, _Opened(metadata, held))
+            if held:  # else pages that are held no longer count for the process, which others may need
+                opened.callback(pa.default_memory_pool().release_unused)
             if not buffer_size and (piece := self._bytes_of_piece(shard, metadata)):
                 file.close()  # it reads ahead by more than a piece, which the next column's piece would throw away
                 file = opened.enter_context(self._locations[shard.key].open(ahead_bytes=piece))
@@ -153,13 +175,7 @@ class Parquet:
 
         Each lane holds what it has asked for. So pieces bound its memory, for the price of more requests.
         """
-        if not metadata.num_row_groups:
-            return 0
-        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-        largest = max(groups, key=lambda group: group.num_rows)
-        columns = (largest.column(number) for number in range(largest.num_columns))
-        wanted = {name.partition(".")[0] for name in self._columns} if self._columns is not None else None
-        stored = [c.total_compressed_size for c in columns if wanted is None or c.path_in_schema.partition(".")[0] in wanted]
+        stored = [chunk.total_compressed_size for chunk in self._largest_chunks(metadata)]
         if sum(stored) <= HEAVY_BYTES:
             return 0
         piece = max(BUFFER_BYTES, PIECES_BYTES // len(stored))
@@ -173,6 +189,41 @@ class Parquet:
             )
         return piece
 
+    def held_bytes(self, shard: Shard) -> int:
+        """Return the bytes that a reader of a shard holds between two rows, if they are many and can be read again instead."""
+        opened = self._opened.get(shard)
+        return opened.held_bytes if opened is not None else 0
+
+    def _bytes_of_pages(self, shard: Shard, metadata: Any) -> int:
+        """Return what a reader holds in large pages, unless reading its row group again would take too long."""
+        chunks = self._largest_chunks(metadata)
+        of_values = [(c.total_uncompressed_size, max(1, c.num_values)) for c in chunks]
+        pages = [min(size, size * PAGE_ROWS // values) for size, values in of_values]
+        held = 2 * sum(page for page in pages if page > 2 * PAGE_BYTES)
+        stored = sum(chunk.total_compressed_size for chunk in chunks)
+        may_close = stored <= MAX_REREAD_BYTES
+        if held and not self._has_seen_pages:
+            self._has_seen_pages = True
+            log.warning(
+                "%s has rows so large that pages may have %.0f MB, and a page is decoded as a whole. %s. Smaller pages come of "
+                "pyarrow's write_table(..., write_batch_size=16), or of row groups with fewer rows",
+                *(shard.key, held / 2e6),
+                "Where the lanes of a process would hold more than 1 GB, they decode a page again for each block of rows"
+                if may_close
+                else f"Each lane of a process holds one: row groups of {stored / 1e6:.0f} MB are too large to be decoded again",
+            )
+        return held if may_close else 0
+
+    def _largest_chunks(self, metadata: Any) -> list[Any]:
+        """Return the metadata of the wanted columns in the row group with the most rows."""
+        if not metadata.num_row_groups:
+            return []
+        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+        largest = max(groups, key=lambda group: group.num_rows)
+        columns = (largest.column(number) for number in range(largest.num_columns))
+        wanted = {name.partition(".")[0] for name in self._columns} if self._columns is not None else None
+        return [each for each in columns if wanted is None or each.path_in_schema.partition(".")[0] in wanted]
+
     def _in_one_pass(self, file: Any, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the rows of these row groups up to an error, which reading them one by one has to attribute."""
         if not numbers:
@@ -182,12 +233,12 @@ class Parquet:
         except (OSError, ValueError) as error:
             log.debug("reading row groups %s one by one, since reading them together failed: %s", numbers, error)
 
-    def _remember(self, shard: Shard, metadata: Any) -> None:
+    def _remember(self, shard: Shard, opened: _Opened) -> None:
         with self._lock:
-            self._metadata[shard] = metadata
-            self._metadata.move_to_end(shard)
-            if len(self._metadata) > NUM_METADATA:
-                self._metadata.popitem(last=False)
+            self._opened[shard] = opened
+            self._opened.move_to_end(shard)
+            if len(self._opened) > NUM_METADATA:
+                self._opened.popitem(last=False)
 
     def _row_group(self, file: Any, shard: Shard, number: int, skip: int, num_rows: int) -> Iterator[Any]:
         done = 0

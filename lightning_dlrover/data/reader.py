@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_dlrover.data.lane_plan import LanePlan, Piece
+from lightning_dlrover.data.lane_plan import BLOCK_BYTES, LanePlan, Piece
 from lightning_dlrover.data.left_out import LeftOut
 from lightning_dlrover.data.own_copies import own_copies
 from lightning_dlrover.data.read_ahead import ReadingThreads
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 MAX_NAMED = 100
 """Ranges of rows of one block that are named as left out. They travel with each batch."""
+
+MAX_BYTES = 2**30
+"""Bytes of all lanes of a process beyond which those close their cursors that hold much, and open them for the next block."""
 
 MAX_OPEN_LANES = 256
 """Maximum number of lanes that a process holds open."""
@@ -134,6 +137,9 @@ class LaneReader:
         self.plan = plan
         self._threads = threads
         self._turn = 0  # pieces that were read so far
+        self._num_lanes = 0  # about how many lanes this process reads
+        # Bytes that a cursor holds behind its block, of sources that can read them again.
+        self._held_bytes: Callable[[Shard], int] = getattr(source, "held_bytes", lambda _: 0)
         self.left_out: dict[LeftOut, None] = {}
         self._num_skipped: Counter[tuple[str, bool]] = Counter()  # by shard and whether these numbers have rows
         self._source = source
@@ -149,6 +155,7 @@ class LaneReader:
         """
         parts: list[tuple[Block, int, int]] = []
         rows: list[Any] = []
+        self._num_lanes = max(self._num_lanes, len({piece.lane for piece in pieces}) * self.plan.layout.cycle)
         for piece in pieces:
             first = piece.first
             while first < piece.stop:
@@ -248,6 +255,9 @@ class LaneReader:
             self._num_skipped[kind] = found = before + num_rows
             if found.bit_length() > before.bit_length():  # whenever the number has doubled: blocks may be small
                 log.warning("%s: %d rows are skipped so far: %s", kind[0], found, reasons[kind])
+        held = self._held_bytes(lane.cursor.shard) if lane.cursor is not None else 0
+        if held and max(self._num_lanes, len(self._lanes)) * (BLOCK_BYTES + held) > MAX_BYTES:
+            lane.close_cursor()
         order, starts = self.plan.order(number, block), None
         if skipped:
             starts, order = _without_skipped(np.concatenate(is_there), order)

@@ -33,6 +33,9 @@ NAMES: Names = {
 }
 """Private names of torch that streams use."""
 
+LARGE_BYTES = 2**20
+"""Bytes of a column in a record batch above which a part of it is copied, as it would keep all of it in memory."""
+
 
 T = TypeVar("T")
 
@@ -86,7 +89,7 @@ class Block:
         first, stop = self._num_rows, self._num_rows + batch.num_rows
         for name, column in zip(self.names, batch.columns, strict=True):
             if name in self._chunks:
-                self._chunks[name].append(column)
+                self._chunks[name].append(_own(column))
             elif column.null_count:
                 known = self.numbers(name)
                 assert known is not None
@@ -442,3 +445,13 @@ def prepare_default_collate() -> None:
 
     registered: dict[Any, Callable[..., Any]] = default_collate_fn_map
     registered[Row] = _collate_rows
+
+
+def _own(column: pa.Array) -> pa.Array:
+    """Return a column that keeps hardly more than its values in memory: a slice shares the buffers of the whole."""
+    import pyarrow as pa
+
+    whole = column.get_total_buffer_size()
+    if whole <= LARGE_BYTES or column.nbytes > 0.9 * whole:
+        return column
+    return pa.concat_arrays([column, column[:0]])

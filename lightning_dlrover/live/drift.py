@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from lightning_dlrover.checks.script import UnsupportedScriptError
-from lightning_dlrover.live.buffers import is_expanded
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.buffers import is_expanded
 from lightning_dlrover.rdzv.job.events import ReplicaDrifted
 
 __all__ = [

@@ -34,6 +34,7 @@ class JobCheckpoints:
         self._fit = fit
         self._state = state
         self.saved_random: Mapping[str, Any] | None = None  # random generators of a checkpoint that was loaded
+        self._taken = ""  # the user's `ckpt_path` that this worker has put on record
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
@@ -88,8 +89,8 @@ class JobCheckpoints:
             return None
         return record
 
-    def take_users_choice(self) -> None:
-        """Let the user's `ckpt_path` replace the job's newest checkpoint, if it is a new choice.
+    def take_users_choice(self) -> bool:
+        """Let the user's `ckpt_path` replace the job's newest checkpoint, if it is a new choice. Return whether it is.
 
         Called by rank 0 of a round without the job's state.
 
@@ -97,11 +98,12 @@ class JobCheckpoints:
         """
         chosen = str(self._fit.trainer.ckpt_path or "")
         if not chosen or os.path.basename(chosen).startswith("last"):  # "last" means the newest, another file at each start
-            return
+            return False
         membership = self._fit.world.membership
         job = membership.view.job
         if job is None or chosen == job.started_from:
-            return
+            return bool(chosen) and chosen == self._taken  # the round in which it was taken may have broken
+        self._taken = chosen
         membership.shared.update_job(lambda job: replace(job, started_from=chosen))
         record = self.unread()
         if record is not None:
@@ -111,6 +113,7 @@ class JobCheckpoints:
             )
             path = chosen if "://" in chosen else os.path.abspath(chosen)
             membership.shared.put_checkpoint(CheckpointRecord(path=path, global_step=self._fit.trainer.global_step))
+        return True
 
     def go_on_drawing(self) -> None:
         """Let random generators go on from a checkpoint that was loaded, if there is one."""
@@ -150,9 +153,20 @@ class JobCheckpoints:
                 raise WorldError(self._cannot_read(record.path, problem))
             self._load(record)
 
-    def resume_with_tables(self, step: int) -> None:
-        """Continue from the job's or the user's checkpoint if it is newer. Each worker reads its own part of the tables."""
-        record = self._fit.world.membership.shared.newest_checkpoint() if self._fit.position.rank == 0 else None
+    def have_new_choice(self) -> bool:
+        """Return whether rank 0 has a new `ckpt_path`, see `take_users_choice`. All workers of the round call it."""
+        is_new: bool = self._fit.collectives.gathered(self._fit.position.rank == 0 and self.take_users_choice())[0]
+        return is_new
+
+    def resume_with_tables(self, step: int, has_choice: bool) -> None:
+        """Continue from the job's or the user's checkpoint if it is newer. Each worker reads its own part of the tables.
+
+        Args:
+            has_choice: whether the user's was chosen for this start, so that the job's does not count.
+        """
+        record = None
+        if self._fit.position.rank == 0 and not has_choice:
+            record = self._fit.world.membership.shared.newest_checkpoint()
         found = [(record.global_step, record.path)] if record is not None and os.path.isdir(record.path) else []
         found += [self._fit.strategy.unread_checkpoint] if self._fit.strategy.unread_checkpoint is not None else []
         newest, path = self._fit.collectives.gathered(max(found, default=(0, "")))[0]

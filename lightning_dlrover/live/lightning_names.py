@@ -162,6 +162,20 @@ def replace_setup_of_data(fit_loop: Any, make: Callable[[Method], Method]) -> No
     replace(fit_loop, "setup_data", make)
 
 
+def set_up_validation(trainer: L.Trainer) -> None:
+    """Make the validation loaders, as Lightning does when they are first needed, which may be epochs later."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    if trainer.val_dataloaders is not None or not trainer.enable_validation:
+        return
+    reloaded = val_loop._last_val_dl_reload_epoch
+    trainer.validating = True
+    try:
+        val_loop.setup_data()
+    finally:
+        trainer.training = True
+        val_loop._last_val_dl_reload_epoch = reloaded  # they are made again when Lightning would make them
+
+
 def replace_preparation(trainer: Any, prepare: Callable[[Any], None]) -> None:
     """Replace what runs `prepare_data` of datamodule and module, before they are set up."""
     replace(trainer._data_connector, "prepare_data", lambda _: lambda: prepare(trainer))

@@ -34,7 +34,7 @@ from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.collating import StreamCollate
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.sequence import SequenceReader
-from lightning_dlrover.open_files import lack_of_files
+from lightning_dlrover.open_files import lack_of_files, warn_of_batches
 from lightning_dlrover.packages import default_package, fabric_submodule
 
 __all__ = ["BatchSource", "LoaderWorkers", "open_handle"]
@@ -271,6 +271,7 @@ class LoaderWorkers:
         self._feed = _Feed(source, loader, loader.num_workers, self._prefetch_factor)
         self._next_feed: _Feed | None = None  # takes over at its first batch
         self._next_batch = 0  # the batch after the last one that was fetched
+        self._looked_at: _Feed | None = None  # the newest one whose first batch was looked at
         self._dismissed: list[_Feed] = []
         self._num_starts = 0
         self._draws_seed = True  # the user's own loader would make the next start, too
@@ -323,6 +324,9 @@ class LoaderWorkers:
         if is_first:
             self.handover_s += time.perf_counter() - began
         self._next_batch = batch + 1
+        if self.number and self._looked_at is not self._feed:
+            self._looked_at = self._feed
+            warn_of_batches(fetched, self.number, self.prefetch_factor)
         return fetched
 
     def begin(self, batch: int) -> None:

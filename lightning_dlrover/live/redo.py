@@ -17,7 +17,7 @@ from lightning_dlrover.live import lightning_names
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dlrover.live.buffers import BufferCopies
+    from lightning_dlrover.rdzv.group.buffers import BufferCopies
 
 __all__ = ["Before", "Counts", "Frozen", "call_restart_hooks", "metrics_of"]
 

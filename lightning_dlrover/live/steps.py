@@ -17,13 +17,13 @@ import torchmetrics
 
 from lightning_dlrover.checks.script import BackwardCheck
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.buffers import BufferCopies
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.kept_values import KeptValues
 from lightning_dlrover.live.parts import Parts
 from lightning_dlrover.live.redo import Before, Counts, Frozen, call_restart_hooks, metrics_of
 from lightning_dlrover.live.update import ManualWindow, Update, apply, capture
+from lightning_dlrover.rdzv.group.buffers import BufferCopies
 from lightning_dlrover.rdzv.live.member import WorldError
 
 if TYPE_CHECKING:

@@ -66,9 +66,18 @@ class TableRounds:
 
     def resume(self, formation: Formation) -> None:
         """First round: continue from a snapshot or checkpoint of an earlier life of the job."""
-        self._roll_back(formation, self._fit.loaders.batch_number)  # the user's own checkpoint may be newer
+        if not (has_choice := self._take_users_choice(formation)):
+            self._roll_back(formation, self._fit.loaders.batch_number)  # the user's own checkpoint may be newer
         self._was_rolled_back = False
-        self._checkpoints.resume_with_tables(self._fit.trainer.global_step)
+        self._checkpoints.resume_with_tables(self._fit.trainer.global_step, has_choice)
+
+    def _take_users_choice(self, formation: Formation) -> bool:
+        """Let no former snapshot count if the user has chosen another `ckpt_path` than before. Return whether that is so."""
+        assert self.elastic is not None
+        if not self._checkpoints.have_new_choice():
+            return False
+        self.elastic.ignore_former_snapshots(formation)
+        return True
 
     def broken(self) -> None:
         """Note that a worker was lost. Inside a step, the tables are incomplete from here on."""
@@ -90,7 +99,8 @@ class TableRounds:
             self._fit.strategy.model = self._tables.model
             self._state.give(formation, joining)
             return
-        is_back = self._roll_back(formation, 0 if standing else self._fit.loaders.batch_number)
+        has_choice = not standing and self._take_users_choice(formation)
+        is_back = not has_choice and self._roll_back(formation, 0 if standing else self._fit.loaders.batch_number)
         # These processes cannot recover: a worker inside the loops cannot return to their beginning.
         if not is_back and standing:
             raise WorldError(
@@ -102,7 +112,7 @@ class TableRounds:
             self._fit.strategy.model = self._tables.model
         if not standing:
             # A joiner's loops have the position of the user's checkpoint, though nothing else of it was loaded.
-            self._checkpoints.resume_with_tables(self._fit.trainer.global_step if is_back else 0)
+            self._checkpoints.resume_with_tables(self._fit.trainer.global_step if is_back else 0, has_choice)
 
     def raise_if_rolled_back(self) -> None:
         """Raise `RolledBack` once after all workers went back to a snapshot."""

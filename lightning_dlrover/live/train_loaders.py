@@ -46,6 +46,7 @@ class TrainLoaders:
         self.may_add_workers = False  # whether a plan may give loader workers to any dataset whose loader has none
         self._counted: Sequence[int] = ()  # global batches by which the Trainer counts an epoch's batches
         self._former: Iterator[ElasticLoader] = iter(())  # loaders in whose place a script makes its next ones
+        self._are_made_again = False  # whether all workers have such loaders, and make others together
         self._size_when_made = 0  # workers
         self.saved: Mapping[str, Any] = {}  # what the checkpoint that is being resumed has of each training loader
         self.computed: int | None = None  # batch under computation, if not the last one handed out
@@ -116,6 +117,7 @@ class TrainLoaders:
 
     def before_set_up(self) -> None:
         """Prepare for loaders that the script may make in place of these."""
+        self._are_made_again = self.are_made
         self._former = iter(self.all if self.are_made else ())
 
     def after_set_up(self) -> None:
@@ -142,6 +144,12 @@ class TrainLoaders:
                 *(batch_size, sizes[1], former_batch, sizes[0], found),
             )
         return found
+
+    def agree_on_layout(self, made: ElasticLoader, of_rank_zero: Callable[[Any], Any]) -> None:
+        """Let rank 0's layout hold for a loader that the script makes in place of another one, as for the first ones."""
+        layout = made.order.layout
+        if self._are_made_again and layout is not None:
+            made.order.take_layout(Layout(**of_rank_zero(asdict(layout))))
 
     def attend(self, made: ElasticLoader) -> None:
         """Close a loader of any kind as soon as the Trainer uses it no longer."""

@@ -130,6 +130,7 @@ class LiveTraining:
         self.loaders.before_set_up()
         set_up()
         self.loaders.after_set_up()
+        lightning_names.set_up_validation(self._trainer)  # a loader that cannot be split is refused now
         if self.loaders.are_made and self.loaders.grow:
             self.loaders.begin_windows(self._next_windows())
             self.loaders.recount()

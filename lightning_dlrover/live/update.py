@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dlrover.live.buffers import is_expanded
+from lightning_dlrover.rdzv.group.buffers import is_expanded
 
 if TYPE_CHECKING:
     import lightning as L

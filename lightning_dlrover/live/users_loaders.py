@@ -103,6 +103,8 @@ class UsersLoaders:
                 error,
             )
             return dataloader
+        if training:
+            live.loaders.agree_on_layout(made, of_rank_zero)
         live.loaders.attend(made)
         return made
 

@@ -31,7 +31,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.buffers import BufferCopies, send_buffers, take_buffers
+from lightning_dlrover.live.buffers import send_buffers, take_buffers
 from lightning_dlrover.live.epoch_metrics import adopt, entry_of, set_computed, value_of
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
@@ -41,6 +41,7 @@ from lightning_dlrover.live.redo import Before
 from lightning_dlrover.live.resilient import ResilientCollectives
 from lightning_dlrover.packages import package_of
 from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.buffers import BufferCopies
 
 __all__ = ["Positions", "Validation", "deal", "exchange_metrics_through"]
 

@@ -88,6 +88,7 @@ class ElasticTables:
         self._is_warm = world.config.max_workers == 1  # such a job never changes
         self._foreseen = 0  # newest round with its memory touched ahead
         self._fit = world.num_fits + 1  # the `fit` of the present snapshots
+        self._first_round = 0  # snapshots of rounds before do not count
         if config.interval_s:
             try:
                 job = name_of_job(Keys(world.config.run_id, world.config.prefix))
@@ -213,8 +214,10 @@ class ElasticTables:
         """
         self._forget_earlier_fits()
         members = formation.round.members
-        batch = max(all_gather(formation, batch))
+        batches, first_rounds = zip(*all_gather(formation, [batch, self._first_round]), strict=True)
+        batch, self._first_round = max(batches), max(first_rounds)
         parts = self._snapshots.readable() if self._snapshots is not None else []
+        parts = [part for part in parts if part.header.round >= self._first_round]
         found = all_gather(
             formation,
             [(p.is_in_memory, p.header.round, p.header.batch, p.header.owner, list(p.header.members)) for p in parts],
@@ -252,6 +255,10 @@ class ElasticTables:
         self._snapshots.rolled_back_to(name)
         self._is_whole(formation)
         return module, restored
+
+    def ignore_former_snapshots(self, formation: Formation) -> None:
+        """Let no snapshot of a former round count, because the user goes back to a checkpoint before them."""
+        self._first_round = formation.round.number
 
     def _counters(self, plan: Plan) -> dict[str, int]:
         """Return this worker's counters with all tables of the plan, in an order that all workers share."""

@@ -10,19 +10,22 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader
 
-from lightning_dlrover.data import DataError, Source, file_source, files, parquet, stream
+from lightning_dlrover.data import DataError, Source, file_source, files, parquet, parquet_source, stream
 from lightning_dlrover.data.counted_files import cache_file
+from lightning_dlrover.data.dataset import Positions
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +174,36 @@ def test_samples_of_a_tar_archive_are_read_from_every_one(tmp_path: Path) -> Non
             expected.append({"__key__": f"train/{number:04}", **sample})
     assert_readable_from_every_row(files(str(tmp_path / "a.tar")), expected)
     assert stream(files(str(tmp_path / "a.tar"))).layout_for(64).block_rows == 64  # images of 100 KB: 300 MB in 48 lanes
+
+
+@pytest.mark.parametrize("group_rows", [1024, 2048])
+def test_lanes_together_hold_few_pages_of_large_rows(group_rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """48 lanes that each keep a page of 10 MB would hold 1 GB."""
+    dice = np.random.default_rng(0)
+    columns = {"image": [dice.bytes(10_000) for _ in range(2048)], "number": list(range(2048))}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=group_rows)
+    data = stream(parquet(str(tmp_path / "a.parquet")))
+    layout = replace(data.layout_for(64), cycle=12, block_rows=32)
+    found, largest = [], 0
+    for first in range(0, 2048, 64):
+        rows = data.__getitems__(Positions(0, layout, ((first, first + 64),)))
+        found += [row["number"] for row in rows]
+        largest = max(largest, pa.total_allocated_bytes())
+    assert sorted(found) == columns["number"]
+    assert largest < 60 * 10**6
+    assert caplog.text.count("has rows so large that pages may have 10 MB, and a page is decoded as a whole") == 1
+
+
+def test_row_groups_that_take_long_to_read_again_stay_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(parquet_source, "MAX_REREAD_BYTES", 5_000_000)
+    pq.write_table(pa.table({"image": [os.urandom(10_000) for _ in range(1024)]}), tmp_path / "a.parquet")
+    source = parquet(str(tmp_path / "a.parquet"))
+    (shard,) = source.shards()
+    next(source.read(shard, 0))
+    assert source.held_bytes(shard) == 0
+    assert "row groups of 10 MB are too large to be decoded again" in caplog.text
 
 
 def test_parquet_is_read_from_every_row(tmp_path: Path) -> None:

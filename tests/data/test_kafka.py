@@ -26,6 +26,7 @@ from stream_schedules import SEED, SimulatedJob, Tally, follow, random_schedule
 
 from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_consumer, kafka_source, locations, stream
 from lightning_dlrover.data.kafka_source import Kafka, Partition
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS
 from lightning_dlrover.data.source import Ranges
 from lightning_dlrover.data.windows import num_rows
 from lightning_dlrover.live.data_fingerprint import difference, fingerprint_data
@@ -118,6 +119,17 @@ def test_row_without_a_decoder_has_all_of_the_message(brokers: MockCluster) -> N
     source = kafka("full", brokers.servers)
     (row,) = source.read(source.shards()[2], 0)
     assert row == {"value": b"body", "key": b"k", "timestamp": 1_000, "topic": "full", "partition": 2, "offset": 0}
+
+
+@pytest.mark.parametrize("row_bytes, block_rows", [(10, BLOCK_ROWS), (60_000, 256), (100_000, 128)])
+def test_blocks_of_large_messages_have_fewer_rows_everywhere(brokers: MockCluster, row_bytes: int, block_rows: int) -> None:
+    """48 lanes of 8,192 messages of 100 KB would be 39 GB."""
+    topic = f"heavy-{row_bytes}"
+    brokers.produce(topic, ((number % 2, bytes(row_bytes)) for number in range(40)))
+    layouts = [stream(kafka([topic, "numbers"], brokers.servers)).layout_for(64) for _ in range(2)]
+    assert [layout.block_rows for layout in layouts] == [block_rows] * 2  # the numbers of the other topic are light
+    data = stream(kafka(topic, brokers.servers), keep_order=True)
+    assert [row["offset"] for row in DataLoader(data, None)] == [*range(20)] * 2
 
 
 # --- in a DataLoader ----------------------------------------------------------------------------------------------------------
@@ -227,6 +239,8 @@ def test_deleted_messages_are_an_error_that_names_them(brokers: MockCluster) -> 
     reader = source.read(shard, 0)
     assert next(reader)["offset"] == 0
     brokers.produce("large", ((0, b"x" * 10_000) for _ in range(600)))  # the cluster keeps 5 MiB
+    source.shards_in({shard.key: (0, 10)})
+    assert source.block_rows == BLOCK_ROWS  # a worker that reads later messages need not weigh these
     message = r"large/0: the messages from offset 10 to \d+ are gone from .*retention\.ms"
     with pytest.raises(DataError, match=message):
         next(source.read(shard, 10))

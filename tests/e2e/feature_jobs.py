@@ -805,6 +805,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
             options = {"accumulate_grad_batches": 4}
         case "split_by_user":
             options = {"use_distributed_sampler": False}
+        case "late_validation":
+            options = {"check_val_every_n_epoch": 50, "num_sanity_val_steps": 0}
     model = MODELS.get(feature.name, ToyModel)(recorder, feature.step_s)
     num_rows = {"one_device": OneDevice.NUM_ROWS, "bf16": NUM_ROWS + BATCH_SIZE // 2}.get(feature.name, NUM_ROWS)
     data = Rows(num_rows)
@@ -819,6 +821,8 @@ def run_feature(recorder: Recorder, feature: Feature) -> None:
         val_loader = DataLoader(Rows(OneDevice.NUM_VAL_ROWS), 8)
     if feature.name in ("validated", "gathering"):
         val_loader = DataLoader(Rows(Validated.NUM_VAL_ROWS), 2)
+    if feature.name == "late_validation":
+        val_loader = DataLoader(Rows(40), BATCH_SIZE, sampler=Repeating())
     trainer = make_trainer(
         recorder.place.folder,
         strategy=strategy,

@@ -37,9 +37,9 @@ class Count:
 
 
 def run_plain_loop(recorder: Recorder, settings: PlainSettings) -> None:
-    count = Count()
+    count, norm = Count(), torch.nn.BatchNorm1d(2)
     with World.from_environment(settings.backend) as world:
-        for step in world.steps(settings.num_steps, check_interval_s=0.03, count=count):
+        for step in world.steps(settings.num_steps, check_interval_s=0.03, count=count, norm=norm):
             with step:
                 assert world.formation is not None
                 number = world.formation.round.number
@@ -47,6 +47,7 @@ def run_plain_loop(recorder: Recorder, settings: PlainSettings) -> None:
                     recorder.write("entered", round=number, step=step.number)
                 recorder.pace(settings.step_s)
                 recorder.moment("forward")
+                norm(torch.ones(2, 2))  # counts its calls
                 contribution = torch.tensor([1.0, step.number * 0.5], dtype=torch.float64) / step.size
                 told_to_end = torch.tensor([float(recorder.place.end.exists())], dtype=torch.float64)
                 together = torch.cat([contribution, told_to_end])
@@ -58,5 +59,6 @@ def run_plain_loop(recorder: Recorder, settings: PlainSettings) -> None:
             if step.was_made:
                 state = [round(float(value), 6) for value in count.value]
                 recorder.write("done", step=step.number + 1, state=state, world=step.size, round=number, pid=os.getpid())
+                recorder.write("batches", step=step.number + 1, batches=int(norm.num_batches_tracked))
                 recorder.moment("made")
     recorder.write("after_loop", step=step.number)

@@ -16,6 +16,7 @@ def assert_everyone_counted_the_same(job: Job, num_steps: int) -> None:
     assert sorted(states) == list(range(1, num_steps + 1))
     for record in job.records("done"):
         assert record["state"] == states[record["step"]], record
+    assert [record for record in job.records("batches") if record["batches"] != record["step"]] == []
     # The sum over workers does not depend on their number.
     assert states[num_steps] == [float(num_steps), sum(step * 0.5 for step in range(num_steps))]
 

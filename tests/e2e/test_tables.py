@@ -6,6 +6,7 @@ A spread of cases by default; DLROVER_ALL_FAULTS=1 in the environment tests all 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -538,6 +539,25 @@ def test_newer_checkpoint_of_the_user_is_preferred_to_the_snapshot(new_job: Make
     codes = job.finish()
     assert codes == [-9, -9, 0, 0], job.report()
     assert min(r["step"] for w in again for r in w.records("done")) == 12
+
+
+def test_older_checkpoint_that_the_user_chooses_is_preferred_to_all_that_is_newer(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, save_at=6, apart=False)
+    job = new_job(settings, lease_ttl_s=LEASE_TTL_S)
+    started(job, 2)
+    job.wait_for_step(12)
+    kill_all(job)
+    chosen = f"{job.folder}/chosen"
+    shutil.copytree(job.folder / "checkpoint", chosen)
+    resuming = replace(settings, ckpt_path=chosen, save_at=None)
+    again = [job.start(settings=resuming), job.start(settings=resuming)]
+    job.wait_until(lambda: any(r["step"] > 12 for r in again[0].records("done")), "steps after the chosen checkpoint")
+    kill_all(job)
+    assert min(r["step"] for w in again for r in w.records("done")) == 7
+    third = [job.start(settings=resuming), job.start(settings=resuming)]  # the same choice as before
+    codes = job.finish()
+    assert codes == [-9, -9, -9, -9, 0, 0], job.report()
+    assert min(r["step"] for w in third for r in w.records("done")) > 7
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from live_parts import a_worker
 from torch import nn
 
-from lightning_dlrover.live import buffers
-from lightning_dlrover.live.buffers import BufferCopies
 from lightning_dlrover.live.redo import Before
+from lightning_dlrover.rdzv.group import buffers
+from lightning_dlrover.rdzv.group.buffers import BufferCopies
 
 
 class Model(nn.Module):

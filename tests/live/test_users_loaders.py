@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSample
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data import stream
 from lightning_dlrover.data.source import Ranges, Shard
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.split import global_batch_of_next
+from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.live.users_loaders import UsersLoaders
 
 
@@ -112,3 +116,35 @@ def test_global_batch_follows_a_batch_size_that_the_script_changes() -> None:
     assert global_batch_of_next(48, 24, 48, (2, 3)) == 96
     assert global_batch_of_next(24, 24, 48, (2, 3)) == 48
     assert global_batch_of_next(96, 48, 48, (1, 3)) == 96  # a joiner's first loader was made where it was alone
+
+
+class Weighed:
+    """Source whose rows weigh as much as this worker's host says."""
+
+    def __init__(self, block_rows: int) -> None:
+        self.block_rows = block_rows
+
+    def shards(self) -> Sequence[Shard]:
+        return [Shard("a", 10_000)]
+
+    def read(self, shard: Shard, row: int) -> Iterator[int]:
+        return iter(range(row, shard.rows))
+
+
+def test_loader_that_is_made_again_has_the_layout_of_rank_0() -> None:
+    """Another one would give a worker other rows of a shuffled stream."""
+
+    def made(block_rows: int) -> ElasticLoader:
+        return ElasticLoader(DataLoader(stream(Weighed(block_rows), shuffle_rows=100), 4), 8, training=True)
+
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None))
+    loaders = TrainLoaders(trainer, FitPosition(lambda: None), has_global_batch_size=False)
+    of_rank_zero = made(256).order.layout
+    assert of_rank_zero is not None
+    loaders.before_set_up()
+    loaders.agree_on_layout(first := made(128), lambda _: asdict(of_rank_zero))
+    assert first.order.layout != of_rank_zero  # other workers may not be there yet; they agree when they begin
+    trainer.fit_loop._combined_loader = SimpleNamespace(flattened=[first])
+    loaders.before_set_up()
+    loaders.agree_on_layout(second := made(128), lambda _: asdict(of_rank_zero))
+    assert second.order.layout == of_rank_zero

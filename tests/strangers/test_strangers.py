@@ -47,6 +47,10 @@ STRANGERS = [
     Stranger("swa"),
     Stranger("schedule_free"),
     Stranger("datamodule"),
+    Stranger("unlabelled"),
+    Stranger("batch_per_worker"),
+    Stranger("study"),
+    Stranger("warehouse", needs="pyarrow"),
     Stranger("predictions", files_by_worker=("predictions",)),
 ]
 

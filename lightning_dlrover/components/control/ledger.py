@@ -49,6 +49,8 @@ class NodeEntry:
     agent_seen: bool = False
     worker: str = ""  # id of its newest registered worker
     is_member: bool = False
+    round_number: int = 0  # newest round in which it was seen as a member; 0: none
+    members: frozenset[str] = frozenset()  # nodes of that round
     running_since: float | None = None
     worker_seen_at: float | None = None
     member_seen_at: float | None = None

@@ -135,7 +135,10 @@ class Observer:
             entry.agent_seen = entry.agent_seen or name in with_agent
             entry.worker, entry.is_member = workers.get(name, ""), name in with_member
             entry.worker_seen_at = now if entry.worker else entry.worker_seen_at
-            entry.member_seen_at = now if entry.is_member else entry.member_seen_at
+            if entry.is_member:
+                entry.member_seen_at = now
+                if view.round is not None and entry.round_number != view.round.number:
+                    entry.round_number, entry.members = view.round.number, frozenset(with_member)
             if not entry.has_ended and entry.handle:
                 status = self._target.status(entry.handle)
                 if status == "running" and entry.running_since is None:
@@ -145,7 +148,7 @@ class Observer:
                 ended = status not in ("pending", "running")
                 entry.status = "cancelled" if ended and entry.cancelled else status
                 if ended and not entry.cancelled:
-                    self._note_end(name, entry, entry.handle, view, now, others=len(with_member - {name}))
+                    self._note_end(name, entry, entry.handle, view, now, with_member - {name})
 
     def look_for_wishes(self) -> None:
         """Ask the scheduler which nodes it wants back and which were killed for lack of memory.
@@ -181,7 +184,7 @@ class Observer:
         if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
-    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, others: int) -> None:
+    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, others: set[str]) -> None:
         entry.ended_at, is_last = now, not others
         log.info("run %s: %s has %s", self._keys.run_id, name, entry.status)
         if entry.status != "failed":
@@ -198,10 +201,12 @@ class Observer:
         entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
         entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()
         round_number = view.round.number if view.round else 0
-        if others < self._limits.min_workers:
+        # Of the round that it was in: a replacement may have come by chance, and hides that it was needed.
+        left, own_round = (others & entry.members, entry.round_number) if entry.members else (others, round_number)
+        if len(left) < self._limits.min_workers:
             # The first to leave a round too small. Those that fail after it have the same cause, or are its consequence.
-            entry.left_too_few = not is_last and round_number != self._starved_round
-            self._starved_round = round_number
+            entry.left_too_few = not is_last and own_round != self._starved_round
+            self._starved_round = own_round
         # A round formed since the last failure is progress, so the two failures are unrelated. The last member's failure is not
         # related to starts that failed beside it either; the scheduler may report it before etcd does.
         is_news = round_number != self._streak.round_number or (is_last and entry.is_member)

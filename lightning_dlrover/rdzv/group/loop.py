@@ -20,6 +20,7 @@ import torch
 
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import checked_updates
+from lightning_dlrover.rdzv.group.buffers import BufferCopies
 from lightning_dlrover.rdzv.group.left_state import LeftStateError, newest, resume
 from lightning_dlrover.rdzv.job.events import FitResumed, TrainingStalled
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
@@ -211,7 +212,7 @@ class Step:
 
     def __enter__(self) -> Step:
         self._was_entered = True
-        self._loop.is_in_step = True
+        self._loop.step_begins(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
@@ -239,6 +240,8 @@ class _Loop:
         self.is_in_step = False
         self._yielded_round = 0
         self._devices: set[torch.device] = set()  # those that compute results of collectives
+        self._has_copies = False  # whether the buffers were copied before the step
+        self._buffers = [BufferCopies(part) for part in state.values() if isinstance(part, torch.nn.Module)]
 
     def run(self) -> Iterator[Step]:
         is_asynchronous = self._world.is_asynchronous
@@ -268,6 +271,12 @@ class _Loop:
             if self._finish():
                 return
 
+    def step_begins(self, step: Step) -> None:
+        self.is_in_step = True
+        self._has_copies = step.size > 1  # a worker that is alone has no one to lose
+        for copies in self._buffers if self._has_copies else ():
+            copies.keep()
+
     def made(self, step: Step) -> None:
         self.num_made += 1
         if step.is_last:
@@ -282,6 +291,8 @@ class _Loop:
             self._is_broken = self._world.is_failure(error)
         if self._is_broken:
             log.info("worker %s: a collective failed: %s", self._world.worker_id, str(error).splitlines()[:1])
+            for copies in self._buffers if is_in_step and self._has_copies else ():
+                copies.restore()
         return self._is_broken
 
     @property

@@ -397,7 +397,9 @@ class World:
     def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
         """Whether `recover` helps a worker with the job's state: its round is broken, or undone because of `error`.
 
-        The latter is so soon after workers have joined: for an error of a step, and for a mismatch anywhere.
+        The latter is so soon after workers have joined: for an error of a step, and anywhere for an error that follows from a
+        mismatch. A worker whose own collective outside of a step did not meet the others' would begin it again, alone; so the
+        mismatch ends it as before.
         """
         try:
             if self.is_failure(error):

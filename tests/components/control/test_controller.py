@@ -524,6 +524,21 @@ def test_an_error_that_leaves_too_few_workers_is_tried_three_times(make_job: Mak
     assert len(job.target.nodes) == QUICK.max_same_error + 1
 
 
+def test_replacement_that_waits_does_not_hide_that_too_few_workers_were_left(make_job: MakeJob) -> None:
+    """The next round has enough workers whenever the controller looks."""
+    job = make_job(low=2)
+    job.plan(3)
+    for number in range(1, QUICK.max_same_error + 1):
+        job.run_until("three nodes", lambda: len(job.target.living) == 3)
+        failing, *others = job.target.living
+        job.train_with(failing, others[0], number=2 * number - 1)
+        job.stays(lambda: True, steps=2)
+        job.fail(failing, FAILED)
+        job.train_with(*others, number=2 * number)
+    assert "the same error stopped the job 3 times" in job.run_to_its_end().reason
+    assert len(job.target.nodes) == QUICK.max_same_error + 2
+
+
 def test_an_error_that_stops_the_training_is_tried_three_times(make_job: MakeJob) -> None:
     job = make_job()
     for number in range(1, QUICK.max_same_error + 1):
