@@ -117,7 +117,8 @@ class ElasticTables:
         if self.tables.is_built:
             self.tables.reset()  # a former round with only joiners had failed
         module = self.tables.build(self.tables.first_plan(members), members, self._wrap_dense)
-        self.tables.initialise(all_gather(formation, seed)[0])  # replicated tables must be equal
+        seed, given = all_gather(formation, [seed, self.tables.given()])[0]  # the first worker's count
+        self.tables.initialise(seed, given, dist.group.WORLD if len(members) > 1 else None, members, self._me)
         self._is_whole(formation)
         return module
 
@@ -363,6 +364,7 @@ class ElasticTables:
             pack_state: returns the state beside the tables.
         """
         wishes, self._world.wishes = self._world.wishes, []
+        self.tables.forget_given()  # the job trains
         if self._follow_fit():
             return False  # the vote began in the earlier one
         if self._snapshots is None or len(wishes) != 3:
