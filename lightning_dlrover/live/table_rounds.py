@@ -90,7 +90,10 @@ class TableRounds:
             self._fit.strategy.model = self._tables.model
             self._state.give(formation, joining)
             return
+        age_s = self.elastic.snapshot_age_s
         is_back = self._roll_back(formation, 0 if standing else self._fit.loaders.batch_number)
+        if is_back and standing:
+            self._checkpoints.raise_if_much_newer(age_s)
         # These processes cannot recover: a worker inside the loops cannot return to their beginning.
         if not is_back and standing:
             raise WorldError(

@@ -378,6 +378,11 @@ class ElasticTables:
             self._snapshots.stop()
 
     @property
+    def snapshot_age_s(self) -> float:
+        """Seconds since the newest snapshot that counts was taken, or since this worker began without one."""
+        return self._snapshots.age_s if self._snapshots is not None else 0.0
+
+    @property
     def store(self) -> SnapshotStore | None:
         """The store of this worker's snapshots; None without them."""
         return self._snapshots.store if self._snapshots is not None else None

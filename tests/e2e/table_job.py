@@ -20,7 +20,7 @@ from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live import checkpoints
+from lightning_dlrover.live import checkpoints, job_checkpoints
 from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
 from lightning_dlrover.tables import elastic, neighbours, snapshot, snapshots
@@ -53,6 +53,7 @@ class TableSettings:
     val_every: int | None = None  # batches between validations; None: once per epoch
     save_at: int | None = None  # step after which the script saves `checkpoint` in the job's folder
     ckpt_path: str | None = None
+    stale_s: float = 300.0  # age of snapshots from which a newer checkpoint is preferred
     on_disk: bool = False  # copy snapshots to `disk` in the job's folder
     saves_together: bool = False  # a collective in `on_save_checkpoint`
     apart: bool = True  # each worker has its own memory, as on separate hosts; else all share this host's
@@ -207,6 +208,7 @@ def table_trainer(recorder: Recorder, settings: TableSettings) -> L.Trainer:
 def train_tables(recorder: Recorder, settings: TableSettings) -> TableModel:
     """Train a model with sharded tables."""
     add_moments(recorder)
+    job_checkpoints.STALE_S = settings.stale_s
     L.seed_everything(SEED, verbose=False)
     trainer, model = table_trainer(recorder, settings), TableModel(recorder, settings)
     loader = DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True)

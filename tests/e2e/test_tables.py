@@ -394,7 +394,7 @@ def test_snapshots_over_the_memory_limit_are_left_out_with_a_warning(new_job: Ma
     settings = replace(SETTINGS, max_bytes=1 << 10)
     job = new_job(settings)
     workers = started(job, 2)
-    job.wait_until(lambda: all("no more snapshots" in worker.output for worker in workers), "the warnings")
+    job.wait_until(lambda: all("a snapshot failed" in worker.output for worker in workers), "the warnings")
     assert_fine(new_job, job, settings, [0, 0], rollbacks=0)
     for worker in workers:
         assert "max_bytes" in worker.output
@@ -520,6 +520,22 @@ def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: Make
     assert codes == [-9, -9, 0, 0], job.report()
     assert min(r["step"] for w in again for r in w.records("done")) == 12
     assert judge(job, settings, undisturbed(new_job, settings), read_at=11) == [], job.report()
+
+
+def test_loss_with_an_old_snapshot_leads_on_from_a_newer_checkpoint(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, snapshot_s=1000.0, save_at=9, stale_s=0.5)  # one snapshot, at the beginning of each round
+    job = new_job(settings, lease_ttl_s=LEASE_TTL_S)
+    workers = started(job, 2)
+    wait_for_snapshot(job)
+    job.wait_for_step(11)
+    workers[1].kill()
+    assert workers[0].wait() not in (0, -9), job.report()
+    workers[0].doomed = True
+    assert "checkpoint of step 9 is newer" in workers[0].output
+    again = job.start()
+    assert job.finish()[1:] == [-9, 0], job.report()
+    assert min(r["step"] for r in again.records("done")) == 10
+    assert judge(job, settings, undisturbed(new_job, settings), read_at=9) == [], job.report()
 
 
 def test_newer_checkpoint_of_the_user_is_preferred_to_the_snapshot(new_job: MakeJob) -> None:

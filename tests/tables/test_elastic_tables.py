@@ -120,7 +120,7 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
         worker_id="w0",
         num_fits=0,
         config=SimpleNamespace(max_workers=1, prefix="p", run_id="r"),
-        membership=SimpleNamespace(view=view, on_this_host=dict),
+        membership=SimpleNamespace(view=view, on_this_host=dict, shared=SimpleNamespace(put_snapshot=lambda record: None)),
         formation=formation,
         wishes=[],
         event=lambda *_: None,
