@@ -39,7 +39,16 @@ from lightning_dlrover.checks.script import (
 )
 from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.live import listed_names
-from lightning_dlrover.live.checkpoints import TABLES_FOLDER, saving_file, saving_folder, trainer_file, when_written
+from lightning_dlrover.live.checkpoints import (
+    TABLES_FOLDER,
+    WHOLE_TABLES,
+    absolute,
+    is_folder,
+    saving_file,
+    saving_folder,
+    trainer_file,
+    when_written,
+)
 from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.ddp_names import (
     ForwardRedirection,
@@ -349,11 +358,13 @@ class DLRoverStrategy(EitherStrategy):
         if self.tables is None:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
-            folder = Path(checkpoint_path)
-            checkpoint = super().load_checkpoint(trainer_file(folder), weights_only)
-            self.tables.folder_to_load = folder / TABLES_FOLDER
+            folder = Path(checkpoint_path) if is_folder(checkpoint_path) else None
+            checkpoint = super().load_checkpoint(trainer_file(folder) if folder else checkpoint_path, weights_only)
+            self.tables.folder_to_load = folder / TABLES_FOLDER if folder else None
+            if folder is None:
+                checkpoint[WHOLE_TABLES] = True
             if not self.tables.sharded.is_built:
-                self.unread_checkpoint = int(checkpoint["global_step"]), str(folder.absolute())
+                self.unread_checkpoint = int(checkpoint["global_step"]), absolute(checkpoint_path)
         if self._job is not None:
             start = checkpoint.get("dlrover", {})
             self._job.start_workers = start.get("start_workers", self._job.start_workers)
@@ -375,14 +386,20 @@ class DLRoverStrategy(EitherStrategy):
         if tables is None:
             super().load_model_state_dict(checkpoint, strict)
         elif tables.sharded.is_built:  # else this is a joiner, which receives the others' state
-            tables.load_state_dict(checkpoint["state_dict"], strict)
             folder, tables.folder_to_load = tables.folder_to_load, None
+            if WHOLE_TABLES in checkpoint:
+                tables.load_stock_state_dict(checkpoint["state_dict"], strict)
+                return
+            tables.load_state_dict(checkpoint["state_dict"], strict)
             if folder is not None:
                 self.collectives.confirmed("loading tables from a checkpoint", partial(load_tables, tables.sharded, folder))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.tables is None or self.tables.sharded.is_built:
-            super().load_optimizer_state_dict(checkpoint)
+        if self.tables is not None and not self.tables.sharded.is_built:
+            return
+        if self.tables is not None and WHOLE_TABLES in checkpoint:
+            checkpoint = {"optimizer_states": self.tables.load_stock_optimizers(checkpoint["optimizer_states"])}
+        super().load_optimizer_state_dict(checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         live, barrier = self.live, super().barrier

@@ -11,7 +11,7 @@ from lightning_dlrover.characterize.point import PARTS, Point
 from lightning_dlrover.characterize.results import Result
 from lightning_dlrover.characterize.studies import Study
 from lightning_dlrover.characterize.work import step_flops
-from lightning_dlrover.report.pictures import INK, STYLE, WIDTH_INCHES
+from lightning_dlrover.report.pictures import INK, WIDTH_INCHES, in_our_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,9 +56,7 @@ Drawn = TypeVar("Drawn", bound=Callable[..., Any])
 def _styled(draw: Drawn) -> Drawn:
     @functools.wraps(draw)
     def drawn(*arguments: Any) -> Any:
-        import matplotlib
-
-        with matplotlib.rc_context(STYLE):
+        with in_our_style():
             return draw(*arguments)
 
     return drawn  # type: ignore[return-value]

@@ -74,8 +74,9 @@ def write_final_report(run_id: str, folder: Path) -> None:
         return  # nothing was trained; an empty report would only hide the error
     try:
         write_report(run_id, events, folder / "report.html")
-    except OSError as error:
-        complain(f"no report was written: {error}")
-        return
-    say(printable(summary_text(run_id, events)))
-    say(f"report: {folder / 'report.html'}")
+    except Exception as error:  # the job has ended well, and matplotlib and the user's fonts may raise anything
+        complain(f"no report was written: {printable(str(error) or type(error).__name__)}; see `dlrover report {run_id}`")
+        say(printable(summary_text(run_id, events)))
+    else:
+        say(printable(summary_text(run_id, events)))
+        say(f"report: {folder / 'report.html'}")

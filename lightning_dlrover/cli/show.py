@@ -42,6 +42,17 @@ def status_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _snapshot_lines(snapshot: dict[str, Any] | None) -> list[str]:
+    """Return the age of the newest snapshot, as of a record that is written every few minutes, and the last failure."""
+    if snapshot is None:
+        return []
+    age_s, failure = snapshot["age_s"], snapshot["failure"]
+    lines = [f"snapshot: batch {snapshot['batch']} or later, {age_s:.0f} s old" if age_s is not None else "snapshot: none yet"]
+    if failure is not None:
+        lines.append(f"snapshots {'had failed' if failure['is_over'] else 'fail'}: {failure['text']}")
+    return lines
+
+
 def _status_text(status: dict[str, Any]) -> str:
     limits = f"{status['min_workers']} to {status['max_workers']} workers" if status["min_workers"] else "not known yet"
     lines = [f"job {status['run_id']}: {status['phase']}, {limits}, etcd at {status['endpoint']}"]
@@ -54,6 +65,7 @@ def _status_text(status: dict[str, Any]) -> str:
         f"rate: {rate:.0f} samples/s, global batch {status['global_batch_size']}" if rate else "rate: not measured yet"
     )
     lines += [f"reads {text}" for text in status["streams"]]
+    lines += _snapshot_lines(status["snapshot"])
     lines += status["values_lost"]
     plan = status["plan"]
     if plan:

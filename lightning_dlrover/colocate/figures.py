@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.colocate.journal import Added, Ended, Opened, Record
-from lightning_dlrover.report.pictures import INK, STYLE, WIDTH_INCHES
+from lightning_dlrover.report.pictures import INK, WIDTH_INCHES, in_our_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,9 +27,7 @@ MAX_JOBS = 60
 
 def gantt_figure(records: Sequence[Record]) -> Figure | None:
     """Draw each job's phases over time, one row for each job; None if no job has ended."""
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
+    with in_our_style():
         return _gantt(records)
 
 

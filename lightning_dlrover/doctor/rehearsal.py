@@ -9,6 +9,7 @@ The script's own files stay as they are:
 | `default_root_dir` | is a temporary folder |
 | loggers, checkpoints, profilers | write nothing |
 | a data loader that a job refuses | is noted, and replaced by one with its first batch |
+| snapshots of sharded tables | are off: they take twice the tables' memory, and nobody would read them |
 | other refusals | are noted; training goes on where it can |
 | code after the first batch, after the first step of `World.steps`, or after `fit` | does not run |
 
@@ -32,7 +33,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,10 @@ def _note_checks(notes: Notes) -> None:
         with _noting(notes, "training_step", UnsupportedLoaderError):
             check_step_signature(takes_iterator)
 
+    settings = strategy.TablesSettings
+    strategy.TablesSettings = lambda constraints, sharders, snapshots: settings(
+        constraints, sharders, replace(snapshots, interval_s=0.0)
+    )
     users_loaders.UsersLoaders.replaced = replaced_or_noted
     users_loaders.check_step_signature = signature_or_note
     for check, of in (("check_optimizers", "optimizers"), ("check_hook_state", "strategy"), ("check_graphs", "model")):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+import psutil
+
 from lightning_dlrover import variables
 from lightning_dlrover.codec import from_fields
 from lightning_dlrover.home import home
@@ -38,6 +40,12 @@ BUSY_TIMEOUT_S = 10.0
 MAX_WINDOWS_PER_SETTINGS = 30  # further windows add no information, and the file should stay small
 MAX_JOBS_COMPARED = 2000  # newest first
 MAX_JOBS_OF_HARDWARE = 20  # each one takes a fit, and further jobs change the means little
+LOCAL_FILE_SYSTEMS = frozenset(
+    ("apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs")
+)
+"""File systems that no other host writes. Write-ahead logs of SQLite need shared memory between all writers, and corrupt a
+database that several hosts write."""
+
 WRITES = "dlrover_writes"  # execution option of our transactions
 
 
@@ -329,12 +337,14 @@ def _connect(url: str) -> Engine:
     # A pooled connection would be shared by a worker and the loader workers forked from it.
     engine = create_engine(parsed, poolclass=NullPool, **options)
     if is_sqlite:
+        is_local = not parsed.database or parsed.database.startswith((":memory:", "file:")) or _is_local(parsed.database)
 
         @event.listens_for(engine, "connect")
         def prepare(connection: sqlite3.Connection, _: object) -> None:
             connection.isolation_level = None  # otherwise the driver begins a transaction of its own, later than ours
-            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for a writer
-            connection.execute("PRAGMA synchronous=NORMAL")
+            # With a write-ahead log readers do not wait for a writer.
+            connection.execute(f"PRAGMA journal_mode={'WAL' if is_local else 'DELETE'}")
+            connection.execute(f"PRAGMA synchronous={'NORMAL' if is_local else 'FULL'}")
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
@@ -343,6 +353,15 @@ def _connect(url: str) -> Engine:
             connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
+
+
+def _is_local(file: str) -> bool:
+    """Return whether a file is certainly on a file system of this host alone."""
+    place = os.path.realpath(file)
+    mounts = [m for m in psutil.disk_partitions(all=True) if os.path.commonpath([m.mountpoint, place]) == m.mountpoint]
+    longest = max(map(len, (mount.mountpoint for mount in mounts)), default=0)
+    # Of several at one place, the last one is visible.
+    return bool(mounts) and [m for m in mounts if len(m.mountpoint) == longest][-1].fstype in LOCAL_FILE_SYSTEMS
 
 
 @contextlib.contextmanager

@@ -19,6 +19,10 @@ from lightning_dlrover.tables.sharded import ShardedTables
 
 __all__ = [
     "TABLES_FOLDER",
+    "TRAINER_FILE",
+    "WHOLE_TABLES",
+    "absolute",
+    "is_folder",
     "load_own_checkpoint",
     "replace_folder",
     "saving_file",
@@ -33,6 +37,19 @@ Save = Callable[[], None]
 TRAINER_FILE = "trainer.ckpt"
 TABLES_FOLDER = "tables"
 """Contents of a checkpoint folder with sharded tables: Lightning's own file, and a `torch.distributed.checkpoint` folder."""
+
+WHOLE_TABLES = "dlrover_whole_tables"
+"""Key of a loaded checkpoint of an unsharded model, as stock Lightning writes it: its tables are part of the module's state."""
+
+
+def absolute(path: Any) -> str:
+    """Return a path as other workers find it: a URL, or an absolute path."""
+    return str(path) if "://" in str(path) else os.path.abspath(path)
+
+
+def is_folder(path: Any) -> bool:
+    """Return whether a checkpoint is a folder, as of a model with sharded tables; stock Lightning writes one file."""
+    return "://" not in str(path) and not Path(path).is_file()
 
 
 def trainer_file(folder: Path) -> Path:
@@ -122,7 +139,7 @@ def when_written(checkpoint_io: Any, path: Any, record: Callable[[str], None]) -
     Args:
         record: takes the path as other workers find it, a URL or an absolute path.
     """
-    found_at = str(path) if "://" in str(path) else os.path.abspath(path)
+    found_at = absolute(path)
     executor = writing_thread(checkpoint_io)
     if executor is None:
         record(found_at)

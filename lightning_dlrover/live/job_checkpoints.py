@@ -26,6 +26,9 @@ __all__ = ["JobCheckpoints"]
 
 log = logging.getLogger(__name__)
 
+STALE_S = 300.0
+"""Age from which a snapshot of sharded tables is given up for a newer checkpoint, although all workers must start again."""
+
 
 class JobCheckpoints:
     """The job's checkpoints from one worker's point of view."""
@@ -172,6 +175,30 @@ class JobCheckpoints:
         newest, path = self._fit.collectives.gathered(max(found, default=(0, "")))[0]
         if newest > step:
             self._load(CheckpointRecord(path=path, global_step=newest))
+
+    def raise_if_much_newer(self, age_s: float) -> None:
+        """Prefer the newest checkpoint to the snapshot that all workers have just returned to, if that is old.
+
+        A new start costs about as much as `STALE_S` of training, so a younger snapshot is used in any case.
+
+        Args:
+            age_s: age of the snapshot; rank 0's counts.
+
+        Raises:
+            WorldError: the checkpoint is newer. It needs new processes, because a worker inside the loops cannot load it.
+        """
+        record = None
+        if self._fit.position.rank == 0 and age_s > STALE_S:
+            with suppress(EtcdError, RecordError):
+                record = self.unread()
+        found = (record.global_step, record.path) if record is not None and os.path.isdir(record.path) else None
+        newest = self._fit.collectives.gathered(found)[0]
+        if newest is not None:
+            raise WorldError(
+                f"run {self._fit.world.config.run_id!r}: the newest snapshot, of step {self._fit.trainer.global_step}, is more "
+                f"than {STALE_S:.0f} s old, and the checkpoint {newest[1]} of step {newest[0]} is newer: all workers must "
+                "start again, to continue from there"
+            )
 
     def _load(self, record: CheckpointRecord) -> None:
         try:

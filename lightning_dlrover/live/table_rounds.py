@@ -100,7 +100,10 @@ class TableRounds:
             self._state.give(formation, joining)
             return
         has_choice = not standing and self._take_users_choice(formation)
+        age_s = self.elastic.snapshot_age_s
         is_back = not has_choice and self._roll_back(formation, 0 if standing else self._fit.loaders.batch_number)
+        if is_back and standing:
+            self._checkpoints.raise_if_much_newer(age_s)
         # These processes cannot recover: a worker inside the loops cannot return to their beginning.
         if not is_back and standing:
             raise WorldError(

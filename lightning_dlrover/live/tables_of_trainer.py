@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from lightning_dlrover.live.checkpoints import TRAINER_FILE
 from lightning_dlrover.rdzv.group.loop import model_fingerprint
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.live.member import Formation
+from lightning_dlrover.tables.checkpoint import CheckpointError
 from lightning_dlrover.tables.elastic import ElasticTables, Restored
+from lightning_dlrover.tables.optimizers import fused_states
 from lightning_dlrover.tables.sharded import ShardedTables
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 from lightning_dlrover.tables.users_optimizers import UsersOptimizers
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     import lightning as L
 
 __all__ = ["TablesOfTrainer", "TablesSettings"]
+
+log = logging.getLogger(__name__)
 
 SHARDED = "_dlrover_sharded"
 """Attribute of a module that this process has trained before. Its tables are sharded already."""
@@ -130,9 +136,14 @@ class TablesOfTrainer:
             atexit.register(_leave_group)
         members = [str(rank) for rank in range(dist.get_world_size())]
         self.model = self.sharded.build(self.sharded.first_plan(members), members, self._wrap)
-        seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
-        dist.broadcast(seed, 0)  # tables that every worker holds whole must be alike
-        self.sharded.initialise(int(seed))
+        names, given = sorted(self.sharded.plan or ()), self.sharded.given()
+        firsts = torch.tensor([torch.initial_seed() % 2**63, *(name in given for name in names)], device=device)
+        dist.broadcast(firsts, 0)  # the first worker's count
+        seed, *are_given = firsts.tolist()
+        given = [name for name, is_given in zip(names, are_given, strict=True) if is_given]
+        me, group = str(dist.get_rank()), dist.group.WORLD if len(members) > 1 else None
+        self.sharded.initialise(seed, given, group, members, me)
+        self.sharded.forget_given()
 
     def _wrap(self, module: nn.Module, sharded: list[str]) -> nn.Module:
         return self._wrap_dense(module, sharded, not self._has_dense_state)
@@ -179,6 +190,56 @@ class TablesOfTrainer:
                     parameter.copy_(state.pop(name))
         with self.sharded.aside():
             self._module.load_state_dict(state, strict=strict)
+
+    def load_stock_state_dict(self, saved: Mapping[str, Any], strict: bool) -> None:
+        """Load the state of an unsharded module. Each worker takes its own part of the tables, which it has read whole.
+
+        Raises:
+            CheckpointError: a table is missing, or has another size.
+        """
+        state, names = dict(saved), self.sharded.all_names()
+        whole = self._whole().keys()
+        missing = [name for name in names if name not in state]
+        if missing and strict:
+            raise CheckpointError(
+                f"the checkpoint does not have {', '.join(missing)}: it is of another model, or only the file "
+                f"{TRAINER_FILE} of a checkpoint with sharded tables, whose folder must be given"
+            )
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name, others in names.items():
+            for other in others:
+                if other != name or name not in whole:
+                    values = state.pop(other, None)
+                    if other == name and values is not None:
+                        found[name] = {"weight": values}
+        try:
+            self.sharded.load_whole(found)
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint is of another model: {error}") from error
+        self.load_state_dict(state, strict)
+
+    def load_stock_optimizers(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Take the tables' part of an unsharded run's optimizer states, and return the rest.
+
+        Raises:
+            TableOptimizerError: a table had another optimizer.
+        """
+        rest, of_tables = self.optimizers.split_states(saved)
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        steps: dict[str, int] = {}
+        tables = self.sharded.tables_by_name()
+        for name, state in of_tables.items():
+            if (optimizer := self.sharded.optimizers.get(name)) is not None and name not in self.sharded.frozen:
+                states[name], steps[tables[name]] = fused_states(name.removesuffix(".weight"), optimizer, state)
+        self.sharded.load_whole(states)
+        self.sharded.set_counters(steps)
+        if without := sorted((self.sharded_names() & self.sharded.with_states()) - states.keys()):
+            log.warning(
+                "the checkpoint has no optimizer states of the tables %s, as their optimizer is applied in the backward pass: "
+                "they start again, as without sharding",
+                ", ".join(name.removesuffix(".weight") for name in without),
+            )
+        return rest
 
     def close(self, has_finished: Callable[[], bool]) -> None:
         """End this worker's part in a live job; `has_finished`, whether the job has ended, is called as late as possible."""

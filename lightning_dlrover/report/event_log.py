@@ -55,15 +55,17 @@ def first_traceback(file: Path) -> str | None:
 
 @dataclass
 class EventLog:
-    """Copy a job's events from etcd into its run folder, each once. The file's former content is replaced.
+    """Copy a job's events from etcd into its run folder, each once.
 
-    Events already copied there by an earlier process are not reported as new.
+    The file is the only place with all of them, because etcd keeps a limited number. Events that an earlier process has copied
+    there stay, and are not reported as new.
     """
 
     mirror: Mirror
     file: Path
     _seen: set[str] = field(default_factory=set)
     _revision: int = -1
+    _has_looked: bool = False
     _began: bool = False
     _unwritten: bytes = b""
     _failed: bool = False
@@ -79,13 +81,23 @@ class EventLog:
         self._revision = self.mirror.revision
         fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
         self._seen.update(entry.key for entry in fresh)
-        events = read_events(fresh)
-        former: set[bytes] = set()
-        if not self._began:
-            with contextlib.suppress(OSError):  # missing or unreadable: all events are new
-                former = set(self.file.read_bytes().splitlines())
+        events = self._without_former(read_events(fresh))
         self._unwritten += b"".join(encode(event) + b"\n" for event in events)
         self._write()
+        return events
+
+    def _without_former(self, events: list[EventRecord]) -> list[EventRecord]:
+        """Return the events that no earlier process has copied. The file is read once."""
+        if self._has_looked:
+            return events
+        self._has_looked = True
+        try:
+            content = self.file.read_bytes()
+        except OSError:  # missing: all events are new
+            return events
+        if content and not content.endswith(b"\n"):
+            self._unwritten = b"\n"  # ends the line that the earlier process left incomplete
+        former = set(content.splitlines())
         return [event for event in events if encode(event) not in former]
 
     def _write(self) -> None:
@@ -93,7 +105,7 @@ class EventLog:
             return
         try:
             # Unbuffered, so that the number of bytes a full disk has accepted is exact.
-            with self.file.open("ab" if self._began else "wb", buffering=0) as stream:
+            with self.file.open("ab", buffering=0) as stream:
                 self._began = True
                 while self._unwritten:
                     self._unwritten = self._unwritten[stream.write(self._unwritten) :]
@@ -117,7 +129,8 @@ class EventLog:
             log.warning("the last events may be missing in %s: %s", self.file, error)
             last = []
         self._seen.update(entry.key for entry in last)
-        self._unwritten += b"".join(encode(event) + b"\n" for event in read_events(last))
+        events = self._without_former(read_events(last))
+        self._unwritten += b"".join(encode(event) + b"\n" for event in events)
         self._write()
         if self._unwritten:
             return

@@ -6,6 +6,7 @@ data's colours (Okabe and Ito, 2008) are legible on both and to colour-blind rea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import re
@@ -74,14 +75,20 @@ WIDTH_INCHES = 10.0
 MAX_POINTS = 600
 
 
+def in_our_style(**more: Any) -> contextlib.AbstractContextManager[None]:
+    """Draw in our style and matplotlib's defaults, whatever the user's matplotlibrc says, such as `text.usetex`."""
+    import matplotlib.style
+
+    context: contextlib.AbstractContextManager[None] = matplotlib.style.context(["default", {**STYLE, **more}])
+    return context
+
+
 def _styled(draw: Callable[[JobStory], Figure]) -> Callable[[JobStory], Figure]:
     """Wrap `draw` in our style. matplotlib reads most of a style when it creates an artist, not when it draws one."""
 
     @functools.wraps(draw)
     def drawn(story: JobStory) -> Figure:
-        import matplotlib
-
-        with matplotlib.rc_context(STYLE):
+        with in_our_style():
             return draw(story)
 
     return drawn
@@ -366,10 +373,8 @@ def _stretches(story: JobStory, decision: Decision, until: float) -> list[tuple[
 
 def to_svg(figure: Figure, name: str) -> str:
     """Return the figure as an `<svg>` element. All its ids begin with `name`, because a page may hold several figures."""
-    import matplotlib
-
     text = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+    with in_our_style(**{"svg.hashsalt": name}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")

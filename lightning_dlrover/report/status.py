@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
-from lightning_dlrover.rdzv.job.events import StreamOpened, ValuesLost, events_of
+from lightning_dlrover.rdzv.job.events import SnapshotCompleted, SnapshotFailed, StreamOpened, ValuesLost, events_of
 from lightning_dlrover.rdzv.job.journal import read, readable_folder
 from lightning_dlrover.rdzv.job.pool_records import POOLS_FOLDER
 from lightning_dlrover.rdzv.job.records import (
@@ -38,6 +38,7 @@ from lightning_dlrover.rdzv.job.records import (
     PlanRecord,
     RecordError,
     RoundRecord,
+    SnapshotRecord,
     decode,
 )
 from lightning_dlrover.rdzv.live import rounds
@@ -313,6 +314,7 @@ class FoundJob:
     agents: AgentView
     controller: ControllerRecord | None
     nodes: NodesRecord | None
+    snapshot: SnapshotRecord | None  # of sharded tables
     problems: list[str]  # unreadable records; a running job ignores them, but users should see them
 
 
@@ -346,7 +348,11 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         notice=record(AgentNotice, keys.agent_notice),
         job=view.job,
     )
-    return FoundJob(view, agents, record(ControllerRecord, keys.controller), record(NodesRecord, keys.nodes), problems)
+    by_key |= {entry.key: entry for entry in (client.get(keys.snapshot),) if entry is not None}
+    snapshot = record(SnapshotRecord, keys.snapshot)
+    return FoundJob(
+        view, agents, record(ControllerRecord, keys.controller), record(NodesRecord, keys.nodes), snapshot, problems
+    )
 
 
 def show_status(
@@ -393,10 +399,24 @@ def show_status(
             *([_show_stream(each, events) for each in streams.streams] if (streams := read_streams(events)) else []),
             *map(described_sequence, read_sequences(events)),
         ],
+        "snapshot": _show_snapshot(found.snapshot, events, now),
         "values_lost": [record.text for record, _ in events_of(events, ValuesLost)][-MAX_VALUES_LOST:],
         "plan": _show_plan(plan) if plan else None,
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,
+    }
+
+
+def _show_snapshot(newest: SnapshotRecord | None, events: Sequence[EventRecord], now: float) -> dict[str, Any] | None:
+    """Describe the newest recorded snapshot of sharded tables, and the failure since, if there is one."""
+    failures, complete = list(events_of(events, SnapshotFailed)), list(events_of(events, SnapshotCompleted))
+    if newest is None and not failures:
+        return None
+    is_open = bool(failures) and (not complete or complete[-1][0].at < failures[-1][0].at)
+    return {
+        "batch": newest.batch if newest else None,
+        "age_s": max(0.0, now - newest.at) if newest else None,
+        "failure": {"at": failures[-1][0].at, "text": failures[-1][0].text, "is_over": not is_open} if failures else None,
     }
 
 

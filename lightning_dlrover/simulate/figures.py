@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.report.pictures import INK, STYLE, WIDTH_INCHES
+from lightning_dlrover.report.pictures import INK, WIDTH_INCHES, in_our_style
 from lightning_dlrover.simulate.records import Simulated
 from lightning_dlrover.simulate.summary import summarize
 
@@ -54,9 +54,7 @@ def sizes_figure(simulations: Sequence[Simulated]) -> Figure:
 
 
 def _styled(draw: Callable[[Sequence[Simulated]], Figure], simulations: Sequence[Simulated]) -> Figure:
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
+    with in_our_style():
         return draw(simulations)
 
 

@@ -118,7 +118,8 @@ class ElasticTables:
         if self.tables.is_built:
             self.tables.reset()  # a former round with only joiners had failed
         module = self.tables.build(self.tables.first_plan(members), members, self._wrap_dense)
-        self.tables.initialise(all_gather(formation, seed)[0])  # replicated tables must be equal
+        seed, given = all_gather(formation, [seed, self.tables.given()])[0]  # the first worker's count
+        self.tables.initialise(seed, given, dist.group.WORLD if len(members) > 1 else None, members, self._me)
         self._is_whole(formation)
         return module
 
@@ -370,6 +371,7 @@ class ElasticTables:
             pack_state: returns the state beside the tables.
         """
         wishes, self._world.wishes = self._world.wishes, []
+        self.tables.forget_given()  # the job trains
         if self._follow_fit():
             return False  # the vote began in the earlier one
         if self._snapshots is None or len(wishes) != 3:
@@ -381,6 +383,11 @@ class ElasticTables:
         self.whole_in = 0
         if self._snapshots is not None:
             self._snapshots.stop()
+
+    @property
+    def snapshot_age_s(self) -> float:
+        """Seconds since the newest snapshot that counts was taken, or since this worker began without one."""
+        return self._snapshots.age_s if self._snapshots is not None else 0.0
 
     @property
     def store(self) -> SnapshotStore | None:

@@ -29,7 +29,7 @@ from lightning_dlrover.tables.snapshot import (
 )
 from lightning_dlrover.tables.snapshot_store import SnapshotStore
 
-__all__ = ["Neighbours", "others"]
+__all__ = ["MissingPartError", "Neighbours", "others"]
 
 EVERYTHING, CHANGES, NOTHING = range(3)
 """Requests of a neighbour for a part."""
@@ -44,6 +44,10 @@ Name = tuple[int, int]
 
 GoingOn = Callable[[], AbstractContextManager[None]]
 """Context around every write of a thread to shared memory. Raises `RoundEndedError` once its round has ended."""
+
+
+class MissingPartError(SnapshotError):
+    """A worker could not take its part of a snapshot, so that nobody keeps a copy of it."""
 
 
 def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
@@ -85,7 +89,7 @@ class Neighbours:
 
     def replicate(
         self,
-        part: Part,
+        part: Part | None,
         changed: Sequence[torch.Tensor | None],
         base: Name | None,
         keep: Name | None,
@@ -95,6 +99,7 @@ class Neighbours:
         """Send a part to the neighbours while receiving theirs; all in step, so that no two wait for each other.
 
         Args:
+            part: None if this worker could not take it: the others must not wait for it.
             changed: rows of each block that differ from the base; None: all.
             base: the snapshot that the neighbours may have already.
             keep: the newest snapshot that counts; its parts stay.
@@ -103,17 +108,24 @@ class Neighbours:
 
         Raises:
             RoundEndedError: the round has ended.
+            MissingPartError: a worker that this one keeps copies of has none.
+            SnapshotError: there is no memory for a copy.
+            RuntimeError: the connection is lost, or a neighbour silent.
         """
         if self._group is None:
             return
         counts = [-1 if rows is None else len(rows) for rows in changed]
-        said = json.dumps({"header": part.header.encode().decode(), "base": base, "counts": counts}).encode()
+        header = part.header.encode().decode() if part is not None else None
+        said = json.dumps({"header": header, "base": base, "counts": counts}).encode()
         incoming = self._introduce(torch.frombuffer(bytearray(said), dtype=torch.uint8), keep, going_on)
         answers = {rank: torch.zeros(1, dtype=torch.uint8) for rank in self.keepers}
-        swap(self._group, {rank: torch.tensor([each.wants], dtype=torch.uint8) for rank, each in incoming.items()}, answers)
+        wants = {rank: incoming[rank].wants if rank in incoming else NOTHING for rank in self.owners}
+        swap(self._group, {rank: torch.tensor([want], dtype=torch.uint8) for rank, want in wants.items()}, answers)
         wanted = {rank: int(answer) for rank, answer in answers.items()}
-        changes = changes_of(part, changed) if CHANGES in wanted.values() else None
-        outgoing = {rank: changes if want == CHANGES else part.values for rank, want in wanted.items() if want != NOTHING}
+        outgoing: dict[int, torch.Tensor | None] = {}
+        if part is not None:
+            changes = changes_of(part, changed) if CHANGES in wanted.values() else None
+            outgoing = {rank: changes if want == CHANGES else part.values for rank, want in wanted.items() if want != NOTHING}
         by_wire = {rank: each.values for rank, each in incoming.items() if each.wants != NOTHING}
         sizes = [len(values) for values in (*outgoing.values(), *by_wire.values()) if values is not None]
         for start in range(0, max(sizes, default=0), CHUNK_BYTES):
@@ -127,6 +139,8 @@ class Neighbours:
         with going_on():
             for each in incoming.values():
                 each.finish()
+        if missing := sorted(set(self.owners) - incoming.keys()):
+            raise MissingPartError(f"rank {missing[0]} could not take its part")
 
     def _introduce(self, said: torch.Tensor, keep: Name | None, going_on: GoingOn) -> dict[int, _Incoming]:
         """Announce this worker's part to the neighbours, and receive the announcements of others."""
@@ -138,6 +152,8 @@ class Neighbours:
         for rank, text in texts.items():
             try:
                 found = json.loads(text.numpy().tobytes())
+                if found["header"] is None:
+                    continue
                 header, base, counts = PartHeader.decode(found["header"].encode()), found["base"], found["counts"]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise SnapshotError(f"rank {rank} sent something else than a part of a snapshot: {error}") from error

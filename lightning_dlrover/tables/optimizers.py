@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TableOptimizer", "TableOptimizerError", "in_backward"]
+__all__ = ["TableOptimizer", "TableOptimizerError", "fused_states", "in_backward"]
 
 ON_CPU = ("SGD", "Adagrad", "RowWiseAdagrad")
 """Optimizers with CPU kernels in fbgemm."""
@@ -66,6 +66,32 @@ _RULES = {
     "PartialRowWiseLAMB": _Rule(_OF_ADAM, ()),
     "LarsSGD": _Rule(("momentum", "weight_decay"), ()),
 }
+
+
+_STATES = {"SGD": (), "Adagrad": ("sum",), "RowWiseAdagrad": ("sum",), "Adam": ("exp_avg", "exp_avg_sq")}
+"""Names of an ordinary optimizer's states of a table, in the order of the fused optimizer's."""
+
+
+def fused_states(table: str, optimizer: TableOptimizer, saved: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
+    """Translate the state that an ordinary optimizer has saved of a whole table.
+
+    Returns:
+        States by `state0` and `state1`, and the number of counted steps.
+
+    Raises:
+        TableOptimizerError: another optimizer has saved it.
+    """
+    names = _STATES.get(optimizer.kind.__name__)
+    if names is None or any(name not in saved for name in names):
+        raise TableOptimizerError(
+            f"table {table}: the checkpoint has the optimizer states {', '.join(sorted(saved)) or 'of none'}, which are not "
+            f"those of {optimizer.kind.__name__}: keep the optimizer of the checkpoint, or load its weights only, with "
+            "load_from_checkpoint"
+        )
+    states = {f"state{i}": saved[name] for i, name in enumerate(names)}
+    if optimizer.kind.__name__ == "RowWiseAdagrad":
+        states = {what: values.reshape(-1) for what, values in states.items()}
+    return states, int(saved.get("step", 0))
 
 
 def in_backward(table: str, optimizer: Any, group: Mapping[str, Any], device_type: str) -> TableOptimizer:

@@ -14,10 +14,13 @@ from typing import Any
 from lightning_dlrover.codec import from_fields
 from lightning_dlrover.tables.layout import Layout, Region, Shard
 
-__all__ = ["Plan", "PlanError", "TablePlan", "layout_of", "plan_from_dict", "plan_to_dict", "replan"]
+__all__ = ["Plan", "PlanError", "TablePlan", "check_kinds", "layout_of", "plan_from_dict", "plan_to_dict", "replan"]
 
 TOLERANCE = 0.1
 """Minimum imbalance that moves a shard, as a fraction of the mean load."""
+
+KINDS = ("row_wise", "column_wise", "data_parallel", "table_wise", "table_row_wise", "table_column_wise")
+"""Kinds that can be reassigned."""
 
 WHOLE_KINDS = ("table_wise", "table_row_wise", "table_column_wise")
 """Kinds with one owner per table. The "node" within which torchrec splits it further is one worker in an elastic job."""
@@ -70,8 +73,8 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
             bundles[name, 0] = list(table.shards)
         elif table.kind == "column_wise":
             bundles.update({(name, i): [shard] for i, shard in enumerate(table.shards)})
-        elif table.kind not in ("row_wise", "data_parallel"):
-            raise PlanError(f"table {name!r}: kind {table.kind!r} cannot be placed anew when the workers change")
+        elif table.kind not in KINDS:
+            raise PlanError(_not_placeable(name, table.kind))
     owners = _balance(bundles, members)
     new: dict[str, TablePlan] = {}
     for name, table in plan.items():
@@ -85,6 +88,26 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
             shards = [replace(shard, owner=owners[name, i]) for i, shard in enumerate(table.shards)]
         new[name] = replace(table, shards=tuple(shards))
     return new
+
+
+def check_kinds(kinds: Mapping[str, Sequence[str]]) -> None:
+    """Check the kinds that a script allows for each table.
+
+    Raises:
+        PlanError: one of them cannot be reassigned.
+    """
+    for table, allowed in kinds.items():
+        for kind in allowed:
+            if kind not in KINDS:
+                raise PlanError(_not_placeable(table, kind))
+
+
+def _not_placeable(table: str, kind: str) -> str:
+    return (
+        f"table {table!r}: kind {kind!r} cannot be placed again when the workers change; set "
+        f"sharding_constraints={{{table.split('.')[-1]!r}: ParameterConstraints(sharding_types=[...])}} to some of "
+        f"{', '.join(KINDS)}"
+    )
 
 
 def _row_blocks(table: TablePlan, members: Sequence[str]) -> list[Shard]:

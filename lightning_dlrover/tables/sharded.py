@@ -7,7 +7,6 @@ states, which is read and written in place.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,9 +18,11 @@ from torch import nn
 from lightning_dlrover.observe.resources import available_bytes
 from lightning_dlrover.tables.arena import Arena
 from lightning_dlrover.tables.block import Block, part_of
-from lightning_dlrover.tables.layout import Region
+from lightning_dlrover.tables.exchange import exchange
+from lightning_dlrover.tables.first_values import drawn
+from lightning_dlrover.tables.layout import Region, Shard, plan_moves
 from lightning_dlrover.tables.optimizers import TableOptimizer
-from lightning_dlrover.tables.placement import Plan, PlanError, TablePlan
+from lightning_dlrover.tables.placement import Plan, PlanError, TablePlan, check_kinds, replan
 from lightning_dlrover.tables.templates import Templates
 from lightning_dlrover.tables.torchrec_build import (
     Placer,
@@ -48,15 +49,13 @@ from lightning_dlrover.tables.touched import TouchedRows
 
 __all__ = ["ShardedTables"]
 
-INIT_ROWS = 4096
-"""Number of rows initialised from one seed, so that a table's first values do not depend on its sharding."""
-
 
 class ShardedTables:
     """All embedding collections in one module.
 
     Args:
-        module: holds `EmbeddingBagCollection`s or `EmbeddingCollection`s, on any device, `meta` too: their values are not used.
+        module: holds `EmbeddingBagCollection`s or `EmbeddingCollection`s, on any device, `meta` too. Values are kept until
+            `forget_given`, see `initialise`.
         constraints: torchrec's, by table name, for the first plan.
         sharders: torchrec's, for other modules or with fused parameters; by default those of the two collections.
 
@@ -81,6 +80,7 @@ class ShardedTables:
         self._are_apart = False  # see `train_with`
         self._rates: tuple[Any, dict[str, float]] | None = None  # rates set last, and their build
         self._constraints = dict(constraints or {})
+        check_kinds({name: c.sharding_types or () for name, c in self._constraints.items()})
         self._sharders = list(sharders) if sharders is not None else default_sharders()
         self._templates = Templates(module, {sharder.module_type for sharder in self._sharders}, device)
         self._arena = Arena(self._templates.num_addresses)
@@ -116,6 +116,14 @@ class ShardedTables:
                 names.add(name)
         return names
 
+    def with_states(self) -> set[str]:
+        """Return names of parameters whose optimizer in the backward pass has states."""
+        return {
+            name
+            for name, _, parameter in self._templates.parameters()
+            if any(kind is not torch.optim.SGD for kind in applied_optimizer(parameter)) or self._has_fused_params
+        }
+
     @property
     def are_whole(self) -> bool:
         """Whether every worker holds all tables, so that none is trained in the backward pass."""
@@ -144,7 +152,11 @@ class ShardedTables:
     def first_plan(self, members: Sequence[str], batch_size: int | None = None) -> dict[str, TablePlan]:
         """Return torchrec's own choice for `members`, worker ids in rank order. Deterministic."""
         collections = self._templates.by_path
-        return first_plan(self.module, collections, self.device, self._sharders, self._constraints, members, batch_size)
+        with self._templates.once():
+            arguments = self.device, self._sharders, self._constraints, members, batch_size
+            plan = first_plan(self.module, collections, *arguments)
+        replan(plan, members)  # refuses, before anything is trained, what the first change would refuse
+        return plan
 
     # --- building ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +187,8 @@ class ShardedTables:
         forget_groups()
         gather_uneven_batches()
         self._arena.begin()
-        with quiet(), one_worker_per_node(), fast_build(Placer(self._arena, self._templates.path_of), self._sharders):
+        placer = Placer(self._arena, self._templates.path_of)
+        with quiet(), one_worker_per_node(), fast_build(placer, self._sharders), self._templates.once():
             wrapped = shard(
                 wrap_dense,
                 module=self.module,
@@ -253,24 +266,71 @@ class ShardedTables:
         self._arena.close()
         self.plan = None
 
-    def initialise(self, seed: int) -> None:
-        """Set the first values of every table, which depend only on the seed and its name, not on its sharding."""
-        configs = self._templates.configs()
+    def given(self) -> list[str]:
+        """Return the tables that had values here before they were sharded, in order. Others were on `meta`."""
+        return sorted(self._templates.given)
+
+    def initialise(
+        self,
+        seed: int,
+        given: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
+        members: Sequence[str] = ("",),
+        me: str = "",
+    ) -> None:
+        """Set the first values of every table, which depend neither on its sharding nor on the number of workers.
+
+        Args:
+            seed: the same on all workers.
+            given: tables with values on the first worker, which sends them to their owners. The others are drawn.
+            group: process group with `members` as its ranks; None if there is one worker.
+            members: worker ids in rank order.
+            me: this worker's id.
+        """
+        assert self.plan is not None
+        configs, kept = self._templates.configs(), set(given)
+        weights = [block for block in self.blocks() if block.what == "weight"]
+        for block in sorted(weights, key=lambda block: block.table):
+            if block.table not in kept and block.region.num_values:
+                for region, values in drawn(configs[block.table], block.table, seed, block.region, block.values.dtype):
+                    part_of(block, region).copy_(values)
+        if not kept:
+            return
+        whole = {name: Region(0, self.plan[name].rows, 0, self.plan[name].cols) for name in given}
+        moves = plan_moves(
+            {name: [Shard(members[0], region)] for name, region in whole.items()},
+            {name: self.plan[name].shards for name in given},
+        )
+        old = [Block(name, "weight", whole[name], self._templates.given[name]) for name in given] if me == members[0] else []
+        exchange(group, members, me, moves, old, [block for block in weights if block.table in kept])
+
+    def forget_given(self) -> None:
+        """Free the values that tables had before they were sharded. They count until the job trains."""
+        self._templates.given.clear()
+
+    def load_whole(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take this worker's part of whole tables.
+
+        Args:
+            values: by parameter name, then by `weight`, `state0`, `state1`: shape ``(rows, cols)``, or ``(rows,)`` for a
+                row-wise state. What is missing is left as it is.
+
+        Raises:
+            ValueError: a shape differs.
+        """
+        tables = self.tables_by_name()
+        by_table = {tables[name]: of_table for name, of_table in values.items()}
         for block in self.blocks():
-            if block.what != "weight" or not block.region.num_values:
+            whole = by_table.get(block.table, {}).get(block.what)
+            if whole is None:
                 continue
-            config = configs[block.table]
-            for first in range(block.region.row0 // INIT_ROWS * INIT_ROWS, block.region.row1, INIT_ROWS):
-                last = min(first + INIT_ROWS, config.num_embeddings)
-                digest = hashlib.sha256(f"{seed}/{block.table}/{first}".encode()).digest()
-                with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    torch.manual_seed(int.from_bytes(digest[:7], "big"))
-                    rows = torch.empty(last - first, config.embedding_dim, dtype=block.values.dtype)
-                    config.init_fn(rows)
-                    here = Region(first, last, 0, config.embedding_dim).overlap(block.region)
-                    assert here is not None
-                    part = rows[here.row0 - first : here.row1 - first, here.col0 : here.col1]
-                    part_of(block, here).copy_(part)
+            config = self._templates.configs()[block.table]
+            shape = (config.num_embeddings, config.embedding_dim)[: block.values.dim()]
+            if tuple(whole.shape) != shape:
+                raise ValueError(f"table {block.table}: its {block.what} has the shape {tuple(whole.shape)} instead of {shape}")
+            rows = whole[block.region.row0 : block.region.row1]
+            with torch.no_grad():
+                block.values.copy_(rows if rows.dim() == 1 else rows[:, block.region.col0 : block.region.col1])
 
     # --- finding -------------------------------------------------------------------------------------------------------
 
@@ -309,6 +369,14 @@ class ShardedTables:
             number = max((counters.get(key_of(path, t.name), 0) for t in kernel.config.embedding_tables), default=0)
             for counter in _counters_of(kernel):
                 counter.fill_(number)
+
+    def all_names(self) -> dict[str, list[str]]:
+        """Return all names of each table in the module's state dict, by the first of them: a shared collection has several."""
+        return self._templates.all_names()
+
+    def tables_by_name(self) -> dict[str, str]:
+        """Return the table of each parameter name."""
+        return {name: table for name, table, _ in self._templates.parameters()}
 
     def parameter_names(self) -> set[str]:
         """Return the names of all tables in the module's state dict, independent of their sharding."""

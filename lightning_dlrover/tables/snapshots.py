@@ -18,18 +18,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.job.events import SnapshotCompleted
+from lightning_dlrover.rdzv.job.events import SnapshotCompleted, SnapshotFailed
+from lightning_dlrover.rdzv.job.records import SnapshotRecord
 from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.collectives import all_gather
-from lightning_dlrover.tables.neighbours import Neighbours, others
+from lightning_dlrover.tables.neighbours import MissingPartError, Neighbours, others
 from lightning_dlrover.tables.persist import Persister
 from lightning_dlrover.tables.placement import plan_to_dict
 from lightning_dlrover.tables.sharded import ShardedTables
@@ -50,6 +51,16 @@ NICENESS = 15
 It does not apply to the copy of changing rows. The longer that takes, the more former values must be kept, and that costs more
 than the copy itself.
 """
+
+
+RETRY_S, MAX_RETRY_S = 5.0, 300.0
+"""Seconds until a snapshot that has failed is tried again: doubled after each further failure, up to a maximum.
+
+An interval that is shorter than the first, or longer than the second, takes its place.
+"""
+
+RECORD_S = 120.0
+"""Minimum seconds between two records in etcd of the newest snapshot."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,14 @@ class Snapshots:
         self._stopping = threading.Event()  # makes the round's thread give up
         self._lock = threading.Lock()  # held during writes to shared memory: only the thread of the present round writes
         self._number = 0  # snapshots taken in this round, from 1; 0: only room for them was made
+        self._held = 0  # newest of them that is complete on this worker
         self._counted = 0  # newest of them that is complete on all workers
+        self._num_failures = 0  # of this worker, one after the other
+        self._failure = ""  # reported last
+        self._retry_at = float("-inf")
+        self._kept_at = time.monotonic()  # when the newest snapshot that counts was taken
+        self._recorded_at = float("-inf")
+        self._is_reported = False  # True once a snapshot of this round counts
         self._others_are_dropped = False  # True once the round's first snapshot has replaced the parts of former members
         self._name: tuple[int, int] | None = None  # newest snapshot taken
         self._keep: tuple[int, int] | None = None  # newest snapshot that counts
@@ -128,6 +146,7 @@ class Snapshots:
         self._persister.close(timeout_s=0.0)
         self.store.begin_fit(fit)
         self._keep = self._name = self._base = None
+        self._kept_at = time.monotonic()
 
     def enter(self, formation: Formation, tables: ShardedTables) -> None:
         """Begin a new round. Its first snapshot is due at once, because the older ones' parts may leave with their workers."""
@@ -138,8 +157,9 @@ class Snapshots:
         if self._touched is not None:
             self._touched.close()
         self._touched = tables.track()
-        self._number = self._counted = self._number_for_disk = 0
-        self._others_are_dropped = False
+        self._number = self._held = self._counted = self._number_for_disk = 0
+        self._num_failures, self._failure, self._retry_at = 0, "", float("-inf")
+        self._others_are_dropped = self._is_reported = False
         self._taken_at = float("-inf")
         self._stopping = threading.Event()
         hosts = all_gather(formation, socket.gethostname())
@@ -174,15 +194,24 @@ class Snapshots:
         self._neighbours = self._neighbours.disconnected()
 
     def wishes(self) -> list[int]:
-        done = self._done()
+        is_idle, now = self._is_idle(), time.monotonic()
+        # A snapshot that not all workers hold, though all have ended their work on it, has failed on one of them. That worker
+        # waits before the next try.
+        interval_s = self._config.interval_s if self._counted == self._number else 0.0
         is_due = (
-            done == self._counted == self._number
-            and time.monotonic() - self._taken_at >= max(self._config.interval_s, self._stall_s / MAX_STALL)
+            is_idle
+            and now - self._taken_at >= max(interval_s, self._stall_s / MAX_STALL)
+            and now >= self._retry_at
             and not self._stopping.is_set()
             and not self._would_overwrite_what_is_written_to_disk
         )
-        is_for_disk = self._config.disk is not None and time.monotonic() - self._on_disk_at >= self._config.disk_interval_s
-        return [done, int(is_due), int(is_for_disk)]
+        is_for_disk = self._config.disk is not None and now - self._on_disk_at >= self._config.disk_interval_s
+        return [self._held, int(is_due), int(is_for_disk)]
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the newest snapshot that counts was taken."""
+        return time.monotonic() - self._kept_at
 
     @property
     def _would_overwrite_what_is_written_to_disk(self) -> bool:
@@ -190,18 +219,39 @@ class Snapshots:
         is_late = time.monotonic() - self._on_disk_at > self._config.disk_interval_s
         return self._number > self._number_for_disk and self._persister.is_busy and not is_late
 
-    def _done(self) -> int:
-        """Return the newest snapshot that is complete on this worker."""
+    def _is_idle(self) -> bool:
+        """Return whether this worker's work on the newest snapshot has ended, with its part and all copies or without."""
         if self._work is None:
-            return self._number
+            return True
         if not self._work.done():
-            return self._number - 1
-        if (error := self._work.exception()) is not None:
-            if not self._stopping.is_set():
-                self._stopping.set()
-                log.warning("worker %s takes no more snapshots in this round: %s", self._world.worker_id, error)
-            return self._number - 1
-        return self._number
+            return False
+        work, self._work = self._work, None
+        error = work.exception()
+        if error is None:
+            self._held = self._number
+            self._num_failures, self._failure = (0, "") if self._number else (self._num_failures, self._failure)
+        elif not self._stopping.is_set():
+            self._failed(error)
+        return True
+
+    def _failed(self, error: BaseException) -> None:
+        """Try again later what memory or the state did not allow; give up in this round where a connection is lost."""
+        me, is_final = self._world.worker_id, not isinstance(error, SnapshotError | OSError)
+        longest_s, first_s = max(MAX_RETRY_S, self._config.interval_s), min(RETRY_S, self._config.interval_s)
+        wait_s = min(longest_s, first_s * 2 ** min(self._num_failures, 30))
+        self._num_failures += 1
+        self._retry_at = time.monotonic() + wait_s
+        if is_final:
+            self._stopping.set()
+        problem = str(error) or type(error).__name__
+        if isinstance(error, MissingPartError) or problem == self._failure:
+            return  # reported by the other worker, or before
+        self._failure = problem
+        next_move = "none is taken in this round any more" if is_final else f"the next try is in {wait_s:.0f} s"
+        log.warning("worker %s: a snapshot failed, %s: %s", me, next_move, problem)
+        assert self._formation is not None
+        event = SnapshotFailed(self._formation.round.number, me, problem)
+        self._world.event(event, f"worker {me}: a snapshot failed, {next_move}: {problem}")
 
     def voted(
         self,
@@ -214,9 +264,11 @@ class Snapshots:
     ) -> bool:
         assert self._formation is not None
         if everybody_has > self._counted:
+            has_recovered = everybody_has > self._counted + 1
             self._counted = everybody_has
-            self._keep = self._name
-            self._counts()
+            self._keep, self._kept_at = self._name, self._taken_at
+            self._counts(has_recovered)
+            return False  # workers were ready to repeat one that failed
         if not all_are_ready:
             return False
         self._is_for_disk = for_disk
@@ -226,16 +278,19 @@ class Snapshots:
         try:
             writer, blocks = self._take(batch, tables, pack_state)
         except (SnapshotError, OSError) as error:  # shared memory may be cleaned up at any moment
-            self._work = Future()
-            self._work.set_exception(error)  # see `_done`
+            self._work = self._begin(self._decline, error, self._neighbours, self._stopping)  # see `_failed`
             return False
         self._work = self._begin(self._complete, self._number, writer, blocks, self._touched, self._neighbours, self._stopping)
         if self._number > 2:  # the first two touch their memory for the first time
             self._stall_s = time.perf_counter() - started
         return True
 
-    def _counts(self) -> None:
-        """Handle the newest snapshot's completion on all workers."""
+    def _counts(self, has_recovered: bool) -> None:
+        """Handle the newest snapshot's completion on all workers.
+
+        Args:
+            has_recovered: whether the one before it failed.
+        """
         assert self._formation is not None
         members = self._formation.round.members
         if not self._others_are_dropped:
@@ -244,17 +299,31 @@ class Snapshots:
                 waiting = [w for w, record in here.items() if record.state in ("standby", "ready")]  # they have touched memory
                 self.store.drop_others([*members, *waiting], [members[r] for r in self._neighbours.owners])
                 self._others_are_dropped = True
-        if self._counted == 1 and self._formation.rank == 0:
-            taken = self.store.num_bytes
-            number = self._formation.round.number
-            self._world.event(
-                SnapshotCompleted(number, taken, len(self._neighbours.keepers)),
-                f"round {number}: the first snapshot is complete; rank 0 keeps {taken >> 20} MiB",
-            )
+        if self._formation.rank == 0:
+            self._report(has_recovered)
         if self._is_for_disk and self._keep is not None and (paths := self.store.on_disk(self._keep)) is not None:
             self._on_disk_at = time.monotonic()
             self._number_for_disk = self._number
             self._persister.persist(*paths)
+
+    def _report(self, has_recovered: bool) -> None:
+        """Report on rank 0 that snapshots count, and which one is the newest."""
+        assert self._formation is not None
+        assert self._keep is not None
+        number, is_first = self._formation.round.number, not self._is_reported
+        if is_first or has_recovered:
+            self._is_reported = True
+            taken = self.store.num_bytes
+            which = "the first snapshot is complete" if is_first else "snapshots are complete again"
+            self._world.event(
+                SnapshotCompleted(number, taken, len(self._neighbours.keepers)),
+                f"round {number}: {which}; rank 0 keeps {taken >> 20} MiB",
+            )
+        if is_first or has_recovered or time.monotonic() - self._recorded_at >= RECORD_S:
+            self._recorded_at = time.monotonic()
+            self._world.membership.shared.put_snapshot(
+                SnapshotRecord(round=number, batch=self._keep[1], at=time.time() - self.age_s)
+            )
 
     def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> tuple[PartWriter, list[Block]]:
         """Begin this worker's part, and return the blocks with tracked changes, which `_complete` copies later."""
@@ -292,17 +361,27 @@ class Snapshots:
     ) -> int:
         """Copy the shards with their values at the part's begin, while training goes on; send the copy to the neighbours."""
         going_on = partial(self._while_it_lasts, stopping)
-        for block, rows in zip(blocks, self._changed, strict=True):
-            if touched.is_tracked(block):
-                writer.put([block], changed=partial(_as_given, rows), each=going_on)
-        for block, rows, values in touched.end_copy():
+        try:
+            for block, rows in zip(blocks, self._changed, strict=True):
+                if touched.is_tracked(block):
+                    writer.put([block], changed=partial(_as_given, rows), each=going_on)
+            for block, rows, values in touched.end_copy():
+                with going_on():
+                    writer.put_rows(block, rows, values)
             with going_on():
-                writer.put_rows(block, rows, values)
-        with going_on():
-            part = writer.commit()
+                part = writer.commit()
+        except (SnapshotError, OSError) as error:
+            touched.end_copy()  # keeps no more former values
+            self._decline(error, neighbours, stopping)
         _give_way()
         neighbours.replicate(part, self._changed, self._base, self._keep, stopping, going_on)
         return number
+
+    def _decline(self, error: BaseException, neighbours: Neighbours, stopping: threading.Event) -> NoReturn:
+        """Take the others' parts, which may be complete elsewhere, and let them not wait for this worker's. Raises `error`."""
+        with suppress(SnapshotError):
+            neighbours.replicate(None, [], None, self._keep, stopping, partial(self._while_it_lasts, stopping))
+        raise error
 
     @contextmanager
     def _while_it_lasts(self, stopping: threading.Event) -> Iterator[None]:

@@ -223,6 +223,7 @@ class Placer:
 
     def _offsets(self, what: str, dtype: torch.dtype, is_row_wise: bool, beside: Sequence[int] | None = None) -> list[int]:
         found: list[Any] = []
+        end = 0
         for name, group in itertools.groupby(self.configs, lambda config: config.name):
             configs = list(group)
             regions = [held_by(config) for config in configs]
@@ -238,10 +239,14 @@ class Placer:
             start = self._arena.place(key, size, first, sum(sizes), at) if sum(sizes) else 0
             places = [start + before for before in itertools.accumulate([0, *sizes[:-1]])]
             found += [place // dtype.itemsize if num_bytes else None for place, num_bytes in zip(places, sizes, strict=True)]
-        # A shard without rows has the next one's place, as in torchrec: its kernels derive from that how to add up.
+            end = (start + sum(sizes)) // dtype.itemsize if sum(sizes) else end
+        # A shard without rows has the next one's place, as in torchrec: its kernels derive from that how to add up. The last
+        # one has the place behind the one before it.
+        following = end
         for i in reversed(range(len(found))):
             if found[i] is None:
-                found[i] = found[i + 1] if i + 1 < len(found) else 0
+                found[i] = following
+            following = found[i]
         return found
 
 
@@ -301,7 +306,7 @@ def _in_arena(placer: Placer) -> type:
             offsets: list[list[int]] = []  # ordered like fbgemm's requests
             is_on_host = all(spec[2] == EmbeddingLocation.HOST for spec in embedding_specs)
             is_float = precision in (SparseType.FP32, SparseType.FP16, SparseType.BF16)
-            if is_on_host and is_float and any(spec[0] * spec[1] for spec in embedding_specs):
+            if is_on_host and is_float:  # without any rows, too: fbgemm would take a kernel with empty memory for a GPU's
                 buffers["weights"] = placer.weights(precision.as_dtype())
                 offsets.append(placer.weight_offsets(precision.as_dtype()))
                 if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -320,6 +325,10 @@ def _in_arena(placer: Placer) -> type:
 
             with patched(training, "construct_split_state", placed):
                 super().__init__(embedding_specs, *args, **kwargs)
+            if is_on_host:
+                # fbgemm's backward pass looks for the next table with rows, behind the last one too.
+                rows: torch.Tensor = self.hash_size_cumsum  # type: ignore[has-type]
+                self.hash_size_cumsum = torch.cat([rows, rows[-1:] + 1])
             if "weights" in buffers:
                 # It spans all addresses, of which this worker uses few, so optimizers and summaries must not count it.
                 object.__setattr__(self, "weights_host", self._parameters.pop("weights_host"))

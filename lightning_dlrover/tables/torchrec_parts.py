@@ -40,6 +40,7 @@ __all__ = [
     "region_of",
     "set_submodule",
     "shard",
+    "values_of",
     "with_parameters",
 ]
 
@@ -104,11 +105,14 @@ def default_sharders() -> list[Any]:
     from torchrec.distributed.types import ShardingType
 
     by_rows = [ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value]
+    grid = ShardingType.GRID_SHARD.value  # its shards cannot be reassigned, see `placement.replan`
 
     # torchrec offers these on GPUs only, but gloo has all the collectives that they need.
     class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
         def sharding_types(self, compute_device_type: str) -> list[str]:
-            return list(dict.fromkeys([*super().sharding_types(compute_device_type), *by_rows]))
+            types = dict.fromkeys([*super().sharding_types(compute_device_type), *by_rows])
+            types.pop(grid, None)
+            return list(types)
 
     class Sharder(EmbeddingCollectionSharder):  # type: ignore[misc]
         def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -155,6 +159,15 @@ def on_meta(collection: nn.Module) -> nn.Module:
     if hasattr(template, "_device"):
         template._device = torch.device("meta")  # type: ignore[assignment]
     return template
+
+
+def values_of(collection: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the values of a collection's tables that are not on `meta`, by the table's name, in the tables' own precision."""
+    from torchrec.modules.embedding_configs import data_type_to_dtype
+
+    precisions = {config.name: data_type_to_dtype(config.data_type) for config in configs_of(collection)}
+    found = {name.split(".")[-2]: parameter.detach() for name, parameter in collection.named_parameters()}
+    return {table: values.to(precisions[table]) for table, values in found.items() if not values.is_meta}
 
 
 def with_parameters(template: nn.Module) -> nn.Module:

@@ -99,6 +99,31 @@ class UsersOptimizers:
                         optimizer.state[now[name]] = _with_values(state, group, now[name].device)
                 group["params"] = [parameter for _, parameter in entries if parameter is not None]
 
+    def split_states(self, saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Split optimizer states of an unsharded run into those for the optimizers and those of sharded tables.
+
+        Args:
+            saved: one `state_dict` for each optimizer, whose groups have all parameters in the order of the script.
+
+        Returns:
+            `state_dict`s without sharded tables, and the states of these by parameter name.
+        """
+        rest: list[dict[str, Any]] = []
+        of_tables: dict[str, dict[str, Any]] = {}
+        for of_optimizer, groups in zip(saved, self._entries, strict=False):
+            state, kept = dict(of_optimizer["state"]), []
+            for group, entries in zip(of_optimizer["param_groups"], groups, strict=False):
+                if len(group["params"]) != len(entries):  # another model: the optimizer itself refuses it
+                    kept.append(group)
+                    continue
+                of_group = list(zip(group["params"], entries, strict=True))
+                for key, (name, parameter) in of_group:
+                    if parameter is None and key in state:
+                        of_tables[name] = state.pop(key)
+                kept.append({**group, "params": [key for key, (_, parameter) in of_group if parameter is not None]})
+            rest.append({**of_optimizer, "state": state, "param_groups": kept})
+        return rest, of_tables
+
     def pass_on_rates(self, optimizers: Sequence[Any]) -> None:
         """Give the tables the learning rates that schedulers have set in the parameter groups that they have left."""
         if (self._groups or self._frozen) and self._tables.is_built:

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
-from lightning_dlrover.cli import run
+from lightning_dlrover.cli import run, run_output
 from lightning_dlrover.cli.errors import EXIT_USAGE
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.cli.run_folder import run_folder
 from lightning_dlrover.cli.run_options import objective
-from lightning_dlrover.cli.run_output import Announcer
+from lightning_dlrover.cli.run_output import Announcer, write_final_report
 from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, encode
+from lightning_dlrover.report.event_log import EVENTS_FILE
 from lightning_dlrover.report.status import JobPlace
 
 
@@ -210,6 +211,22 @@ def test_unchanged_size_is_reported_once(capsys: pytest.CaptureFixture[str]) -> 
     made = [decision(1, 1), decision(1, 1), decision(1, 2), decision(2, 2), decision(2, 2), decision(1, 1)]
     Announcer(Told(*made))()  # type: ignore[arg-type]
     assert capsys.readouterr().out.splitlines() == [f"[decision] {text}" for text in ("1 to 1", "1 to 2", "2 to 2", "1 to 1")]
+
+
+def test_job_has_finished_though_its_report_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no font\x1b[2J")
+
+    monkeypatch.setattr(run_output, "write_report", fails)
+    data = {"number": 1, "members": ["w"], "kind": "start", "planned": True, "reason": "it starts"}
+    (tmp_path / EVENTS_FILE).write_bytes(encode(EventRecord("round", 1.0, "it starts", data)) + b"\n")
+    write_final_report("job", tmp_path)
+    out, complaint = capsys.readouterr()
+    assert "no report was written: no font\\x1b[2J; see `dlrover report job`" in complaint
+    assert "job" in out
+    assert "report:" not in out
 
 
 def test_run_passes_the_objective_and_the_pool_to_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 from run_cli import RunCli
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import ControllerRecord, EventRecord, Keys, NodeRecord, NodesRecord, encode
+from lightning_dlrover.rdzv.job.events import SnapshotCompleted, SnapshotFailed, record_of
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import (
+    ControllerRecord,
+    EventRecord,
+    Keys,
+    NodeRecord,
+    NodesRecord,
+    SnapshotRecord,
+    encode,
+)
 from lightning_dlrover.report.status import JobPlace, JobSummary, list_jobs
 
 
@@ -83,6 +95,21 @@ def test_list_shows_target_size_and_controller_of_each_job(
     states = {each.run_id: each.state for each in list_jobs(etcd.endpoint, job.prefix, Path("runs"))}
     assert (states[job.run_id], states[" odd"]) == ("unreadable", "unreadable")
     client.delete(f"{job.prefix}/ odd/key")
+
+
+def test_status_shows_the_age_of_the_newest_snapshot_and_a_failure(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+) -> None:
+    asking = ("status", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
+    assert "snapshot" not in dlrover(*asking)[1]
+    client.put(job.snapshot, encode(SnapshotRecord(4, 1200, time.time() - 90.0)))
+    problem = record_of(SnapshotFailed(4, "w1", "no memory"), "worker w1: a snapshot failed: no memory")
+    Journal(client, job).append(problem, "w1")
+    text = dlrover(*asking)[1]
+    assert re.search(r"snapshot: batch 1200 or later, 9\d s old", text)
+    assert "snapshots fail: worker w1: a snapshot failed: no memory" in text
+    Journal(client, job).append(record_of(SnapshotCompleted(4, 1, 1), "snapshots are complete again"), "w0")
+    assert "snapshots had failed: worker w1" in dlrover(*asking)[1]
 
 
 def test_status_warns_of_nodes_without_a_controller(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:

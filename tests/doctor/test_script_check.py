@@ -22,6 +22,8 @@ from lightning_dlrover.cli.main import main
 from lightning_dlrover.doctor.rehearsal import Notes, note_problem
 from lightning_dlrover.doctor.script import check_script
 from lightning_dlrover.finding import Finding
+from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys
+from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job, short, users_folder
 
 pytestmark = pytest.mark.slow
 
@@ -216,6 +218,43 @@ def test_refusals_of_another_package_s_trainer_are_named(tmp_path: Path, monkeyp
         found = named(findings, check, text)
         assert found.verdict == "error"
         assert move in found.next_move
+
+
+TABLES = """
+    import torch
+    import lightning as L
+    from torch.utils.data import DataLoader
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from lightning_dlrover import DLRoverStrategy, SnapshotConfig
+
+    class Model(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            table = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=1000, feature_names=["f"])
+            self.tables = EmbeddingBagCollection(device=torch.device("meta"), tables=[table])
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, ids, batch_idx):
+            batch = KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+            return self.layer(self.tables(batch).values()).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    strategy = DLRoverStrategy(snapshots=SnapshotConfig(disk=None))
+    L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1).fit(Model(), DataLoader(list(range(64)), 8))
+"""
+
+
+def test_sharded_tables_leave_no_snapshot(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec", reason="sharded tables need torchrec")
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TABLES))
+    folders = f"{short(name_of_job(Keys('doctor', DEFAULT_PREFIX)))}-*"
+    before = set(users_folder().glob(folders))
+    found = check_script(script)
+    assert [finding.text for finding in found if finding.check == "strategy"] == ["DLRoverStrategy"], found
+    assert set(users_folder().glob(folders)) == before
 
 
 def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live import checkpoints
+from lightning_dlrover.live import checkpoints, job_checkpoints
+from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
 from lightning_dlrover.tables import elastic, neighbours, snapshot, snapshots
 from lightning_dlrover.tables.snapshots import SnapshotConfig
@@ -52,6 +53,7 @@ class TableSettings:
     val_every: int | None = None  # batches between validations; None: once per epoch
     save_at: int | None = None  # step after which the script saves `checkpoint` in the job's folder
     ckpt_path: str | None = None
+    stale_s: float = 300.0  # age of snapshots from which a newer checkpoint is preferred
     on_disk: bool = False  # copy snapshots to `disk` in the job's folder
     saves_together: bool = False  # a collective in `on_save_checkpoint`
     apart: bool = True  # each worker has its own memory, as on separate hosts; else all share this host's
@@ -206,6 +208,7 @@ def table_trainer(recorder: Recorder, settings: TableSettings) -> L.Trainer:
 def train_tables(recorder: Recorder, settings: TableSettings) -> TableModel:
     """Train a model with sharded tables."""
     add_moments(recorder)
+    job_checkpoints.STALE_S = settings.stale_s
     L.seed_everything(SEED, verbose=False)
     trainer, model = table_trainer(recorder, settings), TableModel(recorder, settings)
     loader = DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True)
@@ -227,6 +230,51 @@ def train_tables_then_another_model(recorder: Recorder, settings: TableSettings)
     trainer = make_trainer(recorder.place.folder, max_epochs=1, limit_val_batches=0)
     trainer.fit(ToyModel(recorder, 0.0), DataLoader(Rows(40), 8))
     recorder.write("after_second_fit", step=trainer.global_step)
+
+
+class StockTableModel(TableModel):
+    """The same model without sharding."""
+
+    def __init__(self, recorder: Recorder, settings: TableSettings) -> None:
+        super().__init__(recorder, settings)
+        self.tables.to_empty(device="cpu")
+        for parameter in self.tables.parameters():
+            nn.init.uniform_(parameter, -0.2, 0.2)
+
+    @property
+    def live(self) -> None:
+        return None
+
+    def record_tables(self, when: str) -> None:
+        torch.save(self.state_dict(), f"{self.recorder.place.folder}/{when}.pt")
+
+
+class JobsOrder(Sampler[int]):
+    """The order of samples in an elastic job."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(epoch_order(self._num_rows, True, SEED, self._epoch).tolist())
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+
+def train_stock(recorder: Recorder, settings: TableSettings) -> None:
+    """Train with stock Lightning. Saves `stock.ckpt` after an epoch, and the state dict `end.pt` after the last one."""
+    for last, ckpt_path in ((1, None), (settings.max_epochs, f"{recorder.place.folder}/stock.ckpt")):
+        L.seed_everything(SEED, verbose=False)
+        trainer = make_trainer(recorder.place.folder, strategy="auto", devices=1, max_epochs=last, limit_val_batches=0)
+        loader = DataLoader(Rows(settings.num_rows), settings.batch_size, sampler=JobsOrder(settings.num_rows))
+        trainer.fit(StockTableModel(recorder, settings), loader, ckpt_path=ckpt_path)
+        if ckpt_path is None:
+            trainer.save_checkpoint(f"{recorder.place.folder}/stock.ckpt")
 
 
 # --- moments inside the product, to be killed at -----------------------------------------------------------------------------

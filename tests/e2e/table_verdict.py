@@ -30,7 +30,15 @@ _REFERENCES: dict[TableSettings, Job] = {}
 def undisturbed(make_job: Callable[..., Job], settings: TableSettings) -> Job:
     """Finished job of one worker, run once for all settings that compute the same."""
     same = replace(
-        settings, step_s=0.0, snapshot_s=0.0, replicas=1, max_bytes=None, save_at=None, ckpt_path=None, apart=False
+        settings,
+        step_s=0.0,
+        snapshot_s=0.0,
+        replicas=1,
+        max_bytes=None,
+        save_at=None,
+        ckpt_path=None,
+        stale_s=300.0,
+        apart=False,
     )  # these settings do not change the result
     if same not in _REFERENCES:
         job = make_job(same, script=train_tables)

@@ -22,7 +22,7 @@ from lightning_dlrover.rdzv.live.member import EXIT_ALL_DRAINED
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 import torch
-from table_job import KINDS, TableSettings, train_tables, train_tables_then_another_model, train_tables_twice
+from table_job import KINDS, TableSettings, train_stock, train_tables, train_tables_then_another_model, train_tables_twice
 from table_verdict import assembled, judge, lose_shared_memory_of, shared_memory_of, steps_that_count, undisturbed
 
 MakeJob = Callable[..., Job]
@@ -395,7 +395,7 @@ def test_snapshots_over_the_memory_limit_are_left_out_with_a_warning(new_job: Ma
     settings = replace(SETTINGS, max_bytes=1 << 10)
     job = new_job(settings)
     workers = started(job, 2)
-    job.wait_until(lambda: all("no more snapshots" in worker.output for worker in workers), "the warnings")
+    job.wait_until(lambda: all("a snapshot failed" in worker.output for worker in workers), "the warnings")
     assert_fine(new_job, job, settings, [0, 0], rollbacks=0)
     for worker in workers:
         assert "max_bytes" in worker.output
@@ -523,6 +523,22 @@ def test_a_checkpoint_that_is_newer_than_the_snapshot_is_preferred(new_job: Make
     assert judge(job, settings, undisturbed(new_job, settings), read_at=11) == [], job.report()
 
 
+def test_loss_with_an_old_snapshot_leads_on_from_a_newer_checkpoint(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, snapshot_s=1000.0, save_at=9, stale_s=0.5)  # one snapshot, at the beginning of each round
+    job = new_job(settings, lease_ttl_s=LEASE_TTL_S)
+    workers = started(job, 2)
+    wait_for_snapshot(job)
+    job.wait_for_step(11)
+    workers[1].kill()
+    assert workers[0].wait() not in (0, -9), job.report()
+    workers[0].doomed = True
+    assert "checkpoint of step 9 is newer" in workers[0].output
+    again = job.start()
+    assert job.finish()[1:] == [-9, 0], job.report()
+    assert min(r["step"] for r in again.records("done")) == 10
+    assert judge(job, settings, undisturbed(new_job, settings), read_at=9) == [], job.report()
+
+
 def test_newer_checkpoint_of_the_user_is_preferred_to_the_snapshot(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, snapshot_s=1000.0, apart=False)  # one snapshot, at the beginning of each round
     donor = new_job(replace(settings, save_at=11), lease_ttl_s=LEASE_TTL_S)
@@ -588,6 +604,30 @@ def test_a_checkpoint_is_read_by_another_number_of_workers_bit_for_bit(
         assert not values.isnan().any(), name
         assert torch.equal(values, loaded[name]), name
     assert judge(other, resuming, undisturbed(new_job, settings), after=6) == [], other.report()
+
+
+def test_checkpoint_of_stock_lightning_trains_on_as_there_while_workers_come_and_go(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, users_optimizer=True)
+    stock = new_job(replace(settings, step_s=0.0), script=train_stock)
+    stock.start()
+    assert stock.finish() == [0], stock.report()
+    resuming = replace(settings, ckpt_path=str(stock.folder / "stock.ckpt"))
+    job = new_job(resuming, min_workers=2)
+    workers = [job.start(), job.start()]
+    job.wait_for_step(settings.batches_per_epoch + 1)
+    job.start()
+    job.wait_for_world(3)
+    wait_for_snapshot(job)
+    workers[1].kill()
+    job.wait_for_world(2)
+    assert job.finish() == [0, -9, 0], job.report()
+    assert min(r["step"] for r in job.records("done")) == settings.batches_per_epoch + 1
+    saved = torch.load(stock.folder / "stock.ckpt", weights_only=True)["state_dict"]
+    loaded, found = assembled(job, "loaded", settings), assembled(job, "end", settings)
+    for i in range(len(settings.kinds)):
+        assert torch.equal(loaded[f"tables.t{i}.weight"], saved[f"tables.embedding_bags.t{i}.weight"])
+        expected = torch.load(stock.folder / "end.pt", weights_only=True)[f"tables.embedding_bags.t{i}.weight"]
+        assert torch.allclose(found[f"tables.t{i}.weight"], expected, rtol=0.01, atol=1e-3), i
 
 
 def test_job_whose_last_fit_has_no_tables_leaves_no_snapshot(new_job: MakeJob) -> None:

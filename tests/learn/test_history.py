@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from history_rows import DESCRIPTOR, decision, entry, window
@@ -48,6 +50,23 @@ def test_records_given_twice_are_read_back_once(history: JobHistory) -> None:
     assert history.outcomes("a@1") == [judged]
     (job,) = history.jobs()
     assert (job.outcome, job.num_settings, job.descriptor) == ("finished", 2, DESCRIPTOR)
+
+
+@pytest.mark.parametrize("kind, mode", [("ext4", "wal"), ("nfs4", "delete"), ("lustre", "delete"), ("unheard of", "delete")])
+def test_history_on_a_file_system_of_several_hosts_has_no_write_ahead_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
+) -> None:
+    file, shared = tmp_path / "home" / "history.sqlite", tmp_path / "home"
+    with JobHistory(f"sqlite:///{file}") as former:  # by a release that knew of no file systems
+        former.record(entry("a@1"), [window(1.0)])
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(shared), fstype=kind)]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    (tmp_path / "link").symlink_to(shared)
+    with JobHistory(f"sqlite:///{tmp_path / 'link' / file.name}") as history:
+        history.record(entry("b@1"), [window(2.0)])
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            assert connection.execute("PRAGMA journal_mode").fetchone() == (mode,)
+        assert len(history.jobs()) == 2
 
 
 def test_a_long_job_leaves_no_more_windows_than_teach_something(history: JobHistory) -> None:

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -336,3 +337,14 @@ def test_a_long_row_of_plans_to_stay_is_cut() -> None:
         stays.append(dataclasses.replace(event, data={**event.data, "chosen": event.data["current"]}))
     lines = explain_text(tell("job", stays)).splitlines()
     assert [line.split(",")[0] for line in lines if line.startswith("plan ")] == ["plan 1", "plan 2", "plan 3", "plan 39"]
+
+
+def test_users_style_of_matplotlib_does_not_reach_the_report(tmp_path: Path) -> None:
+    events = [round_event(0.0, 1, 1, "start"), profile_event(5.0, 1, 1, 0.1, 0), profile_event(9.0, 1, 1, 0.1, 10)]
+    plain, styled = tmp_path / "plain.html", tmp_path / "styled.html"
+    write_report("job", events, plain)
+    # The first needs a LaTeX, and raises an error without one.
+    with matplotlib.rc_context({"text.usetex": True, "lines.linewidth": 9.0, "axes.grid": True}):
+        write_report("job", events, styled)
+        assert matplotlib.rcParams["lines.linewidth"] == 9.0
+    assert styled.read_text() == plain.read_text()

@@ -67,17 +67,24 @@ def test_snapshot_with_lost_parts_is_reported(caplog: pytest.LogCaptureFixture) 
 
 
 def test_workers_initialise_tables_alike_with_any_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "all_gather", lambda formation, seed: [3, seed])
-    seeds: list[int] = []
+    monkeypatch.setattr(module, "all_gather", lambda formation, mine: [[3, ["t"]], mine])
+    monkeypatch.setattr(module.dist, "group", SimpleNamespace(WORLD=None))  # type: ignore[attr-defined]
+    seeds: list[tuple[Any, ...]] = []
     tables: Any = SimpleNamespace(
-        is_built=False, first_plan=lambda members: {}, build=lambda *_: None, initialise=seeds.append, blocks=list
+        is_built=False,
+        first_plan=lambda members: {},
+        build=lambda *_: None,
+        given=list,
+        initialise=lambda *arguments: seeds.append(arguments),
+        blocks=list,
     )
     elastic = ElasticTables.__new__(ElasticTables)
     elastic.tables, elastic._wrap_dense = tables, lambda module, ignored: module
     elastic._snapshots, elastic._is_warm = None, True
+    elastic._world = SimpleNamespace(worker_id="b", num_fits=1)  # type: ignore[assignment]
     formation: Any = SimpleNamespace(round=SimpleNamespace(members=["a", "b"], number=1), size=2, rank=1)
     elastic.start(formation, 4)
-    assert seeds == [3]
+    assert seeds == [(3, ["t"], None, ["a", "b"], "b")]
 
 
 def tables_of(rows: torch.Tensor) -> Any:
@@ -95,6 +102,7 @@ def tables_of(rows: torch.Tensor) -> Any:
         track=lambda: touched,
         blocks=lambda: [block],
         counters=dict,
+        forget_given=lambda: None,
         parameter_names=set,
         module=torch.nn.Linear(1, 1),
         plan={},
@@ -112,7 +120,7 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
         worker_id="w0",
         num_fits=0,
         config=SimpleNamespace(max_workers=1, prefix="p", run_id="r"),
-        membership=SimpleNamespace(view=view, on_this_host=dict),
+        membership=SimpleNamespace(view=view, on_this_host=dict, shared=SimpleNamespace(put_snapshot=lambda record: None)),
         formation=formation,
         wishes=[],
         event=lambda *_: None,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from first_weights_oracle import WAYS, WeightsCase, play_first_weights
 from resharding_oracle import (
     BAG_KINDS,
     CHANGING_BAGS,
@@ -105,6 +106,18 @@ def test_first_values_do_not_depend_on_how_tables_are_sharded(pool: WorkerPool) 
         assert together.keys() == alone.keys()
         assert all(torch.equal(together[key], values) for key, values in alone.items())
     assert all(values.unique().numel() > values.numel() // 2 for values in alone.values())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_given_weights_train_as_without_sharding_before_and_after_a_change(pool: WorkerPool, optimizer: str) -> None:
+    """Weights set by assignment or loaded, by `init_fn` for whole tables, or from whole tables of a checkpoint."""
+    failures: set[str] = set()
+    worlds = [tuple(WORKERS[:size]) for size in range(1, 5)]
+    changes = [((worlds[0]), worlds[1]), (worlds[1], worlds[2]), (worlds[2], ("w1", "w0")), (worlds[3], ("w2",))]
+    for way, change in itertools.product(WAYS, changes):
+        for found in pool.play(play_first_weights, WeightsCase(optimizer, "constrained", change, way)).values():
+            failures |= set(found)
+    assert not failures, "\n".join(sorted(failures))
 
 
 # Last, because these cases end the pool's processes.

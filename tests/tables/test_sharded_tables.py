@@ -222,6 +222,74 @@ def test_plan_of_other_tables_is_refused(tables: ShardedTables, other: str) -> N
     train(tables, 1)  # no row has changed since
 
 
+class Named(EmbeddingBagCollection):  # type: ignore[misc]
+    pass
+
+
+def collection_of(kind: type = EmbeddingBagCollection, name: str = "t", device: str = "meta") -> EmbeddingBagCollection:
+    config = EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=30, feature_names=["f"])
+    return kind(device=torch.device(device), tables=[config])
+
+
+def test_collections_reached_by_several_paths_are_sharded_once_in_each_world(tables: ShardedTables) -> None:
+    shared = collection_of()
+    module = nn.ModuleDict({"dlrm": nn.ModuleDict({"tables": shared}), "towers": nn.ModuleList([shared, nn.Linear(2, 2)])})
+    module["again"] = module["dlrm"]
+    ours = ShardedTables(module, torch.device("cpu"))
+    plan = ours.first_plan(["w"])
+    assert list(plan) == ["dlrm.tables.t"]
+    for _ in range(2):
+        ours.build(plan, ["w"])
+        paths = ["dlrm.tables", "towers.0", "again.tables"]
+        assert len({id(module.get_submodule(path)) for path in paths}) == 1
+        assert type(module.get_submodule("towers.0")).__name__ == "ShardedEmbeddingBagCollection"
+        with ours.aside():
+            assert set(module.state_dict()) == {"towers.1.weight", "towers.1.bias"}
+        assert module.get_submodule("towers.0") is module.get_submodule("dlrm.tables")
+    names = ["dlrm.tables", "towers.0", "again.tables"]
+    assert ours.all_names() == {"dlrm.tables.embedding_bags.t.weight": [f"{path}.embedding_bags.t.weight" for path in names]}
+    ours.close()
+
+
+def test_subclass_of_a_collection_is_refused_by_name(tables: ShardedTables) -> None:
+    module = nn.ModuleDict({"plain": collection_of(), "mine": collection_of(Named, "u")})
+    with pytest.raises(PlanError, match=r"mine: torchrec has no sharder for Named.*sharders="):
+        ShardedTables(module, torch.device("cpu"))
+
+
+def test_table_that_is_one_parameter_with_another_module_is_refused(tables: ShardedTables) -> None:
+    shared, head = collection_of(device="cpu"), nn.Linear(8, 30, bias=False)
+    head.weight = shared.embedding_bags["t"].weight
+    with pytest.raises(PlanError, match=r"tables\.embedding_bags\.t\.weight and head\.weight are one parameter"):
+        ShardedTables(nn.ModuleDict({"tables": shared, "head": head}), torch.device("cpu"))
+
+
+def test_kind_that_no_change_could_reassign_is_refused_at_the_start(tables: ShardedTables) -> None:
+    constraints = {"t": ParameterConstraints(sharding_types=["grid_shard"])}
+    with pytest.raises(PlanError, match=r"table 't': kind 'grid_shard' .*sharding_constraints"):
+        ShardedTables(nn.ModuleDict({"tables": collection_of()}), torch.device("cpu"), constraints)
+
+
+def test_init_fn_sees_the_whole_table_and_a_plain_distribution_blocks_of_rows(tables: ShardedTables) -> None:
+    sizes: list[int] = []
+
+    def wide(table: torch.Tensor) -> None:
+        sizes.append(len(table))
+        nn.init.xavier_normal_(table)
+
+    config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=20_000, feature_names=["f"], init_fn=wide)
+    other = EmbeddingBagConfig(name="u", embedding_dim=8, num_embeddings=20_000, feature_names=["g"])
+    module = nn.ModuleDict({"tables": EmbeddingBagCollection(device=torch.device("meta"), tables=[config, other])})
+    ours = ShardedTables(module, torch.device("cpu"))
+    ours.build(ours.first_plan(["w"]), ["w"])
+    ours.initialise(1)
+    drawn, default = (b.values for b in ours.blocks())
+    assert sizes == [20_000]
+    assert float(drawn.std()) == pytest.approx((2 / (20_000 + 8)) ** 0.5, rel=0.02)
+    assert float(default.abs().max()) == pytest.approx((1 / 20_000) ** 0.5, rel=0.01)
+    ours.close()
+
+
 def test_pooled_embeddings_are_in_the_order_of_the_unsharded_collection(tables: ShardedTables) -> None:
     keys = [feature for features in FEATURES.values() for feature in features]
     batch = KeyedJaggedTensor(keys=keys, values=torch.zeros(len(keys), dtype=torch.int64), lengths=torch.ones(len(keys)).long())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +17,18 @@ import pytest
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
 import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroupGloo
 
+from lightning_dlrover.rdzv.job.events import Event, SnapshotCompleted, SnapshotFailed
+from lightning_dlrover.rdzv.job.records import SnapshotRecord
 from lightning_dlrover.rdzv.job.snapshot_folders import short
 from lightning_dlrover.tables import snapshot as snapshot_module
 from lightning_dlrover.tables import snapshot_store as store_module
 from lightning_dlrover.tables import snapshots as module
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.snapshot import part_header
+from lightning_dlrover.tables.snapshot import SnapshotError, part_header
 from lightning_dlrover.tables.snapshot_store import SnapshotStore
 from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
 
@@ -125,16 +133,105 @@ def test_memory_of_waiting_workers_stays_and_of_departed_ones_goes(snapshots: Sn
         SnapshotStore("job", holder, 1 << 28, root=tmp_path).reserve(holder, 1000)
     snapshots.store.reserve("w0", 1000)
     snapshots._world.membership = SimpleNamespace(  # type: ignore[assignment]
-        on_this_host=lambda: {"w0": SimpleNamespace(state="active"), "spare": SimpleNamespace(state="ready")}
+        on_this_host=lambda: {"w0": SimpleNamespace(state="active"), "spare": SimpleNamespace(state="ready")},
+        shared=SimpleNamespace(put_snapshot=lambda record: None),
     )
     snapshots._world.event = lambda *_: None  # type: ignore[method-assign]
     snapshots._formation = SimpleNamespace(  # type: ignore[assignment]
         round=SimpleNamespace(members=["w0"], number=1), rank=0
     )
-    snapshots._counted = 1
-    snapshots._counts()
+    snapshots._counted, snapshots._keep = 1, (1, 1)
+    snapshots._counts(has_recovered=False)
     holders = {path.name.split("-")[0] for path in snapshots.store.folder.glob("*-*-*")}
     assert holders == {short(name) for name in ("w0", "spare")}
+
+
+def pair_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Snapshots], Any, list[Event]]:
+    """Two workers of one round, with a table each and real connections; and what they report."""
+    monkeypatch.setattr(module, "all_gather", lambda formation, host: ["a", "b"])
+    events: list[Event] = []
+    connections = HashStore()
+    block = Block("t", "weight", Region(0, 100, 0, 8), torch.ones(100, 8))
+    untracked = SimpleNamespace(
+        is_tracked=lambda block: False,
+        begin_copy=lambda: None,
+        end_copy=list,
+        mark=lambda moment: None,
+        since=lambda *_: None,
+        close=lambda: None,
+    )
+    tables: Any = SimpleNamespace(
+        track=lambda: untracked,
+        blocks=lambda: [block],
+        counters=dict,
+        parameter_names=set,
+        module=torch.nn.Linear(1, 1),
+        plan={},
+    )
+    workers = []
+    for rank in (0, 1):
+        world: Any = SimpleNamespace(
+            worker_id=f"w{rank}",
+            event=lambda event, text: events.append(event),
+            membership=SimpleNamespace(on_this_host=dict, shared=SimpleNamespace(put_snapshot=events.append)),
+            connect=lambda round_, name, members, rank=rank: ProcessGroupGloo(connections, rank, 2, timedelta(seconds=10)),
+        )
+        root = tmp_path / f"host{rank}"
+        root.mkdir()
+        config = SnapshotConfig(interval_s=0.01, memory=root)
+        workers.append(Snapshots(world, SnapshotStore("job", f"w{rank}", 1 << 28, root=root), config))
+    record = SimpleNamespace(members=["w0", "w1"], number=1)
+    formations: list[Any] = [SimpleNamespace(round=record, size=2, rank=rank) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda worker, formation: worker.enter(formation, tables), workers, formations))
+    return workers, tables, events
+
+
+def vote_until(workers: Sequence[Snapshots], tables: Any, is_done: Callable[[], bool]) -> None:
+    """Vote, as the workers do between two steps, until something has happened."""
+    for batch in itertools.count(1):
+        wishes = [min(each) for each in zip(*(worker.wishes() for worker in workers), strict=True)]
+        for worker in workers:
+            worker.voted(wishes[0], bool(wishes[1]), False, batch, tables, lambda: b"state")
+        if is_done():
+            return
+        assert batch < 3000, [vars(worker) for worker in workers]
+        time.sleep(0.005)  # a step
+
+
+def test_snapshots_are_tried_again_after_memory_was_full_on_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, tables, events = pair_of_workers(tmp_path, monkeypatch)
+    vote_until(workers, tables, lambda: all(worker._counted >= 2 for worker in workers))
+    counted, taken = workers[0]._counted, workers[1].store.max_bytes
+    workers[1].store.max_bytes = 1000
+    vote_until(workers, tables, lambda: workers[1]._num_failures >= 3)
+    assert [worker._counted for worker in workers] <= [counted + 1] * 2
+    assert not any(worker._stopping.is_set() for worker in workers)
+    failed = [event for event in events if isinstance(event, SnapshotFailed)]
+    assert [(event.worker_id, "max_bytes" in event.problem) for event in failed] == [("w1", True)]
+    workers[1].store.max_bytes = taken
+    last = workers[0]._number
+    vote_until(workers, tables, lambda: all(worker._counted > last for worker in workers))
+    assert isinstance(events[-2], SnapshotCompleted)
+    assert isinstance(events[-1], SnapshotRecord)
+    assert events[-1].batch == workers[0]._keep[1]  # type: ignore[index]
+    for worker in workers:  # every part has a copy on the other host
+        assert {p.header.owner for p in worker.readable() if p.header.name == worker._keep} == {"w0", "w1"}
+        worker.stop()
+
+
+def test_wait_before_the_next_try_doubles_up_to_a_limit(snapshots: Snapshots) -> None:
+    waits = []
+    snapshots._formation = SimpleNamespace(round=SimpleNamespace(number=1))  # type: ignore[assignment]
+    snapshots._world.event = lambda *_: None  # type: ignore[method-assign]
+    for _ in range(9):
+        before = time.monotonic()
+        snapshots._failed(SnapshotError("no memory"))
+        waits.append(round(snapshots._retry_at - before))
+    assert waits == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert not snapshots._stopping.is_set()
+    snapshots._failed(RuntimeError("connection reset"))
+    assert snapshots._stopping.is_set()
 
 
 def test_rows_are_noted_once_across_two_fits_of_the_same_tables(

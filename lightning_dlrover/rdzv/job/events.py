@@ -37,6 +37,7 @@ __all__ = [
     "SizeGiven",
     "SizeRequested",
     "SnapshotCompleted",
+    "SnapshotFailed",
     "SnapshotLost",
     "StateClosed",
     "StateKept",
@@ -415,12 +416,22 @@ class TablesMoved(Event):
 
 @dataclass(frozen=True)
 class SnapshotCompleted(Event):
-    """The first snapshot of a round is complete."""
+    """A snapshot is complete: the first one of a round, or one after others that have failed."""
 
     KIND = "snapshot"
     round: int
     bytes_rank_0: int
     replicas: int
+
+
+@dataclass(frozen=True)
+class SnapshotFailed(Event):
+    """A worker could not take its part of a snapshot, or keep the copy of another's."""
+
+    KIND = "snapshot"
+    round: int
+    worker_id: str
+    problem: str
 
 
 @dataclass(frozen=True)

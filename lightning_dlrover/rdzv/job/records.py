@@ -34,6 +34,7 @@ __all__ = [
     "RecordError",
     "RoundRecord",
     "SearchRecord",
+    "SnapshotRecord",
     "StacksRecord",
     "StacksRequest",
     "WindowRecord",
@@ -115,6 +116,7 @@ class Keys:
     events = _Key("events/")
     profiles = _Key("profiles/")
     stacks = _Key("stacks/")  # one key per worker, with its newest stack traces
+    snapshot = _Key("snapshot")  # read by people only
     places = _Key("places")  # read by joiners only
     windows = _Key("windows/")  # one key per window of a stream, by stream, fit and epoch
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
@@ -468,6 +470,15 @@ class PlacesRecord:
 
     round: int  # number of that round
     places: list[list[int]]  # loaders: epoch, batches of it handed out, seed of its order
+
+
+@dataclass(frozen=True)
+class SnapshotRecord:
+    """A snapshot of sharded tables that counts, one of the newest. Key `snapshot`; for people only."""
+
+    round: int
+    batch: int
+    at: float  # seconds since the epoch, by the clock of rank 0
 
 
 @dataclass(frozen=True)

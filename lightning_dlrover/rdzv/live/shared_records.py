@@ -22,6 +22,7 @@ from lightning_dlrover.rdzv.job.records import (
     PlacesRecord,
     PlanRecord,
     SearchRecord,
+    SnapshotRecord,
     StacksRecord,
     StacksRequest,
     WindowRecord,
@@ -117,6 +118,14 @@ class SharedRecords:
         payload = encode(record)
         self.outbox.add_change(
             f"run {self._keys.run_id}: places in the data", lambda: self.journal.client.put(self._keys.places, payload)
+        )
+        self._wake()
+
+    def put_snapshot(self, record: SnapshotRecord) -> None:
+        """Queue which snapshot of the tables counts; never waits for etcd."""
+        payload = encode(record)
+        self.outbox.add_change(
+            f"run {self._keys.run_id}: the newest snapshot", lambda: self.journal.client.put(self._keys.snapshot, payload)
         )
         self._wake()
 

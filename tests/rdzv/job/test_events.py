@@ -31,6 +31,7 @@ from lightning_dlrover.rdzv.job.events import (
     SizeGiven,
     SizeRequested,
     SnapshotCompleted,
+    SnapshotFailed,
     SnapshotLost,
     StateClosed,
     StateKept,
@@ -127,6 +128,7 @@ LINES: dict[str, Event] = {
     ),
     '"reshard" {"round":3,"values_moved":10,"values":100,"seconds":0.5}': TablesMoved(3, 10, 100, 0.5),
     '"snapshot" {"round":3,"bytes_rank_0":4096,"replicas":1}': SnapshotCompleted(3, 4096, 1),
+    '"snapshot" {"round":3,"worker_id":"b","problem":"no memory"}': SnapshotFailed(3, "b", "no memory"),
     '"snapshot" {"round":3,"batch":38,"lost":["b"]}': SnapshotLost(3, 38, ["b"]),
     '"thoughts" {"any":[1,null]}': UnknownEvent({"any": [1, None]}, "thoughts"),
 }
