@@ -416,15 +416,21 @@ class DLRoverStrategy(EitherStrategy):
             if self.tables is None and "optimizer_states" in checkpoint:
                 checkpoint["dlrover"]["parameters"] = trained_parameters(self._lightning_trainer)
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
+        place = live.checkpoints.place if live is not None else lambda path: path
         if self.tables is None:
-            save = saving_file(partial(write, filepath), lambda: self.is_global_zero, barrier)
-            self.collectives.confirmed("saving a checkpoint", save)
+            save = saving_file(filepath, write, place, lambda: self.is_global_zero, barrier)
+            written = self.collectives.confirmed("saving a checkpoint", save)
         else:
-            save = saving_folder(self.tables.sharded, filepath, write, lambda: self.is_global_zero)
-            self.collectives.confirmed("saving a checkpoint with tables", save)
-        if live is not None and "optimizer_states" in checkpoint:
+            number = live.checkpoints.round_number if live is not None else lambda: 0
+            save = saving_folder(self.tables.sharded, filepath, write, place, lambda: self.is_global_zero, number)
+            written = self.collectives.confirmed("saving a checkpoint with tables", save)
+        if live is not None and written is not None and "optimizer_states" in checkpoint:
             step = self._lightning_trainer.global_step
-            when_written(self.checkpoint_io, filepath, lambda path: live.checkpoints.saved(path, step))
+            when_written(self.checkpoint_io, written, lambda path: live.checkpoints.saved(path, step))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.live is None or not self.is_global_zero or self.live.checkpoints.may_remove(filepath):
+            super().remove_checkpoint(filepath)
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -22,6 +23,7 @@ __all__ = [
     "TRAINER_FILE",
     "WHOLE_TABLES",
     "absolute",
+    "exists",
     "is_folder",
     "load_own_checkpoint",
     "replace_folder",
@@ -32,7 +34,11 @@ __all__ = [
     "when_written",
 ]
 
-Save = Callable[[], None]
+Save = Callable[[], Any]
+"""Writes a checkpoint, and returns the path at which rank 0 has written it."""
+
+Place = Callable[[Any], Any]
+"""Returns where a checkpoint may be written: its path, or another one where it must not replace what is there."""
 
 TRAINER_FILE = "trainer.ckpt"
 TABLES_FOLDER = "tables"
@@ -66,27 +72,43 @@ def trainer_file(folder: Path) -> Path:
     return folder / TRAINER_FILE
 
 
-def saving_file(save: Callable[[], None], is_global_zero: Callable[[], bool], barrier: Callable[[], None]) -> Save:
-    """Return a function that writes one file on rank 0. If that worker is lost while it writes, the next rank 0 writes it."""
-    was_written = False
+def exists(path: Any) -> bool:
+    """Return whether there is a checkpoint at a path or URL."""
+    filesystem, local_path = url_to_fs(str(path))
+    return bool(filesystem.exists(local_path))
 
-    def save_on_rank_zero() -> None:
-        nonlocal was_written
-        if is_global_zero() and not was_written:
-            save()
-            was_written = True
+
+def saving_file(
+    path: Any, save: Callable[[Any], None], place: Place, is_global_zero: Callable[[], bool], barrier: Callable[[], None]
+) -> Save:
+    """Return a function that writes one file on rank 0. If that worker is lost while it writes, the next rank 0 writes it."""
+    written: Any = None
+
+    def save_on_rank_zero() -> Any:
+        nonlocal written
+        if is_global_zero() and written is None:
+            target = place(path)
+            save(target)
+            written = target
         barrier()
+        return written
 
     return save_on_rank_zero
 
 
 def saving_folder(
-    tables: ShardedTables, path: Any, save_rest: Callable[[Path], None], is_global_zero: Callable[[], bool]
+    tables: ShardedTables,
+    path: Any,
+    save_rest: Callable[[Path], None],
+    place: Place,
+    is_global_zero: Callable[[], bool],
+    round_number: Callable[[], int],
 ) -> Save:
     """Return a function that writes a folder with tables, which appears only when it is complete.
 
     Args:
         save_rest: writes Lightning's file on rank 0.
+        round_number: returns the round of the workers that save together. Workers of a former round may still be writing.
 
     Raises:
         ValueError: the path is a URL.
@@ -97,21 +119,25 @@ def saving_folder(
             "set ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...) to a folder that all hosts share"
         )
     folder = Path(path)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
 
-    def save_together() -> None:
+    def save_together() -> Any:
         if not tables.is_built:
-            return
+            return None
+        written: Any = None
+        unfinished = folder.with_name(f".{folder.name}.unfinished-{round_number()}")
         if is_global_zero():
-            shutil.rmtree(unfinished, ignore_errors=True)
+            for left in folder.parent.glob(f".{glob.escape(folder.name)}.unfinished-*"):
+                shutil.rmtree(left, ignore_errors=True)
             unfinished.mkdir(parents=True)
         transfer.barrier()
         save_tables(tables, unfinished / TABLES_FOLDER)
         save_rest(unfinished / TRAINER_FILE)
         transfer.barrier()
         if is_global_zero():
-            replace_folder(folder, unfinished)
+            written = place(folder)
+            replace_folder(Path(written), unfinished)
         transfer.barrier()
+        return written
 
     return save_together
 

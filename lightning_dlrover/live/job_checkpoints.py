@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_dlrover.live.checkpoints import load_own_checkpoint, unreadable
+from lightning_dlrover.live.checkpoints import exists, load_own_checkpoint, unreadable
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.state import go_on_drawing, resume
@@ -70,6 +70,40 @@ class JobCheckpoints:
         self._fit.position.formation = Formation(replace(former.round, members=[self._fit.world.worker_id]), {}, rank=0)
         self._fit.strategy.enter_round(0, 1)
         self.save()
+
+    def round_number(self) -> int:
+        """The round in which this worker trains; 0 before the first one."""
+        formation = self._fit.position.formation
+        return formation.round.number if formation is not None else 0
+
+    def place(self, path: Any) -> Any:
+        """Rank 0: return where a checkpoint may be written: elsewhere if what is there may be of another life of the job.
+
+        Workers that are cut off from etcd train on. If that lasts, others may have started the job again from its newest
+        checkpoint, which must not be replaced then.
+        """
+        if not self._fit.position.has_entered or self._fit.world.membership.is_still_in_force() or not exists(path):
+            return path
+        stem, extension = os.path.splitext(str(path))
+        aside = f"{stem}-cut-off-{self.round_number()}{extension}"
+        step = self._fit.trainer.global_step
+        log.warning("%s: checkpoint %s is not replaced; the state of step %d is in %s", self._doubt, path, step, aside)
+        return aside
+
+    def may_remove(self, path: Any) -> bool:
+        """Rank 0: return whether a checkpoint may be removed, see `place`."""
+        if not self._fit.position.has_entered or self._fit.world.membership.is_still_in_force():
+            return True
+        log.warning("%s: checkpoint %s is not removed", self._doubt, path)
+        return False
+
+    @property
+    def _doubt(self) -> str:
+        silent_s = self._fit.world.membership.own.lease.silent_s
+        return (
+            f"run {self._fit.world.config.run_id}: etcd has not answered for {silent_s:.0f} s, so other workers may have taken "
+            "the job over"
+        )
 
     def saved(self, path: str, global_step: int) -> None:
         """Rank 0: record a checkpoint, in case no living worker is left."""

@@ -1,4 +1,4 @@
-"""Workers that lose etcd, but not each other, for less than two leases. Nobody is evicted, and no state is given up."""
+"""Workers that lose etcd, but not each other: for less than two leases nobody is evicted; after that nobody does harm."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
 from faulty_etcd import EtcdProxy
 from harness import Job, Worker
 from history import History, history_violations
+from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_loop import PlainSettings, run_plain_loop
 from test_plain_loop import assert_everyone_counted_the_same
+from torch.utils.data import DataLoader
+from toy_job import Recorder, Rows
 
+from lightning_dlrover import DLRoverStrategy, variables
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import CheckpointRecord, Keys
 
 LEASE_S, CUTS_S = (5, [0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0]) if os.environ.get("DLROVER_ALL_FAULTS") else (2, [1.2, 3.2])
 
@@ -81,3 +92,70 @@ def test_cut_for_less_than_two_leases_costs_no_worker_its_place(cut: Cut, etcd: 
     assert_everyone_counted_the_same(job, job.step)
     assert history_violations(history.finish(), history.keys) == []
     history.close()
+
+
+def train_and_save(recorder: Recorder, settings: Any) -> None:
+    """Save every fifth step under one name; the file names the process that wrote it."""
+    os.environ[variables.timeout("start_timeout")] = "1"  # two leases are the least
+
+    class Saving(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            recorder.pace(0.02)
+            return self.layer(batch[0]).mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            recorder.write("done", step=self.global_step)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["pid"] = os.getpid()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    folder = Path(recorder.place.folder)
+    saving = ModelCheckpoint(folder / "saved", "only", every_n_train_steps=5, save_top_k=1, enable_version_counter=False)
+    trainer = L.Trainer(
+        strategy=DLRoverStrategy(),
+        callbacks=[saving],
+        accelerator="cpu",
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Saving(), DataLoader(Rows(64), batch_size=8))
+
+
+def pid_in(path: Path) -> int:
+    return int(torch.load(path, weights_only=True)["pid"])
+
+
+def test_worker_that_trains_on_after_others_took_the_job_over_replaces_no_checkpoint(
+    make_job: Callable[..., Job], etcd: EmbeddedEtcd, client: EtcdClient
+) -> None:
+    job = make_job(None, script=train_and_save, min_workers=1, max_workers=1, lease_ttl_s=2)
+    with EtcdProxy(etcd.endpoint) as proxy:
+        ghost = job.start(endpoint=proxy.endpoint)
+        saved = job.folder / "saved" / "only.ckpt"
+        job.wait_until(saved.exists, "a checkpoint")
+        heir = job.start()
+        job.wait_until(lambda: job.num_registered == 2, "a spare")
+        proxy.blackhole()
+        job.wait_until(lambda: heir.step and pid_in(saved) == heir.pid, "the spare to go on from the checkpoint, and to save")
+        step, writers = ghost.step, set()
+        while ghost.step < step + 20:
+            writers.add(pid_in(saved))
+        assert writers == {heir.pid}
+        (aside,) = saved.parent.glob("only-cut-off-*.ckpt")
+        assert pid_in(aside) == ghost.pid
+        proxy.heal()
+        assert ghost.wait() == 1
+    assert "is not replaced; the state of step" in ghost.output
+    assert "no longer part of the job" in ghost.output
+    record = Journal(client, Keys(job.run_id)).get(CheckpointRecord, Keys(job.run_id).checkpoint).record
+    assert record is not None
+    assert record.path == str(saved)
+    assert pid_in(saved) == heir.pid

@@ -33,6 +33,7 @@ from lightning_dlrover.rdzv.job.records import (
     JobRecord,
     Keys,
     RecordError,
+    RoundRecord,
     WorkerRecord,
     WorkerState,
     worker_name_of,
@@ -69,6 +70,9 @@ STAND_S = 0.05
 
 GONE_CHECK_S = 0.3
 """Seconds between two checks whether a worker has ended that no notice will name."""
+
+MAX_SILENT_LEASES = 2.5
+"""Lifetimes of its lease for which a worker that etcd does not answer is still sure of its place."""
 
 NUM_SAMPLED = 8
 """Oldest workers whose addresses a new one compares with its own."""
@@ -115,7 +119,7 @@ class Membership:
         self._decoder = Decoder(self.keys, self._report_garbage)
         self.workers = WorkerRecords(client, self.keys, lambda: not self._mirror.healthy)
         self._mirror = Mirror(client, self.keys.shared, self._wake, CHECK_S)
-        self.shared = SharedRecords(self._journal, self._mirror, self.worker_id, lambda: self.own.lease, self._wake)
+        self.shared = SharedRecords(self._journal, self._mirror, self.worker_id, self.own, self._wake)
         self._office = Office(
             client,
             self.keys,
@@ -333,6 +337,21 @@ class Membership:
         except EtcdUnavailableError as error:
             # A dead worker stays dead: the next probe or its lease expiry removes the record.
             log.debug("run %s: could not bury the dead: %s", self._config.run_id, error)
+
+    def is_still_in_force(self) -> bool:
+        """Return whether no round can have begun without this worker, whose own group of workers is intact.
+
+        After the end of this worker's lease such a round waits for it for two leases or longer: `may_return` in `rounds.py`.
+        Asks etcd only if it answers, and has said that the lease has ended.
+        """
+        own = self.own
+        if own.evicted or not own.lease.lost.is_set():
+            return not own.evicted and own.lease.silent_s < MAX_SILENT_LEASES * own.lease.ttl_s
+        try:
+            round_ = readable(RoundRecord, self._client.get(self.keys.round))
+        except EtcdError:
+            return False
+        return round_ is not None and self.worker_id in round_.members
 
     def is_being_staffed(self) -> bool:
         """Whether the job has too few workers, and a live controller to start more.

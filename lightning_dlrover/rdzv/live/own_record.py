@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError, LeaseLostError
 from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, Put, Txn, absent, created, modified
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Put, Txn, absent, created, modified
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import (
     MAX_UNREACHABLE,
@@ -69,6 +69,11 @@ class OwnRecord:
     def is_in_force(self) -> bool:
         """Whether this worker is registered, and not evicted."""
         return self._record is not None and not self.evicted
+
+    @property
+    def fence(self) -> tuple[Compare, ...]:
+        """The condition that this worker is registered, for writes that it makes on behalf of the job."""
+        return (created(self.key) == self._created,)
 
     @property
     def evicted_text(self) -> str:

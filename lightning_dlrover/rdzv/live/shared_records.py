@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.lease import Lease
+from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.operations import Put
 from lightning_dlrover.rdzv.job.events import Event, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, read, readable
+from lightning_dlrover.rdzv.job.journal import FenceLostError, Journal, read, readable
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     CheckpointRequest,
@@ -28,8 +28,9 @@ from lightning_dlrover.rdzv.job.records import (
     WindowRecord,
     encode,
 )
-from lightning_dlrover.rdzv.live.member import MembershipError
+from lightning_dlrover.rdzv.live.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.live.outbox import Outbox
+from lightning_dlrover.rdzv.live.own_record import OwnRecord
 from lightning_dlrover.rdzv.live.requests import ask_for_replacement, ask_for_stacks, read_stacks
 
 __all__ = ["SharedRecords"]
@@ -42,19 +43,18 @@ class SharedRecords:
 
     Args:
         mirror: mirror of the job's shared records.
-        lease: returns the lease of the worker's own record.
+        own: the worker's own record. Without it the worker changes none of the job's records: it may be cut off, and others may
+            have taken the job over.
         wake: makes the thread that writes the outbox take a turn.
     """
 
-    def __init__(
-        self, journal: Journal, mirror: Mirror, worker_id: str, lease: Callable[[], Lease], wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, journal: Journal, mirror: Mirror, worker_id: str, own: OwnRecord, wake: Callable[[], None]) -> None:
         self.journal = journal
         self.outbox = Outbox(journal, worker_id)
         self._keys = journal.keys
         self._mirror = mirror
         self._worker_id = worker_id
-        self._lease = lease
+        self._own = own
         self._wake = wake
 
     def event(self, event: Event, text: str) -> None:
@@ -108,17 +108,13 @@ class SharedRecords:
     def put_search(self, number: int, record: SearchRecord) -> None:
         """Queue a search's result until etcd accepts it. Joiners wait for it; the workers that found it train on."""
         key, payload = f"{self._keys.searches}{number}", encode(record)
-        self.outbox.add_change(
-            f"run {self._keys.run_id}: result of search {number}", lambda: self.journal.client.put(key, payload)
-        )
+        self.outbox.add_change(f"run {self._keys.run_id}: result of search {number}", lambda: self._put(key, payload))
         self._wake()
 
     def put_places(self, record: PlacesRecord) -> None:
         """Queue where the loaders are; never waits for etcd. A record that etcd does not hold yet is replaced."""
         payload = encode(record)
-        self.outbox.add_change(
-            f"run {self._keys.run_id}: places in the data", lambda: self.journal.client.put(self._keys.places, payload)
-        )
+        self.outbox.add_change(f"run {self._keys.run_id}: places in the data", lambda: self._put(self._keys.places, payload))
         self._wake()
 
     def put_snapshot(self, record: SnapshotRecord) -> None:
@@ -174,7 +170,7 @@ class SharedRecords:
 
     def put_stacks(self, record: StacksRecord) -> None:
         """Publish this worker's stack traces, bound to its lease."""
-        self.journal.client.put(self._keys.stacks + self._worker_id, encode(record), self._lease())
+        self.journal.client.put(self._keys.stacks + self._worker_id, encode(record), self._own.lease)
 
     def stacks(self, request: int) -> dict[str, StacksRecord]:
         """Return the responses to a request so far, by worker."""
@@ -183,10 +179,23 @@ class SharedRecords:
 
     def put_profile(self, payload: bytes) -> None:
         """Publish this worker's newest step profile, bound to its lease."""
-        self.journal.client.put(self._keys.profiles + self._worker_id, payload, self._lease())
+        self.journal.client.put(self._keys.profiles + self._worker_id, payload, self._own.lease)
 
     def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> R:
-        record = self.journal.swap(record_type, key, change).record
+        try:
+            record = self.journal.swap(record_type, key, change, fence=self._own.fence).record
+        except FenceLostError as error:
+            raise self._not_registered() from error
         if record is None:
             raise MembershipError(f"run {self._keys.run_id!r}: {key!r} does not exist")
         return record
+
+    def _put(self, key: str, payload: bytes) -> None:
+        if not self.journal.client.txn(self._own.fence, [Put(key, payload)]).succeeded:
+            raise self._not_registered()
+
+    def _not_registered(self) -> Exception:
+        if self._own.evicted:
+            return EvictedError(self._own.evicted_text)
+        # It comes back, or finds that it is evicted.
+        return EtcdUnavailableError(f"run {self._keys.run_id!r}: worker {self._worker_id} is not registered for the moment")
