@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 from lightning_dlrover.rdzv.job.records import Keys
 
 StartAgent = Callable[..., Agent]
@@ -136,6 +138,27 @@ def test_a_changed_password_is_picked_up_while_the_client_lives(tmp_path: Path, 
                 client.put(keys.job, b"")
             (tmp_path / "wrong.password").write_text(PASSWORD)
             client.put(keys.job, b"")
+
+
+def test_a_password_that_changes_in_etcd_before_its_file_does_costs_no_lease(tmp_path: Path, keys: Keys) -> None:
+    with secure_etcd(tmp_path) as etcd:
+        root = {**etcd.access, "user": "root", "password_file": str(tmp_path / "root.password")}
+        with (
+            EtcdClient(EtcdConfig(etcd.endpoint, **etcd.access)) as client,
+            EtcdClient(EtcdConfig(etcd.endpoint, **root)) as admin,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            lease = client.lease(4).keep_alive()
+            client.put(keys.job, b"leased", lease)
+            change = etcdrpc.AuthUserChangePasswordRequest(name="trainer", password="another")
+            admin.caller.call("change a password", "Auth", "UserChangePassword", change)
+            writing = pool.submit(client.put, keys.round, b"1")
+            with pytest.raises(TimeoutError):
+                writing.result(1.0)
+            (tmp_path / "trainer.password").write_text("another\n")
+            writing.result(10)
+            assert client.get(keys.job) is not None
+            assert not lease.lost.is_set()
 
 
 def test_replaced_certificates_are_read_again(secured: SecureEtcd, keys: Keys, tmp_path: Path) -> None:

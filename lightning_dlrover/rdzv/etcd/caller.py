@@ -35,6 +35,7 @@ RETRY_PAUSE_S = 0.05
 # Seconds between two writes to a full etcd, at first and at most. Each one makes etcd agree on its alarm anew.
 _FULL_PAUSES_S = (0.1, 1.0)
 _NEEDS_ROOM = ("Put", "Txn", "LeaseGrant")
+_LONGEST_PAUSE_S = 0.4  # between two attempts; the threads of a thousand workers would overrun an etcd that is coming back
 _LATE_S = 1.5  # seconds without a response after which a second connection is tried as well
 
 
@@ -49,6 +50,7 @@ class Caller:
         self._may_write_at = 0.0  # monotonic clock; a full etcd is asked no earlier
         self._lock = threading.Lock()
         self._token: str | None = None
+        self._was_authenticated = False
         self._last_revision = 0
         self._answered_at = 0.0  # monotonic clock
         self._closed = threading.Event()
@@ -75,6 +77,7 @@ class Caller:
             self._closed.wait(min(pause_s, 0.5 * limit_s))
         late_s = min(max(limit_s / (2 * self.connections.num_targets), _LATE_S), 0.6 * limit_s)
         last_error: grpc.RpcError | None = None
+        num_failed = 0
         answers: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
         pending: dict[Connection, Any] = {}
         try:
@@ -114,7 +117,8 @@ class Caller:
                 else:
                     self._note_answer(connection, response, method)
                     return response
-                self._closed.wait(min(RETRY_PAUSE_S, max(0.0, deadline - time.monotonic())))
+                self._closed.wait(min(_pause_s(num_failed), max(0.0, deadline - time.monotonic())))
+                num_failed += 1
         finally:
             for future in pending.values():
                 future.cancel()
@@ -149,6 +153,10 @@ class Caller:
                 self._token = None
             if self.config.user is not None and "authentication failed" not in details:
                 return
+        if "authentication failed" in details and self._was_authenticated:
+            with self._lock:
+                self._token = None
+            return  # the password was changed in etcd, and its file follows: a Secret of Kubernetes takes a minute
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.connections.doubt([connection, *asked], late_s)
             return
@@ -159,6 +167,8 @@ class Caller:
             return
         if code is grpc.StatusCode.NOT_FOUND and "lease not found" in details:
             raise LeaseLostError(f"{where}: its lease has expired or was revoked; create a new lease") from error
+        if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and self._answered_at:
+            return  # it is etcd: a leader hands over ("raft proposal dropped"), or a proxy has reset the stream
         if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN):
             raise EtcdUnavailableError(
                 f"{where}: the server there answers, but not as etcd v3 ({code.name}: {details}); check the endpoint"
@@ -217,7 +227,7 @@ class Caller:
             request = etcdrpc.AuthenticateRequest(name=self.config.user, password=password)
             token = str(connection.method("Auth", "Authenticate")(request, timeout=timeout_s).token)
             with self._lock:
-                self._token = token
+                self._token, self._was_authenticated = token, True
         return (("token", token),)
 
     def has_stood_still(self, revision: int, since: float) -> bool:
@@ -251,3 +261,9 @@ def full_text(endpoint: str) -> str:
 
 def _put_answer(answers: queue.SimpleQueue[tuple[Connection, Any]], connection: Connection, future: Any) -> None:
     answers.put((connection, future))
+
+
+def _pause_s(num_failed: int) -> float:
+    """Return the seconds until the next attempt of a request that has failed `num_failed` times before this one."""
+    longest_s = min(_LONGEST_PAUSE_S, RETRY_PAUSE_S * 2.0 ** min(num_failed, 8))
+    return random.SystemRandom().uniform(0.5, 1.0) * longest_s

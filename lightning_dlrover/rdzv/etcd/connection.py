@@ -106,12 +106,15 @@ class WatchStream:
         self._call = connection.watch.Watch(iter(self._requests.get, None), metadata=metadata)
 
     def __iter__(self) -> Iterator[Any]:
-        for response in self._call:
-            self._connection.heard_at = time.monotonic()
-            if not self._is_patient:  # the request has arrived, so only this thread waits for the call from now on
-                self._is_patient = True
-                _wait_without_polling(self._call)
-            yield response
+        try:
+            for response in self._call:
+                self._connection.heard_at = time.monotonic()
+                if not self._is_patient:  # the request has arrived, so only this thread waits for the call from now on
+                    self._is_patient = True
+                    _wait_without_polling(self._call)
+                yield response
+        finally:
+            self.cancel()  # else a thread of gRPC's waits for a further request for ever
 
     def cancel(self) -> None:
         self._requests.put(None)

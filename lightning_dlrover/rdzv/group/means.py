@@ -117,7 +117,7 @@ class BlockingMeans:
         except (VoidRoundError, CannotMeetError, RuntimeError) as error:
             log.info("run %s: round %d did not form: %s", self._config.run_id, target.number, error or type(error).__doc__)
             raise
-        self._membership.reached.update(target.members)
+        self._membership.has_reached(target.members)
         return formation
 
     async def destroy(self) -> None:

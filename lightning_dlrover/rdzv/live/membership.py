@@ -74,6 +74,9 @@ GONE_CHECK_S = 0.3
 MAX_SILENT_LEASES = 2.5
 """Lifetimes of its lease for which a worker that etcd does not answer is still sure of its place."""
 
+MAX_BURIED = 1000
+"""Buried workers that one worker remembers."""
+
 NUM_SAMPLED = 8
 """Oldest workers whose addresses a new one compares with its own."""
 
@@ -101,7 +104,8 @@ class Membership:
     ) -> None:
         self.keys = Keys(config.run_id, config.prefix)
         self.worker_id = f"{worker_name_of(socket.gethostname())}{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.reached: set[str] = set()  # workers that this one has formed a round with
+        self.reached: set[str] = set()  # workers that this one has formed its last two rounds with
+        self._reached_last: set[str] = set()
         self._config = config
         self._client = client
         client.share_lifetime(self.keys.root, config.history_ttl_s)
@@ -314,11 +318,19 @@ class Membership:
             EtcdError: etcd does not answer.
         """
         for worker_id, entry in self.workers.entries(worker_ids).items():
+            if len(self._buried) >= MAX_BURIED:
+                self._buried.clear()  # only the text of a round's line tells them apart
             self._buried.add(worker_id)
             log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
             for write in burial(entry, self._client.get(self.keys.convener), self.keys):
                 self._client.txn(write.compare, write.ops)
             self.workers.forget(worker_id)
+
+    def has_reached(self, worker_ids: Iterable[str]) -> None:
+        """Note that this worker has formed a round with others."""
+        self.reached &= self._reached_last
+        self._reached_last = set(worker_ids)
+        self.reached |= self._reached_last
 
     def whose_refusal_counts(self, worker_ids: Iterable[str]) -> list[WorkerRecord]:
         """Return the records of those other workers that are certainly dead if their port refuses a connection.

@@ -26,6 +26,9 @@ T = TypeVar("T")
 GETS_PER_REQUEST = 100
 """Records read in one transaction: etcd refuses more than 128 operations."""
 
+MAX_KNOWN = 2000
+"""Workers of which one worker remembers the records, in addition to those that it asks for."""
+
 ABSENT_S = 1.0
 """Seconds for which a worker without a record is not asked for again. It may register again after an outage of etcd."""
 
@@ -102,6 +105,10 @@ class WorkerRecords:
         """
         wanted, now = list(worker_ids), time.monotonic()
         unknown = [w for w in wanted if w not in self._known and now - self._absent.get(w, -ABSENT_S) >= ABSENT_S]
+        if len(self._known) + len(self._absent) > MAX_KNOWN + len(wanted):  # most of them have left
+            for forgotten in (self._known, self._decoded, self._absent):
+                forgotten.clear()
+            unknown = wanted
         if unknown and not self._is_away():
             try:
                 found = self.present(unknown)

@@ -94,6 +94,8 @@ class Decoder:
 
     def _folder(self, entries: Mapping[str, KeyValue], prefix: str, record_type: type[R]) -> dict[str, R]:
         found = sorted((e.create_revision, k) for k, e in entries.items() if k.startswith(prefix))
+        if len(self._read) > 2 * len(entries) + 16:  # records of workers that have left
+            self._read = {k: read for k, read in self._read.items() if k in entries}
         loaded = {k.removeprefix(prefix): self._record(entries, k, record_type) for _, k in found}
         return {name: record for name, record in loaded.items() if record is not None}
 

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import types
+from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 from faulty_etcd import EtcdProxy
@@ -19,11 +21,13 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import (
     EtcdConfig,
 )
+from lightning_dlrover.rdzv.etcd.connection import Connection
 from lightning_dlrover.rdzv.etcd.errors import (
     EtcdUnavailableError,
 )
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.stubs import grpc
 from lightning_dlrover.rdzv.job.records import Keys
 
 
@@ -205,6 +209,7 @@ def test_client_lease_and_mirror_recover_from_a_restart_of_etcd(
         lease = client.lease(2).keep_alive()
         client.put(prefix + "alive", b"1", lease)
         mirror.wait_for(lambda found: found.get(prefix + "alive"), 5)
+        num_threads = threading.active_count()
 
         private_etcd.kill()
         eventually(lambda: not mirror.healthy, "the mirror notices", 20)
@@ -221,3 +226,38 @@ def test_client_lease_and_mirror_recover_from_a_restart_of_etcd(
         eventually(lambda: time.monotonic() > ends, "the lease would have ended", 10)
         assert not lease.lost.is_set()
         assert prefix + "alive" in mirror.snapshot()
+        eventually(lambda: threading.active_count() <= num_threads, "no watch that ended has left a thread", 5)
+
+
+class Refused(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._answer = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._answer[0]
+
+    def details(self) -> str:
+        return self._answer[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [(grpc.StatusCode.UNKNOWN, "raft proposal dropped"), (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")],
+)
+def test_passing_troubles_of_an_etcd_that_has_answered_before_end_no_request(
+    etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode, details: str
+) -> None:
+    with EtcdClient(EtcdConfig(etcd.endpoint)) as client:
+        client.put("/passing/1", b"1")
+        method, left = Connection.method, [Refused(code, details)] * 3
+
+        def disturbed(self: Connection, service: str, name: str) -> Any:
+            if not left:
+                return method(self, service, name)
+            failed: Future[Any] = Future()
+            failed.set_exception(left.pop())
+            return types.SimpleNamespace(future=lambda *_, **__: failed)
+
+        monkeypatch.setattr(Connection, "method", disturbed)
+        assert client.put("/passing/2", b"2")
+        assert not left
