@@ -462,6 +462,21 @@ ROWS: list[Row] = [
             f"{_OPTIMIZERS}::test_scaled_gradients_are_refused",
         ),
         ("Tables: `sync_batchnorm`", "works", f"{_OPTIMIZERS}::test_sync_batchnorm_holds_beside_tables"),
+        (
+            "Tables: weights from `load_from_checkpoint`, `load_state_dict`, an assignment, a stock `.ckpt` or `init_fn`",
+            "works",
+            f"{_UNIT}/live/test_first_weights.py::test_given_weights_train_as_with_stock_lightning",
+        ),
+        (
+            "Tables: one collection in two places",
+            "works",
+            f"{_UNIT}/live/test_first_weights.py::test_collection_at_two_paths_stays_one_in_every_state",
+        ),
+        (
+            "Tables: a subclass of a collection, a parameter shared with another module",
+            "refused",
+            f"{_UNIT}/tables/test_sharded_tables.py::test_subclass_of_a_collection_is_refused_by_name",
+        ),
     ),
     *_rows(
         "Metrics and logs",

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["KIND_COLOURS", "plans_picture", "prediction_picture", "step_parts_picture", "throughput_picture", "to_svg"]
+__all__ = [
+    "KIND_COLOURS",
+    "in_our_style",
+    "plans_picture",
+    "prediction_picture",
+    "step_parts_picture",
+    "throughput_picture",
+    "to_svg",
+]
 
 KIND_COLOURS = {
     "start": "#8a8a8a",

@@ -68,8 +68,8 @@ def _seeded(seed: int) -> Iterator[None]:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
+            np.random.set_state(np.random.RandomState(seed % 2**32).get_state())
+            random.setstate(random.Random(seed).getstate())
             yield
     finally:
         np.random.set_state(of_numpy)

@@ -183,6 +183,17 @@ def test_tables_keep_their_weights_in_trainer_test(tmp_path: Path) -> None:
     assert metrics["mean"] == 14.0  # of two towers
 
 
+def test_stock_checkpoint_is_tested_with_its_weights(tmp_path: Path) -> None:
+    stock = trainer_of(tmp_path, is_sharded=False)
+    fit(stock, Model())
+    stock.save_checkpoint(tmp_path / "stock.ckpt")
+    expected, found = (
+        trainer_of(tmp_path, is_sharded).test(Model(device=device), DataLoader(Rows(), 4), ckpt_path=tmp_path / "stock.ckpt")
+        for is_sharded, device in ((False, "cpu"), (True, "meta"))
+    )
+    assert found[0]["mean"] == pytest.approx(expected[0]["mean"], rel=1e-6)
+
+
 def test_collection_at_two_paths_stays_one_in_every_state(tmp_path: Path) -> None:
     model = Model()
     trainer = trainer_of(tmp_path, is_sharded=True)

@@ -32,6 +32,7 @@ from lightning_dlrover.tables.exchange import exchange
 from lightning_dlrover.tables.layout import plan_moves
 from lightning_dlrover.tables.placement import Plan, layout_of, plan_from_dict, plan_to_dict, replan
 from lightning_dlrover.tables.sharded import ShardedTables
+from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 TABLES = [
     Table("rows", 5000, 8, "row_wise"),  # more rows than are drawn from one seed
@@ -182,6 +183,28 @@ def play_first_weights(worker: Worker, case: WeightsCase) -> list[str]:
         old_plan = plan
     tables.close()
     return [f"{case.optimizer} {case.way} {first} {second}: {failure}" for failure in failures]
+
+
+def play_outside_of_a_job(worker: Worker, case: WeightsCase) -> list[str]:
+    """Build the tables as under Lightning's plain DDP; return what differs from the first worker's weights."""
+    from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
+
+    members = case.worlds[0]
+    if worker.name not in members:
+        return []
+    dist.init_process_group("gloo", store=worker.store, rank=members.index(worker.name), world_size=len(members))
+    module: Any = model_of(case, worker.name == members[0])
+    settings = TablesSettings(constraints(case), None, SnapshotConfig())
+    tables = TablesOfTrainer(module, CPU, settings, lambda module, ignored, syncs: module)
+    tables.build(CPU)
+    assert tables.sharded.plan is not None
+    failures: list[str] = []
+    found = gather(tables.sharded.blocks(), tables.sharded.plan, failures)
+    failures += Unsharded(case, set()).compare(found, "plain DDP", exactly=True)
+    assert tables.sharded.given() == []  # their memory is free again
+    dist.barrier()
+    dist.destroy_process_group()
+    return failures
 
 
 def _shared(store: Any, key: str, plan: Plan, is_author: bool) -> Plan:

@@ -30,6 +30,7 @@ def test_unfinished_copy_stops_before_a_rollback(monkeypatch: pytest.MonkeyPatch
     header = part_header(5, 1, ["a"], "a", {}, [], 0)
     elastic = ElasticTables.__new__(ElasticTables)
     elastic._world, elastic._fit = SimpleNamespace(worker_id="a", num_fits=1), 1  # type: ignore[assignment]
+    elastic._first_round = 0
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
         readable=lambda: [SimpleNamespace(header=header, is_in_memory=True)], stop=lambda: calls.append("stop")
     )
@@ -55,7 +56,7 @@ def test_snapshot_with_lost_parts_is_reported(caplog: pytest.LogCaptureFixture) 
         config=SimpleNamespace(run_id="r"),
         event=lambda event, text: events.append((event, text)),
     )
-    elastic._fit = 1
+    elastic._fit, elastic._first_round = 1, 0
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
         readable=lambda: [SimpleNamespace(header=h, is_in_memory=True) for h in headers], stop=lambda: None
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from first_weights_oracle import WAYS, WeightsCase, play_first_weights
+from first_weights_oracle import WAYS, WeightsCase, play_first_weights, play_outside_of_a_job
 from resharding_oracle import (
     BAG_KINDS,
     CHANGING_BAGS,
@@ -118,6 +118,12 @@ def test_given_weights_train_as_without_sharding_before_and_after_a_change(pool:
         for found in pool.play(play_first_weights, WeightsCase(optimizer, "constrained", change, way)).values():
             failures |= set(found)
     assert not failures, "\n".join(sorted(failures))
+
+
+@pytest.mark.parametrize("way", ["given", "init_fn"])
+def test_given_weights_are_the_first_workers_outside_of_a_job_too(pool: WorkerPool, way: str) -> None:
+    case = WeightsCase("sgd", "constrained", (tuple(WORKERS[1:]),), way)
+    assert [failure for failures in pool.play(play_outside_of_a_job, case).values() for failure in failures] == []
 
 
 # Last, because these cases end the pool's processes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,11 +57,13 @@ def tables() -> Iterator[ShardedTables]:
 
 def train(tables: ShardedTables, seed: int, backward: bool = True, of_b: Sequence[int] = ()) -> None:
     """Args: of_b: rows of table b to look up, instead of random ones."""
-    random = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     keys = [feature for features in FEATURES.values() for feature in features]
     owners = [name for name, features in FEATURES.items() for _ in features]
-    lengths = torch.randint(0, 3, (len(keys), 4), generator=random)  # bags of none, one or two
-    values = [torch.randint(0, ROWS[name], (int(n.sum()),), generator=random) for name, n in zip(owners, lengths, strict=True)]
+    lengths = torch.randint(0, 3, (len(keys), 4), generator=generator)  # bags of none, one or two
+    values = [
+        torch.randint(0, ROWS[name], (int(n.sum()),), generator=generator) for name, n in zip(owners, lengths, strict=True)
+    ]
     if of_b:
         values[owners.index("b")] = torch.tensor(of_b)
         lengths[owners.index("b")] = torch.tensor([len(of_b), 0, 0, 0])
@@ -288,6 +292,28 @@ def test_init_fn_sees_the_whole_table_and_a_plain_distribution_blocks_of_rows(ta
     assert float(drawn.std()) == pytest.approx((2 / (20_000 + 8)) ** 0.5, rel=0.02)
     assert float(default.abs().max()) == pytest.approx((1 / 20_000) ** 0.5, rel=0.01)
     ours.close()
+
+
+def test_init_fn_draws_alike_on_all_workers_and_leaves_no_trace_in_their_generators(tables: ShardedTables) -> None:
+    def drawn_by_numpy(table: torch.Tensor) -> None:
+        table.copy_(torch.from_numpy(np.random.rand(*table.shape) + random.random()))
+
+    found = []
+    for worker in range(2):
+        np.random.seed(worker)
+        random.seed(worker)
+        state = np.random.get_state(legacy=False), random.getstate(), torch.get_rng_state()
+        config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=30, feature_names=["f"], init_fn=drawn_by_numpy)
+        module = nn.ModuleDict({"tables": EmbeddingBagCollection(device=torch.device("meta"), tables=[config])})
+        ours = ShardedTables(module, torch.device("cpu"))
+        ours.build(ours.first_plan(["w"]), ["w"])
+        ours.initialise(1)
+        found.append(ours.blocks()[0].values.clone())
+        assert str(np.random.get_state(legacy=False)) == str(state[0])
+        assert random.getstate() == state[1]
+        assert torch.equal(torch.get_rng_state(), state[2])
+        ours.close()
+    assert torch.equal(*found)
 
 
 def test_pooled_embeddings_are_in_the_order_of_the_unsharded_collection(tables: ShardedTables) -> None:
