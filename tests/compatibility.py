@@ -631,6 +631,10 @@ ROWS: list[Row] = [
         ("Time series", "works", f"{_STRANGERS}[timeseries]"),
         ("Tabular library with its own `pytorch_lightning` Trainer", "works", f"{_STRANGERS}[tabular]"),
         ("StochasticWeightAveraging", "works", f"{_STRANGERS}[swa]"),
+        ("Batches without labels: skipped by None, or a loss of zero", "works", f"{_STRANGERS}[unlabelled]"),
+        ("A batch divided by the number of devices, in loaders of each epoch", "works", f"{_STRANGERS}[batch_per_worker]"),
+        ("A study of several fits that catches an exception of a callback", "works", f"{_STRANGERS}[study]"),
+        ("A shuffled stream of Parquet files with other types", "works", f"{_STRANGERS}[warehouse]"),
     ),
 ]
 

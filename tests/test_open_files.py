@@ -80,7 +80,7 @@ def test_batches_in_preparation_that_may_exceed_the_limit_are_named_at_the_first
 
 def test_files_of_a_batch_are_those_of_its_shared_tensors() -> None:
     shared = torch.ones(4).share_memory_()  # type: ignore[no-untyped-call]
-    batch = {"a": [shared, shared[1:], torch.ones(2)], "b": (torch.ones(3).share_memory_(), torch.empty(0))}  # type: ignore[no-untyped-call]
+    batch: dict[str, Any] = {"a": [shared, shared[1:], torch.ones(2)], "b": (torch.ones(3).share_memory_(), torch.empty(0))}  # type: ignore[no-untyped-call]
     batch["self"] = batch
     assert files_of(batch) == 2
 

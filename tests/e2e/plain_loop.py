@@ -59,6 +59,7 @@ def run_plain_loop(recorder: Recorder, settings: PlainSettings) -> None:
             if step.was_made:
                 state = [round(float(value), 6) for value in count.value]
                 recorder.write("done", step=step.number + 1, state=state, world=step.size, round=number, pid=os.getpid())
+                assert norm.num_batches_tracked is not None
                 recorder.write("batches", step=step.number + 1, batches=int(norm.num_batches_tracked))
                 recorder.moment("made")
     recorder.write("after_loop", step=step.number)

@@ -49,7 +49,7 @@ STRANGERS = [
     Stranger("datamodule"),
     Stranger("unlabelled"),
     Stranger("batch_per_worker"),
-    Stranger("study"),
+    Stranger("study", by_default=True),
     Stranger("warehouse", needs="pyarrow"),
     Stranger("predictions", files_by_worker=("predictions",)),
 ]

@@ -76,7 +76,7 @@ def main():
         DataLoader(stream(parquet(files[-1:])), 32),
     )
     if path := os.environ.get("STRANGER_RESULT"):
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics = {name: float(trainer.callback_metrics[name]) for name in ("loss", "val_loss")}
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         Path(path).write_text(json.dumps({"weights": weights, "metrics": metrics, "steps": trainer.global_step}))
 
