@@ -229,7 +229,7 @@ def test_client_lease_and_mirror_recover_from_a_restart_of_etcd(
         eventually(lambda: threading.active_count() <= num_threads, "no watch that ended has left a thread", 5)
 
 
-class Refused(grpc.RpcError):
+class Refused(grpc.RpcError):  # type: ignore[misc]
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         self._answer = code, details
 
