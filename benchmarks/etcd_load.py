@@ -1,18 +1,20 @@
 """What live workers cost an etcd that many jobs share.
 
-    python benchmarks/etcd_load.py [--parts bytes,workers,world] [--quick]
+    python benchmarks/etcd_load.py [--parts bytes,workers,decisions,world] [--quick]
 
 Each part is a module of its own:
 
-    bytes    `etcd_load_bytes.py`: bytes that a job writes while it trains undisturbed
-    workers  `etcd_load_workers.py`: requests of 1,000 simulated workers, idle and at a change
-    world    `large_world.py`: 200 real workers that grow by one and lose one
+    bytes      `etcd_load_bytes.py`: bytes that a job writes while it trains undisturbed
+    workers    `etcd_load_workers.py`: requests of 1,000 simulated workers, idle and at a change
+    decisions  `etcd_load_decisions.py`: time of a convener's decision in a job of 1,000 workers
+    world      `large_world.py`: 200 real workers that grow by one and lose one
 
 A part's module offers `def measure(quick: bool) -> dict[str, float]`. It prints its own table, and returns its figures in the
 order of the last line. It is imported only if the part is asked for. It raises `BenchmarkError` if it cannot measure.
 
 The last line holds the figures of all parts that were run, in this order: `mb_per_worker_day` (megabytes, 10^6 bytes),
-`idle_rps_per_worker` (requests/s), `change_1000_s`, `world_200_grow_s`, `world_200_loss_s` (seconds). The numbers in names are
+`idle_rps_per_worker` (requests/s), `change_1000_s` (seconds), `decision_100_ms`, `decision_1000_ms` (milliseconds),
+`world_200_grow_s`, `world_200_loss_s` (seconds). The numbers in names are
 those of the workers, fewer with `--quick`.
 """
 
@@ -24,7 +26,12 @@ import sys
 
 from jobs import describe_machine, result_line
 
-MODULES = {"bytes": "etcd_load_bytes", "workers": "etcd_load_workers", "world": "large_world"}
+MODULES = {
+    "bytes": "etcd_load_bytes",
+    "workers": "etcd_load_workers",
+    "decisions": "etcd_load_decisions",
+    "world": "large_world",
+}
 
 
 def parts_of(text: str) -> list[str]:

@@ -241,7 +241,8 @@ class LiveTraining:
         is_leaving = self.world.worker_id not in round_.members
         # The set of leavers may change until the round has formed, so every worker's values are kept at hand.
         values = self._state.partial_values(with_large=is_leaving)
-        said = self.collectives.gathered(((round_.number, round_.kind, round_.members), values))
+        has_joiners = not {*round_.members} <= {*former.round.members}
+        said = self.collectives.gathered(((round_.number, round_.kind, has_joiners), values))
         # Some workers may already see a newer round than the one voted for. All decide by the union of the rounds they see.
         seen, parts = [each for each, _ in said], [part for _, part in said]
         if self.tables.elastic is None:
@@ -253,7 +254,7 @@ class LiveTraining:
                 self.checkpoints.save()
         self._pace.held_up()
         # By all workers, while the former group exists: a user's `on_save_checkpoint` may hold a collective.
-        is_joined = any(not {*members} <= {*former.round.members} for _, _, members in seen)
+        is_joined = any(has_joiners for _, _, has_joiners in seen)
         if is_joined and self.tables.elastic is None:
             self._state.pack_for_joiners()
         else:

@@ -35,7 +35,7 @@ def test_parts_run_in_their_usual_order_and_once_each() -> None:
 
 @pytest.mark.parametrize("text", ["", ",", "bytes,byte"])
 def test_unknown_part_is_refused_with_those_that_exist(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="bytes, workers, world"):
+    with pytest.raises(argparse.ArgumentTypeError, match="bytes, workers, decisions, world"):
         parts_of(text)
 
 

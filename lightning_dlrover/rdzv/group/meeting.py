@@ -64,6 +64,12 @@ ANSWER_S = 1.5
 POLL_S = 0.005
 """Seconds between two checks for a worker that is awaited at a place."""
 
+POLL_PER_WORKER_S = 0.0002
+"""Longest pause between two such checks, per worker: the store of rank 0 answers 5,000 of them a second at most."""
+
+LOOK_PER_WORKER_S = 0.0005
+"""Seconds, per worker, between two looks of one worker for all others that may have passed a place by."""
+
 NUM_COMPARED = 16
 """Number of workers in one read of counts; the next read continues with the next workers."""
 
@@ -259,36 +265,57 @@ class Meeting:
         """
         now = Counts(self._num_compared, self._begun())
         missing = set(range(self._size)) - {self._rank}
-        has_come = False
-        deadline = time.monotonic() + timeout_s
+        has_come = is_first = False
+        began = time.monotonic()
+        next_look, pause_s = began, POLL_S
         while not is_over():
             try:
                 if (store := self._reach_store()) is not None:
                     if not has_come:
                         store.set(f"{place}/{self._rank}", "1")
                         has_come = True
-                    for rank in tuple(missing):
-                        seen = self._sightings(store, [rank], 0.0)
-                        if store.check([f"{place}/{rank}"]):
-                            missing.discard(rank)
-                        elif rank in seen and (
-                            seen[rank].counts.compared > now.compared or seen[rank].counts.begun > now.begun
-                        ):
-                            return False
-                    if not missing:
-                        return True
+                        num_come = store.add(f"{place}/come", 1)
+                        is_first = num_come == 1
+                        if num_come == self._size:
+                            _decide(store, place, "all")
+                    # One worker looks for those that pass the place by. If each did, a thousand would ask for a thousand.
+                    if is_first and time.monotonic() >= next_look:
+                        if self._is_passed_by(store, place, missing, now):
+                            _decide(store, place, "passed")
+                        next_look = time.monotonic() + self._size * LOOK_PER_WORKER_S
+                    if store.check([f"{place}/outcome"]):
+                        return store.get(f"{place}/outcome") == b"all"
             except RuntimeError as error:  # rank 0 is gone, and the round is about to break
                 log.debug("rank %d: the store of the round cannot be read: %s", self._rank, error)
                 self._forget_store()
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + timeout_s:
+                if has_come and not is_first:
+                    missing = self._not_come(place, missing)
                 who = f"{'rank' if len(missing) == 1 else 'ranks'} {ranges(sorted(missing))}"
                 cause = "see what keeps them" if has_come else "the store of the round, on rank 0, could not be reached"
                 raise WorldError(
                     f"waited {timeout_s:.0f} s at {place} for {who}, which neither came there nor went on to another "
                     f"collective; {cause}"
                 )
-            self._closed.wait(POLL_S)
+            self._closed.wait(pause_s)
+            pause_s = min(1.2 * pause_s, max(POLL_S, self._size * POLL_PER_WORKER_S))
         raise RoundEndedError(f"the round ended while this worker waited for the others at {place}")
+
+    def _is_passed_by(self, store: Store, place: str, missing: set[int], now: Counts) -> bool:
+        """Return whether a worker has begun a later collective without having come to `place`. Removes those that have come."""
+        seen = self._sightings(store, sorted(missing), 0.0)
+        for rank in tuple(missing):
+            if store.check([f"{place}/{rank}"]):
+                missing.discard(rank)
+            elif rank in seen and (seen[rank].counts.compared > now.compared or seen[rank].counts.begun > now.begun):
+                return True
+        return False
+
+    def _not_come(self, place: str, missing: set[int]) -> set[int]:
+        with contextlib.suppress(RuntimeError):
+            if (store := self._reach_store()) is not None:
+                return {rank for rank in missing if not store.check([f"{place}/{rank}"])}
+        return missing
 
     @contextlib.contextmanager
     def one_message(self, group: object, tensors: Sequence[Any]) -> Iterator[None]:
@@ -505,6 +532,11 @@ def _read_all(
                 texts[rank] = store.get(f"{folder}/{rank}").decode()
         closed.wait(POLL_S)
     return texts
+
+
+def _decide(store: Store, place: str, outcome: str) -> None:
+    """Let all workers at a place return alike: the first decision counts."""
+    store.compare_set(f"{place}/outcome", "", outcome)
 
 
 def _agree(numbers: torch.Tensor) -> bool:

@@ -31,6 +31,9 @@ __all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "m
 
 MORE = "waits for more workers"
 
+MAX_STARTS = 64
+"""Groups of workers that reach each other, of which the largest one is chosen."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -64,10 +67,21 @@ class View:
         """Members whose lease has ended, while nothing shows that their process has."""
         return [w for w in self.lost if w in self.addresses]
 
+    @cached_property
+    def members(self) -> Set[str]:
+        """Members of the current round."""
+        return frozenset(self.round.members) if self.round else frozenset()
+
+    @cached_property
+    def forming(self) -> list[str]:
+        """Survivors that have not entered the current round yet, in rank order."""
+        number = self.round.number if self.round else 0
+        records = ((w, self.workers[w]) for w in self.survivors)
+        return [w for w, record in records if record.state != "active" or record.round_number != number]
+
     def in_state(self, *states: str) -> list[str]:
         """Workers outside the current round that are in one of `states`, oldest first."""
-        members = set(self.round.members) if self.round else set()
-        return [w for w, record in self.workers.items() if record.state in states and w not in members]
+        return [w for w, record in self.workers.items() if record.state in states and w not in self.members]
 
     @cached_property
     def failed(self) -> list[str]:
@@ -97,10 +111,23 @@ class View:
         return [w for w in self._joining if w in failed]
 
     @cached_property
-    def apart(self) -> set[frozenset[str]]:
-        """Pairs of survivors where one reports the other as unreachable, which kept the round from forming."""
-        survivors = set(self.survivors)
-        return {frozenset((w, v)) for w in self.failed for v in self.workers[w].unreachable if v in survivors and v != w}
+    def apart(self) -> dict[str, int]:
+        """Survivors that cannot reach each other, by one's report, which kept the round from forming.
+
+        Each one with all those that are apart from it, as the bits of a number: bit i is the i-th survivor. In a job of a
+        thousand workers there may be a hundred thousand pairs.
+        """
+        bits = {worker: 1 << i for i, worker in enumerate(self.survivors)}
+        found: dict[str, int] = {}
+        for worker in self.failed:
+            own, reported = bits[worker], 0
+            for other in self.workers[worker].unreachable:
+                if (bit := bits.get(other, 0)) and bit != own:
+                    reported |= bit
+                    found[other] = found.get(other, 0) | own
+            if reported:
+                found[worker] = found.get(worker, 0) | reported
+        return found
 
     @property
     def _joining(self) -> list[str]:
@@ -203,7 +230,7 @@ def waits(view: View) -> dict[str, str]:
 
 def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
     record, round_, limits = view.workers[worker], view.round, view.job
-    state, is_member = record.state, round_ is not None and worker in round_.members
+    state, is_member = record.state, worker in view.members
     missing = awaited(view)
     if limits is None:
         return "waits for the job's record"
@@ -219,7 +246,7 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
         few = _too_few(here, limits)
         return few or (f"waits for {', '.join(missing)} to come" if missing else "about to start" if is_about_to else MORE)
     assert round_ is not None
-    forming = [w for w in view.survivors if view.workers[w].state != "active" or view.workers[w].round_number != round_.number]
+    forming = view.forming
     if state == "starting":
         return "about to join the training workers"
     if view.lost or view.failed:
@@ -341,9 +368,10 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         stay = [w for w in view.survivors if w not in not_in]
         kind = "loss" if left_out else "retry"
         reason = f"no answer from {', '.join(left_out)}" if left_out else "the round did not form or a collective failed"
-        together = _reaching_each_other(stay, view.apart)
+        together = _reaching_each_other(view, stay)
         if view.round and view.round.apart_attempts >= patience.apart_attempts and _are_enough(view, together):
-            cut_off = [w for w in stay if w not in together]
+            reached = set(together)
+            cut_off = [w for w in stay if w not in reached]
             if cut_off:
                 stay, kind, reason = together, "loss", f"{', '.join(cut_off)} cannot be reached by the others"
         if not set(view.holders).intersection(stay):
@@ -372,23 +400,32 @@ def _are_enough(view: View, stay: list[str]) -> bool:
     return bool(stay) and len(stay) + len(spares) >= view.job.min_workers
 
 
-def _reaching_each_other(workers: list[str], apart: Set[frozenset[str]]) -> list[str]:
-    """Return the largest group of `workers` without a pair that is apart, among those found greedily in rank order.
+def _reaching_each_other(view: View, workers: list[str]) -> list[str]:
+    """Return the largest group of survivors among `workers` without two that are apart, found greedily in rank order.
 
-    The search starts once from each worker. In a network split into two the result is the larger side, or the side with rank 0
-    if both are equal. If one worker cannot be reached by any other, the result is all others.
+    The search starts once from each worker, in large jobs from those that reach the most others. In a network split into two
+    the result is the larger side, or the side with rank 0 if both are equal. If one worker cannot be reached by any other, the
+    result is all others.
     """
-    groups: list[list[str]] = []
-    for first in workers:
-        if groups and not any(first in pair for pair in apart):
-            continue  # a worker without such a pair is in every group anyway
-        group = [first]
-        for worker in workers:
-            if worker != first and not any(frozenset((worker, other)) in apart for other in group):
-                group.append(worker)
-        chosen = set(group)
-        groups.append([w for w in workers if w in chosen])
-    return max(groups, key=len, default=[])
+    if not view.apart or not workers:
+        return workers
+    bits = {worker: 1 << i for i, worker in enumerate(view.survivors)}
+    masks = [view.apart.get(worker, 0) for worker in view.survivors]
+    everyone = sum(bits[worker] for worker in workers)
+    # Workers that reach the same others lead to the same group.
+    starts = list(dict.fromkeys(view.apart.get(w, 0) & everyone for w in workers if w == workers[0] or w in view.apart))
+    if len(starts) > MAX_STARTS:
+        starts = sorted(starts, key=int.bit_count)[:MAX_STARTS]
+    best = 0
+    for start in starts:
+        group, left = 0, everyone & ~start
+        while left:
+            lowest = left & -left
+            group |= lowest
+            left &= ~(lowest | masks[lowest.bit_length() - 1])
+        if group.bit_count() > best.bit_count():
+            best = group
+    return [worker for worker in workers if best & bits[worker]]
 
 
 def _planned(view: View) -> RoundRecord | None:

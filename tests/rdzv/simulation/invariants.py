@@ -198,7 +198,7 @@ class Checks:
             assert seen.job is not None
             for size in range(len(seen.survivors), seen.job.min_workers - 1, -1):
                 for group in itertools.combinations(seen.survivors, size):
-                    if seen.apart and not any(frozenset(pair) in seen.apart for pair in itertools.combinations(group, 2)):
+                    if seen.apart and all(_reaches(seen, *pair) for pair in itertools.combinations(group, 2)):
                         raise Violation("patience", f"{new} tries again although {group} reach each other: {seen.apart}")
 
     def _follow_notice(self, written: Written) -> None:
@@ -331,3 +331,8 @@ class Checks:
         if unknown:
             return f"alive without a record: {unknown}"
         return "" if job.kernel.now - self.last_step_at < 3.0 else f"no step since {self.last_step_at:.1f} s: {round_}"
+
+
+def _reaches(seen: View, one: str, other: str) -> bool:
+    reports = {worker: seen.workers[worker].unreachable for worker in seen.failed}
+    return other not in reports.get(one, ()) and one not in reports.get(other, ())
