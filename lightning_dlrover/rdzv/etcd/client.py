@@ -76,11 +76,11 @@ class EtcdClient:
         response = self.caller.call(f"read {key!r}", "KV", "Range", etcdrpc.RangeRequest(key=key.encode()))
         return key_value(response.kvs[0]) if response.kvs else None
 
-    def get_prefix(self, prefix: str) -> tuple[int, list[KeyValue]]:
-        """Return the revision at which the prefix was read, and its keys in order."""
-        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix))
+    def get_prefix(self, prefix: str, newer_than: int = 0) -> tuple[int, list[KeyValue]]:
+        """Return the revision of the read, and all keys under a prefix that were written after another revision, in order."""
+        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), min_mod_revision=newer_than + 1)
         response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
-        return response.header.revision, [key_value(kv) for kv in response.kvs]
+        return int(response.header.revision), [key_value(kv) for kv in response.kvs]
 
     def entries(self, prefix: str) -> dict[str, KeyValue]:
         """Return the entries under a prefix by key, in order."""

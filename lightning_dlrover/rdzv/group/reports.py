@@ -96,6 +96,8 @@ class Reports:
     def _first_failure(self) -> tuple[str, WorkerFailed] | None:
         """Return text and report of the first peer that failed with an error."""
         formation = self._formation()
+        if formation is not None and formation.size > MANY and formation.rank != 0:
+            return None  # rank 0 reads the history: a thousand workers that wait for one would keep etcd from their leases
         peers = set(formation.round.members) - {self._membership.worker_id} if formation is not None else set()
         with contextlib.suppress(EtcdError):
             events = self._membership.shared.journal.events() if peers else []

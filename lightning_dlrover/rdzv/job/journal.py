@@ -11,6 +11,7 @@ transactions of their own elsewhere, because another step than "read again and r
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ class Journal:
         self.keys = keys
         self._num_appended = 0
         self._events: dict[str, EventRecord | None] = {}  # lines that were read before, by key; None: unreadable
+        self._read_until = 0  # revision of the newest read of the lines
+        self._lock = threading.Lock()
 
     def get(self, record_type: type[R], key: str, read: Reader[R] = read) -> Found[R]:
         """Read a record.
@@ -204,6 +207,15 @@ class Journal:
         self.note_appended(1)
         return True
 
+    def append_all(self, puts: Sequence[Put]) -> None:
+        """Add lines to the job's history in one transaction, see `puts`.
+
+        Raises:
+            EtcdUnavailableError: etcd does not answer; they may or may not have been added.
+        """
+        self.client.txn([], puts)
+        self.note_appended(len(puts))
+
     def puts(self, events: Iterable[EventRecord], writer: str) -> list[Put]:
         """Return writes that add lines to the job's history as part of another transaction; see `note_appended`."""
         now_ns = time.time_ns()
@@ -217,12 +229,17 @@ class Journal:
                 self.client.trim_prefix(self.keys.events, MAX_EVENTS)
 
     def events(self) -> list[EventRecord]:
-        """Return the job's history so far, oldest first. Lines that cannot be read are left out."""
-        entries = sorted(self.client.get_prefix(self.keys.events)[1], key=lambda entry: entry.key)
-        # A line never changes, so each is decoded once: thousands at a time would hold up the training thread.
-        known = self._events
-        self._events = {e.key: known[e.key] if e.key in known else readable(EventRecord, e) for e in entries}
-        return [event for event in self._events.values() if event is not None]
+        """Return the job's history so far, oldest first. Lines that cannot be read are left out.
+
+        A line never changes, so each is read and decoded once: thousands at a time would hold up the training thread, and the
+        etcd of a job whose workers all look for the same line.
+        """
+        with self._lock:
+            revision, entries = self.client.get_prefix(self.keys.events, self._read_until)
+            self._events |= {entry.key: readable(EventRecord, entry) for entry in entries}
+            self._events = dict(sorted(self._events.items())[-MAX_EVENTS:])
+            self._read_until = revision
+            return [event for event in self._events.values() if event is not None]
 
 
 def _check_fence(key: str, fence: Sequence[Compare], entries: Iterable[KeyValue]) -> None:

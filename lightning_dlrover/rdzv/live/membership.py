@@ -43,6 +43,7 @@ from lightning_dlrover.rdzv.live.announcement import Announcer
 from lightning_dlrover.rdzv.live.convener import burial
 from lightning_dlrover.rdzv.live.member import EvictedError
 from lightning_dlrover.rdzv.live.office import Office
+from lightning_dlrover.rdzv.live.outbox import BATCH
 from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.overview import WorkerRecords
 from lightning_dlrover.rdzv.live.own_record import OwnRecord
@@ -417,7 +418,7 @@ class Membership:
                 if self._on_tick is not None:
                     self._on_tick()
                 self._convene()
-                self.shared.outbox.write()
+                self.shared.outbox.write(BATCH)
             except EtcdError as error:
                 log.debug("run %s: etcd is away: %s", self._config.run_id, error)
             except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -12,9 +13,15 @@ from lightning_dlrover.rdzv.job.journal import MAX_EVENTS, Journal
 from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
 from lightning_dlrover.rdzv.live.member import MembershipError
 
-__all__ = ["Outbox"]
+__all__ = ["BATCH", "Outbox"]
 
 log = logging.getLogger(__name__)
+
+BATCH = 100
+"""Lines in one transaction. etcd allows 128 operations (--max-txn-ops)."""
+
+MAX_BYTES = 512 * 1024
+"""Bytes of lines in one transaction, unless it is a single line. etcd takes requests of 1.5 MiB (--max-request-bytes)."""
 
 
 class Outbox:
@@ -57,8 +64,12 @@ class Outbox:
         self.add_change(name, write)
         return False
 
-    def write(self) -> None:
-        """Write the queued changes and lines; those that fail stay in the queue."""
+    def write(self, most: int = MAX_EVENTS) -> None:
+        """Write the queued changes and lines. Those that etcd cannot take now stay in the queue, those that it refuses do not.
+
+        Args:
+            most: lines after which to stop. A thread that has other work to do writes one transaction of them at a time.
+        """
         # Two threads write: the background thread, and the one that flushes before its process ends.
         with self._lock:
             for name, write in list(self._changes.items()):
@@ -70,6 +81,26 @@ class Outbox:
                     log.error("%s is not recorded: %s", name, error)
                 if self._changes.get(name) is write:
                     del self._changes[name]
-            while self._events:
-                self._journal.append(self._events[0], self._worker_id)
-                self._events.popleft()
+            num_written = 0
+            while self._events and num_written < most:
+                num_written += self._write_lines(min(BATCH, most - num_written))
+
+    def _write_lines(self, most: int) -> int:
+        """Write or drop the oldest lines; return how many."""
+        lines = list(itertools.islice(self._events, most))
+        while True:
+            try:
+                puts = self._journal.puts(lines, self._worker_id)
+                if len(lines) == 1 or sum(len(put.value) for put in puts) <= MAX_BYTES:
+                    self._journal.append_all(puts)
+                    break
+            except EtcdUnavailableError:
+                raise
+            except (EtcdError, ValueError) as error:
+                if len(lines) == 1:
+                    log.error("a line of the job's history is not recorded: %s: %s", lines[0].text[:200], error)
+                    break
+            lines = lines[: len(lines) // 2]
+        for _ in lines:
+            self._events.popleft()
+        return len(lines)

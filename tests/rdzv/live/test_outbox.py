@@ -1,0 +1,59 @@
+"""The queue of a worker's lines and changes, against a real etcd."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys
+from lightning_dlrover.rdzv.live.outbox import BATCH, Outbox
+
+
+@pytest.fixture
+def journal(client: EtcdClient, keys: Keys) -> Journal:
+    return Journal(client, keys)
+
+
+def texts(journal: Journal) -> list[str]:
+    return [event.text for event in journal.events()]
+
+
+def test_lines_of_an_outage_are_written_in_few_transactions(journal: Journal) -> None:
+    outbox = Outbox(journal, "w")
+    for number in range(2 * BATCH + 1):
+        outbox.add(EventRecord("note", 1.0, f"line {number}"))
+    before = journal.client.get_prefix(journal.keys.events)[0]
+    outbox.write(BATCH)
+    assert texts(journal) == [f"line {number}" for number in range(BATCH)]
+    outbox.write()
+    assert texts(journal) == [f"line {number}" for number in range(2 * BATCH + 1)]
+    assert journal.client.get_prefix(journal.keys.events)[0] == before + 3
+
+
+def test_line_that_is_too_long_is_dropped_and_holds_up_no_other(journal: Journal) -> None:
+    outbox = Outbox(journal, "w")
+    for text in ("first", "x" * (1 << 20), "y" * 400_000, "z" * 400_000, "last"):
+        outbox.add(EventRecord("note", 1.0, text))
+    outbox.write()
+    assert [len(text) for text in texts(journal)] == [5, 400_000, 400_000, 4]
+
+
+def test_history_is_read_once_and_then_only_what_is_new(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = Outbox(journal, "w")
+    outbox.add(EventRecord("note", 1.0, "first"))
+    outbox.write()
+    assert texts(journal) == ["first"]
+    outbox.add(EventRecord("note", 1.0, "second"))
+    outbox.write()
+    read, asked = EtcdClient.get_prefix, []
+
+    def counted(self: EtcdClient, prefix: str, newer_than: int = 0) -> object:
+        found = read(self, prefix, newer_than)
+        asked.append(len(found[1]))
+        return found
+
+    monkeypatch.setattr(EtcdClient, "get_prefix", counted)
+    assert texts(journal) == ["first", "second"]
+    assert texts(journal) == ["first", "second"]
+    assert asked == [1, 0]
