@@ -10,6 +10,8 @@ Three things keep rounds unique even if messages are lost, late or repeated:
   - the fence: a round is written only while the election key is the one under which it was decided;
   - the guard: a round replaces only the very revision of the round that it follows;
   - a worker decides only on a copy that shows its own election, and hence every round of the conveners before it.
+
+A round that leaves missing members out is written only while none of them has registered again.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ class Convener:
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.
             puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))
-            return Write("round", (fence, self._unchanged(entries, self._keys.round)), puts, proposal)
+            # Nobody has returned that this copy does not show yet.
+            gone = (absent(self._keys.workers + worker) for worker in view.missing[:MAX_BURIED])
+            return Write("round", (fence, self._unchanged(entries, self._keys.round), *gone), puts, proposal)
         last = entries.get(self._keys.notice)
         if last is None or last.value != told:
             return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, told),))

@@ -353,3 +353,14 @@ def test_addresses_of_workers_that_are_gone_for_good_are_removed() -> None:
     assert records.run(next_round_of(convener, records))
     assert [key for key in records.entries if key.startswith(KEYS.addresses)] == [KEYS.addresses + "a"]
     assert next_round_of(convener, records) is None
+
+
+def test_round_without_missing_members_fails_once_one_has_returned() -> None:
+    records, convener = job_with_addresses("a", "b")
+    records.expire("b")
+    convener.hear({"b": "silent"})
+    write = next_round_of(convener, records)
+    assert write is not None
+    assert write.purpose == "round"
+    records.worker("b", "active", 1)  # the convener's copy is late
+    assert not records.run(write)

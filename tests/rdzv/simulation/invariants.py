@@ -149,6 +149,8 @@ class Checks:
     def _may_have_returned(self, written: Written, new: RoundRecord, before: dict[str, KeyValue], members: list[str]) -> None:
         job, now = self.job, self.job.kernel.now
         starts_over = new.kind == "start"
+        if new.planned and not starts_over:
+            return  # it was decided when they all were there
         limit_s = max(PATIENCE.start_s, PATIENCE.return_s) if starts_over else PATIENCE.return_s
         for worker_id in members:
             worker = job.workers[worker_id]
