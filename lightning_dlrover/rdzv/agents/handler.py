@@ -481,8 +481,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._campaign()
 
     def _stay_registered(self) -> None:
-        """Register again after our lease was lost, as after a long network outage."""
-        if self._own.is_lost:
+        """Register again after our lease was lost, as after a long network outage, and stand for convener if there is none."""
+        if not self._own.is_lost:
+            self._campaign()  # the change that called for a candidate may have come while our own former term was ending
+        else:
             try:
                 self._register()
                 self._is_unregistered = False

@@ -79,6 +79,13 @@ class View:
         records = ((w, self.workers[w]) for w in self.survivors)
         return [w for w, record in records if record.state != "active" or record.round_number != number]
 
+    @cached_property
+    def handing_over(self) -> list[str]:
+        """Workers that the current, planned round has left out, and that still hand over to its members."""
+        if self.round is None or not self.round.planned:
+            return []
+        return [w for w in self.in_state("active") if self.workers[w].round_number == self.round.number - 1]
+
     def in_state(self, *states: str) -> list[str]:
         """Workers outside the current round that are in one of `states`, oldest first."""
         return [w for w, record in self.workers.items() if record.state in states and w not in self.members]
@@ -151,6 +158,7 @@ class Patience:
     # Wait until all announced workers have registered or are ready, and for missing members if nobody else holds the state.
     start_s: float = 60.0
     regroup_s: float = 120.0  # wait until all survivors have detected the broken round; they may be saving a checkpoint
+    leave_s: float = 120.0  # wait until workers that a round has left out have handed over and ended
     # Wait until members that live, but whose leases have ended, have registered again. Two leases suffice for cuts that short.
     return_s: float = 10.0
     apart_attempts: int = 2  # consecutive rounds that may fail because members cannot reach each other; then some are left out
@@ -169,7 +177,7 @@ def awaited(view: View) -> list[str]:
     if view.failed and not view.lost:
         answered = {*view.failed, *view.dismissals}
         return [w for w in view.holders if w not in answered]
-    return []
+    return [] if view.lost or view.failed else view.handing_over
 
 
 def may_return(view: View, answers: Mapping[str, Answer]) -> list[str]:
@@ -274,6 +282,8 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
         return f"waits for {', '.join(forming)} to enter round {round_.number}"
     if _is_cut_off(view, worker):
         return f"cannot reach {', '.join(w for w in record.unreachable if w in round_.members)}"
+    if view.handing_over:
+        return f"waits for {', '.join(view.handing_over)} to hand over and end"
     if len([w for w in round_.members if w not in view.drains]) >= view.cap:
         wanted = f"the plan wants {view.cap}" if view.plan and view.plan.binding else f"at most {view.cap} are allowed"
         return f"spare: waits for a plan that admits it, {wanted}"
@@ -315,7 +325,7 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
         return _first(view, waited_s, patience)
     if view.lost or view.failed:
         return _after_failure(view, waited_s, patience)
-    return _planned(view)
+    return _planned(view, waited_s, patience)
 
 
 def losses(view: View, successor: RoundRecord) -> list[str]:
@@ -428,14 +438,14 @@ def _reaching_each_other(view: View, workers: list[str]) -> list[str]:
     return [worker for worker in workers if best & bits[worker]]
 
 
-def _planned(view: View) -> RoundRecord | None:
+def _planned(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
     assert view.job is not None
     assert view.round is not None
     number = view.round.number
     if any(view.workers[w].state != "active" or view.workers[w].round_number != number for w in view.round.members):
         return None  # the current round is still being formed
-    if view.round.planned and any(view.workers[w].round_number == number - 1 for w in view.in_state("active")):
-        return None  # a worker left out is still handing over to this round's members and must not see a newer round
+    if view.handing_over and waited_s < patience.leave_s:
+        return None  # they must not see a newer round, unless the script keeps them for good
     members = view.round.members
     if any(view.dismissals.get(worker) == number for worker in members):
         return None  # whoever has dismissed them is about to report this round as broken, or to die

@@ -47,7 +47,10 @@ def test_joiners_wait_until_a_left_out_member_has_handed_over() -> None:
     seen = view("01", "2")
     assert next_round(seen, 0.0) is not None
     leaver = {"w3": worker("w3", "active", 0)}
-    assert next_round(replace(seen, workers={**seen.workers, **leaver}), 0.0) is None
+    handing_over = replace(seen, workers={**seen.workers, **leaver})
+    assert awaited(handing_over) == ["w3"]
+    assert next_round(handing_over, 119.0) is None
+    assert next_round(handing_over, 120.0) is not None  # it hangs in the script, and keeps its lease
     assert next_round(view("01", "2", gone="1", workers={"w0": worker("w0"), **leaver}), 0.0) is not None
 
 

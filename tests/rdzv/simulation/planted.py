@@ -271,7 +271,9 @@ def _() -> list[Patch]:
 def _() -> list[Patch]:
     return [
         _replace(
-            rounds_module, "_planned", lambda original: lambda view: original(dataclasses.replace(view, drains=frozenset()))
+            rounds_module,
+            "_planned",
+            lambda original: lambda view, *rest: original(dataclasses.replace(view, drains=frozenset()), *rest),
         )
     ]
 
@@ -291,9 +293,9 @@ def _() -> list[Patch]:
 @bug("cap ignored", "cap")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:
-        def planned_round(view: View) -> RoundRecord | None:
+        def planned_round(view: View, *rest: Any) -> RoundRecord | None:
             with mock.patch.object(View, "cap", 99):
-                round_: RoundRecord | None = original(view)
+                round_: RoundRecord | None = original(view, *rest)
             return round_
 
         return planned_round
@@ -304,8 +306,8 @@ def _() -> list[Patch]:
 @bug("joiners come first", "rank-order")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:
-        def planned_round(view: View) -> RoundRecord | None:
-            round_: RoundRecord | None = original(view)
+        def planned_round(view: View, *rest: Any) -> RoundRecord | None:
+            round_: RoundRecord | None = original(view, *rest)
             if round_ is None or view.round is None or round_.kind != "grow":
                 return round_
             members = sorted(round_.members, key=lambda w: w in view.round.members)  # type: ignore[union-attr]
