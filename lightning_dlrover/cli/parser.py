@@ -115,10 +115,17 @@ def _add_run(commands: Commands) -> None:
     run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
     run.add_argument(
         "--workers",
-        default="1:2",
         type=values.workers,
         metavar="MIN:MAX",
-        help="minimum and maximum number of workers (default 1:2)",
+        help="minimum and maximum number of workers (default: those of one node, and of two, such as 1:2)",
+    )
+    run.add_argument(
+        "--workers-per-node",
+        type=values.workers_per_node,
+        default=1,
+        metavar="N",
+        help="workers of each node, each with a GPU of its own; gpu: one for each of its --gpus (default 1). --workers and "
+        "plans count workers, and nodes come and go as a whole",
     )
     run.add_argument(
         "--rdzv-id", type=values.given, metavar="JOB", help="name of the job (default: made from the script's name)"
@@ -126,9 +133,8 @@ def _add_run(commands: Commands) -> None:
     run.add_argument(
         "--max-restarts",
         type=int,
-        default=0,
         metavar="N",
-        help="restarts of a worker by its own agent before the node fails (default 0)",
+        help="restarts of a worker by its own agent before the node fails (default 0; 3 with several workers per node)",
     )
     for name, text in TIMEOUTS.items():
         run.add_argument(flag(name), type=values.duration, metavar="TIME", help=text)

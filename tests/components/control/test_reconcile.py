@@ -35,7 +35,7 @@ LATE_S = 10_000.0
 
 
 def member(name: str = "a") -> Node:
-    return Node(name, "running", agent_seen=True, has_worker=True, is_member=True, age_s=100.0, asked_s=LATE_S)
+    return Node(name, "running", agent_seen=True, has_worker=True, num_members=1, age_s=100.0, asked_s=LATE_S)
 
 
 def joining(name: str = "b", idle_s: float = 1.0) -> Node:
@@ -327,7 +327,7 @@ nodes = st.builds(
     status=st.sampled_from(["pending", "running", "succeeded", "failed", "cancelled", "gone"]),
     agent_seen=st.booleans(),
     has_worker=st.booleans(),
-    is_member=st.booleans(),
+    num_members=st.integers(0, 1),
     workerless_s=seconds,
     idle_s=seconds,
     age_s=seconds,
@@ -435,12 +435,12 @@ SMALL, LARGE = NodeSize(1, 1024), NodeSize(1, 2048)
 
 
 def sized(node: Node, size: NodeSize) -> Node:
-    return replace(node, size=size, worker=f"worker-{node.name}" if node.has_worker else "", is_taken_on=True)
+    return replace(node, size=size, workers=(f"worker-{node.name}",) if node.has_worker else (), is_taken_on=True)
 
 
 def planned(size: NodeSize, wanted: int, *nodes: Node) -> JobView:
     """A job that trains with all members among `nodes`, in this order."""
-    members = {node.worker: node.name for node in nodes if node.is_member}
+    members = {worker: node.name for node in nodes if node.is_member for worker in node.workers}
     return replace(training(wanted, *nodes), size=size, members=members)
 
 
@@ -530,7 +530,7 @@ def test_no_node_is_ended_twice_and_at_most_one_is_too_small(
         replace(sized(node, own), is_taken_on=taken, wanted_back=node.is_member and node.has_worker and wanted_back)
         for node, (own, taken, wanted_back) in zip(view.nodes, facts, strict=False)
     ]
-    members = {node.worker: node.name for node in nodes_ if node.is_member and node.has_worker}
+    members = {worker: node.name for node in nodes_ if node.is_member for worker in node.workers}
     view = replace(view, nodes=nodes_, size=size, members=members, may_act=True)
     actions = reconcile(view)
     ended_ = [action.name for action in actions if isinstance(action, CancelNode | WithdrawNode)]
