@@ -178,6 +178,8 @@ def _check_this_machine(options: argparse.Namespace) -> None:
     if high > cores:
         asked = f"{low}:{high}" if low < high else f"{high}"
         raise UsageError(f"--cpus {asked}, but only {cores} cores may be used here; ask for {cores} at most")
+    if options.workers_per_node > 1 and not options.gpus and visible_devices(os.environ):
+        options.gpus = str(options.workers_per_node)  # otherwise the workers of two nodes would have the same GPUs
     if not options.gpus:
         return
     if not re.fullmatch(r"[1-9]\d*", options.gpus):
