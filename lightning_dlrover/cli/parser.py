@@ -446,7 +446,9 @@ def _add_explain(commands: Commands) -> None:
 def _add_drain(commands: Commands) -> None:
     drain = _add_job_command(commands, "drain", "drain the workers of a node: they hand over their state and leave")
     drain.add_argument(
-        "worker", metavar="WORKER", help="worker's id from `dlrover status`, or its node, such as node1; all of the node's leave"
+        "worker",
+        metavar="WORKER",
+        help="worker's id from `dlrover status`, or its node, such as node1; all of the node's leave",
     )
     drain.add_argument("--replace", action="store_true", help="start a replacement first")
 

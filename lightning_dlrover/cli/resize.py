@@ -127,7 +127,11 @@ def drain_command(options: argparse.Namespace) -> int:
             )
         is_last = not {*view.survivors}.isdisjoint(leaving) and not {*view.survivors} - {*leaving, *view.drains}
         if is_last and not options.replace:
-            one = f"{options.worker!r} is the only worker" if leaving == [options.worker] else f"{', '.join(leaving)} are the only ones"
+            one = (
+                f"{options.worker!r} is the only worker"
+                if leaving == [options.worker]
+                else f"{', '.join(leaving)} are the only ones"
+            )
             raise UsageError(
                 f"{one} of job {place.run_id!r} that {'stays' if len(leaving) == 1 else 'stay'}: without "
                 f"{'it' if len(leaving) == 1 else 'them'} the job would stop; "

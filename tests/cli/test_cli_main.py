@@ -84,7 +84,10 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--workers-per-node", "4", "--workers", "1:6", "script.py"], "give multiples of 4, such as 4:4"),
         (["run", "--workers-per-node", "2", "--gpus", "4", "script.py"], "each worker has one GPU of its own; give --gpus 2"),
         (["run", "--workers-per-node", "2", "--pool", "p", "script.py"], "a pool counts single workers"),
-        (["run", "--workers-per-node", "2", "--cpus", "1:2", "script.py"], "give one size for the whole node, such as --cpus 2"),
+        (
+            ["run", "--workers-per-node", "2", "--cpus", "1:2", "script.py"],
+            "give one size for the whole node, such as --cpus 2",
+        ),
         (["run", "--workers-per-node", "2", "--mem", "1G:2G", "script.py"], "such as --mem 2048M"),
         (["run", "--target", "slurm", "--cpus", "0", "script.py"], "'0' is not N or N:MAX"),
         (["run", "--target", "slurm", "--cpus", "4:2", "script.py"], "'4:2' is not N or N:MAX"),

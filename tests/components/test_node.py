@@ -143,7 +143,9 @@ def test_node_of_an_agent_without_restarts_left_fails_with_the_error_of_its_work
 def test_node_with_fewer_gpus_than_workers_fails_with_that_error(start: Start, tmp_path: Path) -> None:
     node = start(POLITE, 0.0, [f"{AGENTS_OPTION}3"], **{names.NODE: "node1", names.LEAVE_ON_SIGTERM: "1"}, **TWO_GPUS)
     assert node.wait(60) == 1
-    assert examine((tmp_path / "output").read_text()).error.startswith("ValueError: 3 workers need a GPU each, and 2 are visible")
+    assert examine((tmp_path / "output").read_text()).error.startswith(
+        "ValueError: 3 workers need a GPU each, and 2 are visible"
+    )
 
 
 @pytest.mark.skipif(bool(os.geteuid()), reason="only root makes a process the first of its namespace")
