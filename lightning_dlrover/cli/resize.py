@@ -121,20 +121,15 @@ def drain_command(options: argparse.Namespace) -> int:
                 f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
                 f"`dlrover status {place.run_id}` shows it ready, drain {options.worker!r} without --replace"
             )
-        if options.replace and view.drains.intersection(leaving):
+        if options.replace and not view.drains.isdisjoint(leaving):
             raise UsageError(
                 f"{options.worker!r} of job {place.run_id!r} has been asked to leave at once, and may not be able to wait"
             )
         is_last = not {*view.survivors}.isdisjoint(leaving) and not {*view.survivors} - {*leaving, *view.drains}
         if is_last and not options.replace:
-            one = (
-                f"{options.worker!r} is the only worker"
-                if leaving == [options.worker]
-                else f"{', '.join(leaving)} are the only ones"
-            )
+            found = f"{leaving[0]!r} is the only worker" if len(leaving) == 1 else f"{', '.join(leaving)} are the only workers"
             raise UsageError(
-                f"{one} of job {place.run_id!r} that {'stays' if len(leaving) == 1 else 'stay'}: without "
-                f"{'it' if len(leaving) == 1 else 'them'} the job would stop; "
+                f"{found} of job {place.run_id!r} that would stay, and without them the job would stop; "
                 f"`dlrover scale {place.run_id} {2 * len(leaving)}` first"
             )
         for worker in leaving:
@@ -201,8 +196,8 @@ def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) 
     if num_workers is not None and num_workers in view.job.sizes_not_planned - view.job.sizes_not_tried:
         below = view.job.on_whole_nodes(num_workers)
         raise UsageError(
-            f"job {place.run_id!r} has {view.job.workers_per_node} workers on each node, and {num_workers} would not fill theirs: "
-            f"use {below} or {below + view.job.workers_per_node}"
+            f"job {place.run_id!r} has {view.job.workers_per_node} workers on each node, and {num_workers} would not fill "
+            f"theirs: use {below} or {below + view.job.workers_per_node}"
         )
 
 

@@ -316,8 +316,8 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, 
         raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
     if job is not None and job.workers_per_node != workers_per_node:
         raise UsageError(
-            f"job {place.run_id!r} has {job.workers_per_node} workers on each of its nodes, which cannot change; continue it with "
-            f"--workers-per-node {job.workers_per_node}, or choose another --rdzv-id"
+            f"job {place.run_id!r} has {job.workers_per_node} workers on each of its nodes, which cannot change; continue it "
+            f"with --workers-per-node {job.workers_per_node}, or choose another --rdzv-id"
         )
 
 

@@ -109,7 +109,7 @@ def settle_workers(options: argparse.Namespace) -> None:
         low, high = getattr(options, name) or (0, 0)
         if low < high:
             raise UsageError(
-                f"--{name} {low}{unit}:{high}{unit} with --workers-per-node {each}: the planner sizes nodes of one worker only; "
+                f"--{name} {low}{unit}:{high}{unit} with --workers-per-node {each}: only nodes of one worker can be resized; "
                 f"give one size for the whole node, such as --{name} {high}{unit}"
             )
 

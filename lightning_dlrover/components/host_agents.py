@@ -115,7 +115,7 @@ class _Agents:
         print(text, file=sys.stderr, flush=True)
 
     def _ask_to_leave(self, is_late: bool) -> None:
-        """Send SIGTERM to each agent's worker once; to the agent itself, which would end its worker at once, if it restarts it."""
+        """Send SIGTERM to each agent's worker once, and to the agent, which ends its worker at once, if that is another one."""
         for number, agent in self._living.items():
             workers: list[psutil.Process] = []
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended

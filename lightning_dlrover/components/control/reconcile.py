@@ -1,15 +1,15 @@
 """Decide which nodes to add and to end, so that the job has as many workers as planned.
 
 A pure function of the state in etcd and at the scheduler; `controller.py` carries the decision out. If there are too many
-workers, those to leave are not chosen here. The workers' convener drops all workers of a node in the middle, which hand over and
-exit, and its app ends.
+workers, those to leave are not chosen here. The workers' convener drops all workers of a node in the middle, which hand over
+and exit, and its app ends.
 
 Plans count workers; a node has `Limits.workers_per_node` of them. A node is added, ended and judged as a whole:
 
     asked -> running -> ended          as the scheduler reports it
     running: whole -> without one      a worker has died, and its own agent restarts it; its neighbours train on
              without one -> whole      the restarted worker has joined again
-             without one -> ended      the agent has no restart left: the others hand over (`host_agents.py`), and the node fails
+             without one -> ended      the agent has no restart left: the others hand over (`host_agents.py`), the node fails
 
 So a failure here is always that of a node, once, whichever of its workers failed first.
 """
