@@ -37,9 +37,6 @@ def counted_field(name: str, value: int) -> str:
     return counted(value, unit.removesuffix("s")) if unit.endswith("s") else f"{value} {unit}"
 
 
-RESTARTS_OF_SEVERAL = 3
-"""Restarts of each worker by its own agent where a node has several: otherwise its neighbours would leave with it."""
-
 NODE_OPTIONS = {
     "gpus": (
         "[TYPE:]N",

@@ -133,8 +133,9 @@ def _add_run(commands: Commands) -> None:
     run.add_argument(
         "--max-restarts",
         type=int,
+        default=0,
         metavar="N",
-        help="restarts of a worker by its own agent before the node fails (default 0; 3 with several workers per node)",
+        help="restarts of a worker by its own agent before the node fails (default 0)",
     )
     for name, text in TIMEOUTS.items():
         run.add_argument(flag(name), type=values.duration, metavar="TIME", help=text)

@@ -132,8 +132,8 @@ def _run_job(
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
     spec = _node_spec(options, command, place)
-    # An agent with restarts left may be without a worker while it restarts one.
-    patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
+    # A node may be without a worker while one is restarted.
+    patience = Patience(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else Patience()
     if asked is not None:
         patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
     with contextlib.ExitStack() as stack:

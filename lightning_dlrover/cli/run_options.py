@@ -24,7 +24,6 @@ from lightning_dlrover.cli.options import (
     KUBERNETES_OPTIONS,
     NODE_OPTIONS,
     REPEATED_OPTIONS,
-    RESTARTS_OF_SEVERAL,
     SLURM_OPTIONS,
     TARGETS,
     flag,
@@ -85,8 +84,6 @@ def settle_workers(options: argparse.Namespace) -> None:
     each = options.workers_per_node = options.workers_per_node or gpus
     if options.workers is None:
         options.workers = each, 2 * each
-    if options.max_restarts is None:
-        options.max_restarts = RESTARTS_OF_SEVERAL if each > 1 else 0
     if each == 1:
         return
     if any(number % each for number in options.workers):

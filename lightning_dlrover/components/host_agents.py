@@ -11,8 +11,10 @@ where a process sees none but its own (`CUDA_VISIBLE_DEVICES`).
 An agent that ends does not end the others. All of them get SIGTERM when this process does, or when it ends. The exit code is
 that of the first agent that failed, after all have ended.
 
-A node of `dlrover run` is different in one thing: it is given back as a whole. So when an agent there has failed for good, with
-no restart left, the workers of the others hand over and leave, as they do on SIGUSR1:
+A node of `dlrover run` is given back as a whole, and its failure is judged by its first error. There
+
+- a worker that was killed is started again, with another agent, up to `MAX_KILLS` times an hour;
+- when an agent fails for any other reason, the workers of the others hand over and leave, as they do on SIGUSR1.
 
     together -> leaving -> ended        leaving: each worker gets SIGTERM once; an agent that starts another one is ended
 """
@@ -37,6 +39,14 @@ from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABL
 __all__ = ["environments", "main"]
 
 POLL_S = 0.2
+
+MAX_KILLS = 3
+"""Times that one worker of a node may be killed within `KILLS_S`. Then its host is in trouble, or lacks memory."""
+
+KILLS_S = 3600.0
+
+_REQUESTS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals by which a worker is asked to end."""
 
 LEAVE_S = 600.0
 """Seconds that leaving workers have for their hand-over before their agents end them."""
@@ -70,19 +80,26 @@ class _Agents:
     """The agents of this host.
 
     Args:
-        leave_together: all workers leave once an agent has failed for good.
+        is_node: this host is a node of `dlrover run`, which ends as a whole.
     """
 
-    def __init__(self, leave_together: bool) -> None:
-        self._leave_together = leave_together
+    def __init__(self, is_node: bool) -> None:
+        self._is_node = is_node
+        self._command: Sequence[str] = ()
+        self._variables: Sequence[Mapping[str, str]] = ()  # of each agent
         self._living: dict[int, subprocess.Popen[bytes]] = {}
+        self._killed_at: dict[int, list[float]] = {}  # by agent
         self._asked: dict[int, set[psutil.Process]] = {}  # workers that were asked to leave, by agent
         self._left_at: float | None = None  # time at which the workers were first asked
         self._failed = 0
 
-    def start(self, command: Sequence[str], each: Sequence[Mapping[str, str]]) -> None:
-        for number, own in enumerate(each):
-            self._living[number] = subprocess.Popen(command, env={**os.environ, **own})
+    def start(self, command: Sequence[str], variables_of_each: Sequence[Mapping[str, str]]) -> None:
+        self._command, self._variables = command, variables_of_each
+        for number in range(len(variables_of_each)):
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        self._living[number] = subprocess.Popen(self._command, env={**os.environ, **self._variables[number]})
 
     def end(self, number: int, frame: FrameType | None) -> None:
         for agent in self._living.values():
@@ -107,12 +124,28 @@ class _Agents:
     def _note_end(self, number: int, code: int) -> None:
         if not code:
             return
-        self._failed = self._failed or (128 - code if code < 0 else code)
         text = f"agent {number} has ended with {code}; {len(self._living)} others are left"
-        if self._leave_together and self._living and self._left_at is None:
-            text += ", whose workers hand over and leave: this node is given back as a whole"
-            self.leave()
+        if self._is_node and self._left_at is None and self._may_start_again(number, code):
+            text = f"agent {number}: its worker was killed, and is started again"
+            self._start(number)
+        else:
+            self._failed = self._failed or (128 - code if code < 0 else code)
+            if self._is_node and self._living and self._left_at is None:
+                text += ", whose workers hand over and leave: this node is given back as a whole"
+                self.leave()
         print(text, file=sys.stderr, flush=True)
+
+    def _may_start_again(self, number: int, code: int) -> bool:
+        """Whether the worker of an ended agent was killed, and not too often.
+
+        An agent that was killed itself (a negative code) may have left its worker behind, which still has the GPU.
+        """
+        if code <= 128 or code - 128 in _REQUESTS:
+            return False
+        now = time.monotonic()
+        kills = [at for at in self._killed_at.get(number, ()) if now - at < KILLS_S]
+        self._killed_at[number] = [*kills, now]
+        return len(kills) < MAX_KILLS
 
     def _ask_to_leave(self, is_late: bool) -> None:
         """Send SIGTERM to each agent's worker once, and to the agent, which ends its worker at once, if that is another one."""
@@ -138,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ValueError: a node of `dlrover run` has too few GPUs; its controller reports the error.
     """
     is_node = variables.NODE in os.environ
-    agents = _Agents(leave_together=is_node)
+    agents = _Agents(is_node)
     signal.signal(signal.SIGTERM, agents.end)
     signal.signal(LEAVE_SIGNAL, agents.leave)
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the agents, too

@@ -20,6 +20,7 @@ from lightning_dlrover.components.control.post_mortem import (
     PostMortem,
     examine,
 )
+from lightning_dlrover.components.host_agents import MAX_KILLS
 from lightning_dlrover.components.node import AGENTS_OPTION, notice_file
 
 POLITE = """
@@ -33,6 +34,7 @@ time.sleep(600)
 """
 
 TWO_GPUS = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+OF_RUN = {names.NODE: "node1", names.LEAVE_ON_SIGTERM: "1"}
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -131,9 +133,26 @@ def test_notice_reaches_the_workers_of_all_agents_and_no_agent(start: Start, tmp
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_node_of_an_agent_without_restarts_left_fails_with_the_error_of_its_worker(start: Start, tmp_path: Path) -> None:
+ONE_KILLED = """
+import os, signal
+if os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b":
+    print("killed", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_worker_of_several_that_is_killed_too_often_ends_its_node(start: Start, tmp_path: Path) -> None:
+    node = start(ONE_KILLED + POLITE, 0.0, [f"{AGENTS_OPTION}2"], **OF_RUN, **TWO_GPUS)
+    assert node.wait(120) == 128 + signal.SIGKILL
+    output = (tmp_path / "output").read_text()
+    assert output.count("killed\n") == 1 + MAX_KILLS
+    assert output.count("training\n") == output.count("handed over\n") == 1  # its neighbour
+    assert examine(output) == PostMortem("", "")
+
+
+def test_error_of_one_of_several_workers_ends_their_node_at_once(start: Start, tmp_path: Path) -> None:
     one_fails = f"import os\nif os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-b': raise ValueError('bad')\n{POLITE}"
-    node = start(one_fails, 0.0, [f"{AGENTS_OPTION}2"], **{names.NODE: "node1", names.LEAVE_ON_SIGTERM: "1"}, **TWO_GPUS)
+    node = start(one_fails, 0.0, [f"{AGENTS_OPTION}2"], **OF_RUN, **TWO_GPUS)
     assert node.wait(60) == 1
     output = (tmp_path / "output").read_text()
     assert "agent 1 has ended with 1; 1 others are left, whose workers hand over and leave" in output
@@ -141,7 +160,7 @@ def test_node_of_an_agent_without_restarts_left_fails_with_the_error_of_its_work
 
 
 def test_node_with_fewer_gpus_than_workers_fails_with_that_error(start: Start, tmp_path: Path) -> None:
-    node = start(POLITE, 0.0, [f"{AGENTS_OPTION}3"], **{names.NODE: "node1", names.LEAVE_ON_SIGTERM: "1"}, **TWO_GPUS)
+    node = start(POLITE, 0.0, [f"{AGENTS_OPTION}3"], **OF_RUN, **TWO_GPUS)
     assert node.wait(60) == 1
     assert examine((tmp_path / "output").read_text()).error.startswith(
         "ValueError: 3 workers need a GPU each, and 2 are visible"
@@ -190,7 +209,7 @@ os.kill(os.getpid(), signal.{sign})
 
 @pytest.mark.parametrize("sign", ["SIGKILL", "SIGTERM"])
 def test_killed_worker_takes_one_line_of_its_node(start: Start, tmp_path: Path, sign: str) -> None:
-    assert start(KILLED.format(sign=sign)).wait(timeout=60) == 1
+    assert start(KILLED.format(sign=sign)).wait(timeout=60) == 128 + signal.Signals[sign]
     output = (tmp_path / "output").read_text()
     assert f"was ended by {sign} (exitcode: -" in output.splitlines()[-1]
     assert "Traceback" not in output

@@ -119,8 +119,8 @@ def test_drained_worker_leaves_with_its_node_once_that_is_replaced(dlrover: Dlro
 
 
 @pytest.mark.timeout(300)
-def test_node_ends_as_a_whole_when_a_worker_has_no_restart_left(dlrover: Dlrover, records: Path) -> None:
-    run = dlrover.start(*OPTIONS, "--max-restarts", 0, records.parent / "loop.py", records)
+def test_node_ends_as_a_whole_when_a_worker_has_an_error(dlrover: Dlrover, records: Path) -> None:
+    run = dlrover.start(*OPTIONS, records.parent / "loop.py", records)
     gpus(run, records, 2)
     assert dlrover("scale", "job", 4).returncode == 0
     grown = gpus(run, records, 4)

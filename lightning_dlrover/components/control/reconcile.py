@@ -7,11 +7,11 @@ and exit, and its app ends.
 Plans count workers; a node has `Limits.workers_per_node` of them. A node is added, ended and judged as a whole:
 
     asked -> running -> ended          as the scheduler reports it
-    running: whole -> without one      a worker has died, and its own agent restarts it; its neighbours train on
-             without one -> whole      the restarted worker has joined again
-             without one -> ended      the agent has no restart left: the others hand over (`host_agents.py`), the node fails
+    running: whole -> without one      a worker was killed, and is started again; its neighbours train on
+             without one -> whole      that one has joined
+             without one -> ended      it had an error, or was killed too often: the others hand over, the node fails
 
-So a failure here is always that of a node, once, whichever of its workers failed first.
+`host_agents.py` decides that on the node. So a failure here is that of a node, once, whichever of its workers failed first.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Patience:
     surplus_s: float = 60.0  # tolerated time of a node beyond the plan
     register_s: float = 60.0  # time for a started node to register in etcd, before a warning
     come_s: float = 900.0  # time for a started node to register in etcd, before its replacement
-    whole_s: float = 60.0  # time that a node may train without one of its agents, before its replacement
+    whole_s: float = 300.0  # time that a node may train without one of its agents, before its replacement
     settle_s: float = 2.0  # tolerated delay between etcd and the scheduler
     etcd_s: float = 120.0  # tolerated absence of etcd once no node is left
 

@@ -302,7 +302,8 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
         return f"waits for {', '.join(forming)} to enter round {round_.number}"
     if _is_cut_off(view, worker):
         return f"cannot reach {', '.join(w for w in record.unreachable if w in round_.members)}"
-    if view.nodes[worker] in {view.nodes[w] for w in view.in_state("standby")}:
+    neighbours = [w for w in view.in_state("ready") if w != worker and view.nodes[w] == view.nodes[worker]]
+    if _lacks_neighbours(view, [worker, *neighbours]):
         return "waits for the other workers of its node"
     if len([w for w in round_.members if w not in view.drains]) >= view.cap:
         wanted = f"the plan wants {view.cap}" if view.plan and view.plan.binding else f"at most {view.cap} are allowed"
@@ -489,11 +490,16 @@ def _planned(view: View) -> RoundRecord | None:
 
 def _joiners(view: View) -> list[str]:
     """Return the workers that may join now. Those of one node join together, so the first of them waits for the others."""
-    ready = [w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w)]
-    building = {view.nodes[w] for w in view.in_state("standby") if w not in view.drains}
-    if view.round is not None and not {*view.round.members} <= view.drains:
-        ready = [w for w in ready if view.nodes[w] not in building]
-    return [worker for group in view.by_node(ready) for worker in group]
+    ready = view.by_node(w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w))
+    if view.drains.issuperset(view.survivors):
+        return [worker for group in ready for worker in group]  # the state must be handed over now
+    return [worker for group in ready if not _lacks_neighbours(view, group) for worker in group]
+
+
+def _lacks_neighbours(view: View, joiners: Sequence[str]) -> bool:
+    """Whether other workers of the joiners' node, of which no worker trains yet, are still to come."""
+    is_new = view.nodes[joiners[0]] not in {view.nodes[w] for w in view.survivors}
+    return view.job is not None and is_new and len(joiners) < view.job.workers_per_node
 
 
 def _most(view: View, num_staying: int, num_joiners: int) -> int:
