@@ -36,7 +36,7 @@ from lightning_dlrover import variables
 from lightning_dlrover.components.node import LEAVE_SIGNAL
 from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
 
-__all__ = ["environments", "main"]
+__all__ = ["MAX_KILLS", "environments", "is_started_again", "main"]
 
 POLL_S = 0.2
 
@@ -76,6 +76,16 @@ def environments(wanted: str, environ: Mapping[str, str]) -> list[dict[str, str]
     return [{**parent, **({DEVICES_VARIABLE: devices[i]} if devices else {})} for i in range(number)]
 
 
+def is_started_again(code: int, num_kills: int) -> bool:
+    """Whether an ended agent's worker was killed, and not too often.
+
+    Args:
+        code: exit code of the agent. If it was killed itself (a negative one), its worker may be left, and has the GPU.
+        num_kills: earlier kills of its workers within `KILLS_S`.
+    """
+    return code > 128 and code - 128 not in _REQUESTS and num_kills < MAX_KILLS
+
+
 class _Agents:
     """The agents of this host.
 
@@ -91,6 +101,7 @@ class _Agents:
         self._killed_at: dict[int, list[float]] = {}  # by agent
         self._asked: dict[int, set[psutil.Process]] = {}  # workers that were asked to leave, by agent
         self._left_at: float | None = None  # time at which the workers were first asked
+        self._is_ending = False
         self._failed = 0
 
     def start(self, command: Sequence[str], variables_of_each: Sequence[Mapping[str, str]]) -> None:
@@ -100,8 +111,11 @@ class _Agents:
 
     def _start(self, number: int) -> None:
         self._living[number] = subprocess.Popen(self._command, env={**os.environ, **self._variables[number]})
+        if self._is_ending:  # the signal may have come before the entry
+            self._living[number].terminate()
 
     def end(self, number: int, frame: FrameType | None) -> None:
+        self._is_ending = True
         for agent in self._living.values():
             agent.send_signal(number)
 
@@ -125,27 +139,19 @@ class _Agents:
         if not code:
             return
         text = f"agent {number} has ended with {code}; {len(self._living)} others are left"
-        if self._is_node and self._left_at is None and self._may_start_again(number, code):
+        now = time.monotonic()
+        kills = [at for at in self._killed_at.get(number, ()) if now - at < KILLS_S]
+        is_together = self._is_node and self._left_at is None and not self._is_ending
+        if is_together and is_started_again(code, len(kills)):
+            self._killed_at[number] = [*kills, now]
             text = f"agent {number}: its worker was killed, and is started again"
             self._start(number)
         else:
             self._failed = self._failed or (128 - code if code < 0 else code)
-            if self._is_node and self._living and self._left_at is None:
+            if is_together and self._living:
                 text += ", whose workers hand over and leave: this node is given back as a whole"
                 self.leave()
         print(text, file=sys.stderr, flush=True)
-
-    def _may_start_again(self, number: int, code: int) -> bool:
-        """Whether the worker of an ended agent was killed, and not too often.
-
-        An agent that was killed itself (a negative code) may have left its worker behind, which still has the GPU.
-        """
-        if code <= 128 or code - 128 in _REQUESTS:
-            return False
-        now = time.monotonic()
-        kills = [at for at in self._killed_at.get(number, ()) if now - at < KILLS_S]
-        self._killed_at[number] = [*kills, now]
-        return len(kills) < MAX_KILLS
 
     def _ask_to_leave(self, is_late: bool) -> None:
         """Send SIGTERM to each agent's worker once, and to the agent, which ends its worker at once, if that is another one."""

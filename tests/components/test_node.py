@@ -20,7 +20,6 @@ from lightning_dlrover.components.control.post_mortem import (
     PostMortem,
     examine,
 )
-from lightning_dlrover.components.host_agents import MAX_KILLS
 from lightning_dlrover.components.node import AGENTS_OPTION, notice_file
 
 POLITE = """
@@ -131,23 +130,6 @@ def test_notice_reaches_the_workers_of_all_agents_and_no_agent(start: Start, tmp
     assert node.wait(30) == 0, (tmp_path / "output").read_text()
     assert (tmp_path / "output").read_text().count("handed over") == 2
     assert list((tmp_path / "tmp").iterdir()) == []
-
-
-ONE_KILLED = """
-import os, signal
-if os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b":
-    print("killed", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_worker_of_several_that_is_killed_too_often_ends_its_node(start: Start, tmp_path: Path) -> None:
-    node = start(ONE_KILLED + POLITE, 0.0, [f"{AGENTS_OPTION}2"], **OF_RUN, **TWO_GPUS)
-    assert node.wait(120) == 128 + signal.SIGKILL
-    output = (tmp_path / "output").read_text()
-    assert output.count("killed\n") == 1 + MAX_KILLS
-    assert output.count("training\n") == output.count("handed over\n") == 1  # its neighbour
-    assert examine(output) == PostMortem("", "")
 
 
 def test_error_of_one_of_several_workers_ends_their_node_at_once(start: Start, tmp_path: Path) -> None:

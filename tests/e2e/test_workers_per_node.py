@@ -82,6 +82,7 @@ def test_node_of_two_workers_is_added_keeps_one_when_the_other_dies_and_is_given
     assert dlrover("scale", "job", 4).returncode == 0
     grown = gpus(run, records, 4)
     assert grown.keys() == {"GPU-a", "GPU-b", "GPU-c", "GPU-d"}
+    assert [len(event.data["members"]) for event in run.events if event.kind == "round"] == [2, 4]
 
     os.kill(grown["GPU-d"]["pid"], signal.SIGKILL)
     mended = gpus(run, records, 4, without=(grown["GPU-d"]["worker_id"],))
