@@ -48,7 +48,7 @@ KILLS_S = 3600.0
 _REQUESTS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals by which a worker is asked to end."""
 
-LEAVE_S = 600.0
+LEAVE_S = 60.0
 """Seconds that leaving workers have for their hand-over before their agents end them."""
 
 

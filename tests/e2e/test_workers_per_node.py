@@ -50,7 +50,7 @@ def steps_of(records: Path, worker: dict[str, Any]) -> list[dict[str, Any]]:
 
 def gpus(run: Run, records: Path, num_workers: int, **without: Any) -> dict[str, dict[str, Any]]:
     """The workers of a round of this size by GPU, once each has made a step in it."""
-    run.wait_for_output(r"\[round\] round 1: 2 workers", timeout_s=90)
+    run.wait_for_output(r"\[round\] round 1: \d workers", timeout_s=90)
     workers = wait_for_workers(run, num_workers, **without)
     run.wait_for(
         lambda: all(any(line["size"] == num_workers for line in steps_of(records, w)) for w in workers) or None, "their steps"
@@ -120,17 +120,21 @@ def test_drained_worker_leaves_with_its_node_once_that_is_replaced(dlrover: Dlro
 
 
 @pytest.mark.timeout(300)
-def test_node_ends_as_a_whole_when_a_worker_has_an_error(dlrover: Dlrover, records: Path) -> None:
-    run = dlrover.start(*OPTIONS, records.parent / "loop.py", records)
-    gpus(run, records, 2)
-    assert dlrover("scale", "job", 4).returncode == 0
-    grown = gpus(run, records, 4)
+def test_node_with_a_failed_worker_is_replaced_as_a_whole_in_a_job_that_needs_all_workers(
+    dlrover: Dlrover, records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f")
+    options = ("--workers", 4, "--gpus", 2, "--workers-per-node", "gpu")
+    run = dlrover.start(*options, records.parent / "loop.py", records)
+    first = gpus(run, records, 4)
     (records / "broken").touch()
     run.wait_for_output(r"\[node1\] .*this node is given back as a whole")
     (records / "broken").unlink()
-    mended = gpus(run, records, 4, without=(grown["GPU-a"]["worker_id"], grown["GPU-b"]["worker_id"]))
-    assert {gpu: mended[gpu]["pid"] for gpu in ("GPU-c", "GPU-d")} == {gpu: grown[gpu]["pid"] for gpu in ("GPU-c", "GPU-d")}
-    assert {steps_of(records, mended[gpu])[-1]["node"] for gpu in ("GPU-a", "GPU-b")} == {"node3"}
+    mended = gpus(run, records, 4, without=(first["GPU-a"]["worker_id"], first["GPU-b"]["worker_id"]))
+    assert {gpu: mended[gpu]["pid"] for gpu in ("GPU-c", "GPU-d")} == {gpu: first[gpu]["pid"] for gpu in ("GPU-c", "GPU-d")}
+    assert {worker["node"] for worker in mended.values()} == {"node2", "node3"}
     (records / "enough").touch()
     assert run.wait_for_exit(60) == 0, run.output
+    numbers = [line["step"] for line in steps_of(records, first["GPU-c"])]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     dlrover.assert_all_ended()

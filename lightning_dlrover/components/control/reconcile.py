@@ -16,6 +16,7 @@ Plans count workers; a node has `Limits.workers_per_node` of them. A node is add
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -151,13 +152,24 @@ class JobView:
             phase=view.job.phase if view.job is not None else "none",
             has_stepped=view.job is not None and view.job.has_stepped,
             unfinished_fit=view.job.unfinished_fit if view.job is not None else 0,
-            wanted=limits.num_nodes(view.plan) + len(replaced),
+            wanted=limits.num_nodes(view.plan) + len(replaced | _given_back(view, limits.workers_per_node)),
             nodes=nodes,
             fewest=limits.min_workers,
             size=limits.size(view.plan),
             members={worker: names.get(view.workers[worker].agent_id, "") for worker in view.survivors},
             leaving=(view.drains | view.replacements) & view.workers.keys(),
         )
+
+
+def _given_back(view: View, workers_per_node: int) -> set[str]:
+    """Return nodes that have lost a worker for good, and whose other workers were asked to leave.
+
+    Below the job's minimum these cannot leave before others have come.
+    """
+    num_agents = Counter(nodes_of_agents(view).values())
+    groups = view.by_node(view.workers)
+    nodes = {view.nodes[group[0]] for group in groups if view.drains.issuperset(group)}
+    return {node for node in nodes if 0 < num_agents[node] < workers_per_node}
 
 
 def nodes_of_agents(view: View) -> dict[str, str]:

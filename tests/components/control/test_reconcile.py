@@ -27,7 +27,7 @@ from lightning_dlrover.components.control.reconcile import (
     why_none_is_added,
 )
 from lightning_dlrover.components.targets.target import NodeSize
-from lightning_dlrover.rdzv.job.records import AgentRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.rounds import View
 
 PATIENCE = Patience()
@@ -580,6 +580,16 @@ def test_replaced_workers_of_one_node_cost_one_more_node() -> None:
     assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1"), limits, []).wanted == 2
     assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1", frozenset({"a0", "a1"})), limits, []).wanted == 3
     assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1", frozenset({"a0", "b1"})), limits, []).wanted == 4
+
+
+def test_successor_of_a_node_that_is_given_back_is_started_before_its_end() -> None:
+    limits = Limits(4, 8, workers_per_node=2)
+    job = JobRecord("training", True, 4, 8, "1", workers_per_node=2)
+    view = replace(view_of_pairs(4, "a0 b0 b1"), job=job)
+    assert JobView.of(view, limits, []).wanted == 2  # its other worker is being started again
+    assert JobView.of(replace(view, drains=frozenset({"a0"})), limits, []).wanted == 3
+    drained = replace(view_of_pairs(4, "a0 a1 b0 b1"), job=job, drains=frozenset({"a0", "a1"}))
+    assert JobView.of(drained, limits, []).wanted == 2  # asked for by `dlrover drain`
 
 
 def test_all_workers_of_a_reclaimed_node_are_replaced() -> None:
