@@ -168,7 +168,7 @@ def _given_back(view: View, workers_per_node: int) -> set[str]:
     """
     num_agents = Counter(nodes_of_agents(view).values())
     groups = view.by_node(view.workers)
-    nodes = {view.nodes[group[0]] for group in groups if view.drains.issuperset(group)}
+    nodes = {view.nodes[group[0]] for group in groups if view.drains >= {*group}}
     return {node for node in nodes if 0 < num_agents[node] < workers_per_node}
 
 

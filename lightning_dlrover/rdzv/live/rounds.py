@@ -491,7 +491,7 @@ def _planned(view: View) -> RoundRecord | None:
 def _joiners(view: View) -> list[str]:
     """Return the workers that may join now. Those of one node join together, so the first of them waits for the others."""
     ready = view.by_node(w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w))
-    if view.drains.issuperset(view.survivors):
+    if view.drains >= {*view.survivors}:
         return [worker for group in ready for worker in group]  # the state must be handed over now
     return [worker for group in ready if not _lacks_neighbours(view, group) for worker in group]
 
