@@ -302,9 +302,10 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
         return f"waits for {', '.join(forming)} to enter round {round_.number}"
     if _is_cut_off(view, worker):
         return f"cannot reach {', '.join(w for w in record.unreachable if w in round_.members)}"
-    neighbours = [w for w in view.in_state("ready") if w != worker and view.nodes[w] == view.nodes[worker]]
-    if _lacks_neighbours(view, [worker, *neighbours]):
-        return "waits for the other workers of its node"
+    if limits.workers_per_node > 1:
+        neighbours = [w for w in view.in_state("ready") if w != worker and view.nodes[w] == view.nodes[worker]]
+        if _lacks_neighbours(view, [worker, *neighbours]):
+            return "waits for the other workers of its node"
     if len([w for w in round_.members if w not in view.drains]) >= view.cap:
         wanted = f"the plan wants {view.cap}" if view.plan and view.plan.binding else f"at most {view.cap} are allowed"
         return f"spare: waits for a plan that admits it, {wanted}"
@@ -498,8 +499,9 @@ def _joiners(view: View) -> list[str]:
 
 def _lacks_neighbours(view: View, joiners: Sequence[str]) -> bool:
     """Whether other workers of the joiners' node, of which no worker trains yet, are still to come."""
-    is_new = view.nodes[joiners[0]] not in {view.nodes[w] for w in view.survivors}
-    return view.job is not None and is_new and len(joiners) < view.job.workers_per_node
+    if view.job is None or len(joiners) >= view.job.workers_per_node:
+        return False
+    return view.nodes[joiners[0]] not in {view.nodes[w] for w in view.survivors}
 
 
 def _most(view: View, num_staying: int, num_joiners: int) -> int:
