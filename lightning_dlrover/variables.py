@@ -48,6 +48,8 @@ STARTED_BY = "DLROVER_STARTED_BY"
 """Mark of all processes that a controller on this machine has started."""
 PARENT_PID = "DLROVER_DIE_WITH_PID"
 """Process id of the parent. The node ends with it; unset where nodes run independently."""
+WORKERS_PER_NODE = "DLROVER_WORKERS_PER_NODE"
+"""Workers of each node, with an agent each; unset: one."""
 MEMORY_GROUP = "DLROVER_MEMORY_GROUP"
 """Folder of the control group that limits the node's memory, if there is one."""
 EXIT_FILE = "DLROVER_EXIT_FILE"
@@ -100,6 +102,15 @@ def local_world_size(environ: Mapping[str, str]) -> int:
         ValueError: the variable holds no whole number.
     """
     return whole_number(environ, "LOCAL_WORLD_SIZE", 1)
+
+
+def workers_here(environ: Mapping[str, str]) -> int:
+    """Return the workers that share this worker's node: those of its agent, or of all agents that `dlrover run` started there.
+
+    Raises:
+        ValueError: a variable holds no whole number.
+    """
+    return local_world_size(environ) * max(1, whole_number(environ, WORKERS_PER_NODE, 1))
 
 
 def slurm_job(environ: Mapping[str, str]) -> str:

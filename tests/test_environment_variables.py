@@ -23,6 +23,7 @@ READERS = {
         key: {WORKER}
         for key in ["RUN_ID", "AGENT_ID", "AGENT_PID", "MIN_NODES", "MAX_NODES", "HISTORY_TTL_S", "LEFT_STATE", "POOL"]
     },
+    "WORKERS_PER_NODE": {WORKER},
     "timeout": {"rdzv/timeouts.py"},  # read for workers
     "NODE": {WORKER, AGENT, "observe/cgroups.py", "components/targets/local.py"},  # the target reads it of other processes
     "STARTED_BY": {"observe/cgroups.py", "components/targets/local.py"},

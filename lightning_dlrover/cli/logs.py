@@ -174,10 +174,11 @@ def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | 
         # Nodes that end before they register leave no record, so an empty job may not have started, or may be over.
         nobody = view.job is None and not view.agents and controller is None
         return {}, None if nobody else is_over
-    ranks = {}
+    ranks: dict[str, list[int]] = {}
     for global_rank, worker in enumerate(view.round.members):
         record = view.workers.get(worker)
         agent = view.agents.get(record.agent_id) if record else None
         if agent is not None:
-            ranks[agent.labels.get("node", "")] = f" rank {global_rank} round {view.round.number}"
-    return ranks, is_over
+            ranks.setdefault(agent.labels.get("node", ""), []).append(global_rank)
+    number = view.round.number
+    return {node: f" rank {', '.join(map(str, its))} round {number}" for node, its in ranks.items()}, is_over

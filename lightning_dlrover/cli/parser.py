@@ -115,10 +115,17 @@ def _add_run(commands: Commands) -> None:
     run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
     run.add_argument(
         "--workers",
-        default="1:2",
         type=values.workers,
         metavar="MIN:MAX",
-        help="minimum and maximum number of workers (default 1:2)",
+        help="minimum and maximum number of workers (default: those of one node, and of two, such as 1:2)",
+    )
+    run.add_argument(
+        "--workers-per-node",
+        type=values.workers_per_node,
+        default=1,
+        metavar="N",
+        help="workers of each node, each with a GPU of its own; gpu: one for each of its --gpus (default 1). --workers and "
+        "plans count workers, and nodes come and go as a whole",
     )
     run.add_argument(
         "--rdzv-id", type=values.given, metavar="JOB", help="name of the job (default: made from the script's name)"
@@ -438,8 +445,12 @@ def _add_explain(commands: Commands) -> None:
 
 
 def _add_drain(commands: Commands) -> None:
-    drain = _add_job_command(commands, "drain", "drain one worker: it hands over its state and leaves")
-    drain.add_argument("worker", metavar="WORKER", help="worker's id from `dlrover status`")
+    drain = _add_job_command(commands, "drain", "drain the workers of a node: they hand over their state and leave")
+    drain.add_argument(
+        "worker",
+        metavar="WORKER",
+        help="worker's id from `dlrover status`, or its node, such as node1; all of the node's leave",
+    )
     drain.add_argument("--replace", action="store_true", help="start a replacement first")
 
 

@@ -109,32 +109,44 @@ def divide_command(options: argparse.Namespace) -> int:
 
 
 def drain_command(options: argparse.Namespace) -> int:
-    """Ask one worker of a job to hand over and leave."""
+    """Ask one worker of a job, and all others of its node, to hand over and leave."""
     with connected_job(options) as (place, client):
         view = read_job(client, place.keys).view
-        if options.worker not in view.workers:
+        leaving = _workers_of(view, options.worker)
+        if not leaving:
             known = ", ".join(view.workers) or "none"
-            raise UsageError(f"job {place.run_id!r} has no worker {options.worker!r}; its workers are: {known}")
+            raise UsageError(f"job {place.run_id!r} has no worker or node {options.worker!r}; its workers are: {known}")
         if options.replace and client.get(place.keys.controller) is None:
             raise UsageError(
                 f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
                 f"`dlrover status {place.run_id}` shows it ready, drain {options.worker!r} without --replace"
             )
-        if options.replace and options.worker in view.drains:
+        if options.replace and not view.drains.isdisjoint(leaving):
             raise UsageError(
                 f"{options.worker!r} of job {place.run_id!r} has been asked to leave at once, and may not be able to wait"
             )
-        is_last = options.worker in view.survivors and not set(view.survivors) - {options.worker, *view.drains}
+        is_last = not {*view.survivors}.isdisjoint(leaving) and not {*view.survivors} - {*leaving, *view.drains}
         if is_last and not options.replace:
+            found = f"{leaving[0]!r} is the only worker" if len(leaving) == 1 else f"{', '.join(leaving)} are the only workers"
             raise UsageError(
-                f"{options.worker!r} is the only worker of job {place.run_id!r} that stays: without it the job would stop; "
-                f"`dlrover scale {place.run_id} 2` first"
+                f"{found} of job {place.run_id!r} that would stay, and without them the job would stop; "
+                f"`dlrover scale {place.run_id} {2 * len(leaving)}` first"
             )
-        request = DrainRecord(options.worker, "asked for by `dlrover drain`", once_replaced=options.replace)
-        client.put(place.keys.drains + options.worker, encode(request))
-    when = " when another worker is ready" if options.replace else ""
-    show(f"job {place.run_id}: {options.worker} will hand over and leave{when}")
+        for worker in leaving:
+            request = DrainRecord(worker, "asked for by `dlrover drain`", once_replaced=options.replace)
+            client.put(place.keys.drains + worker, encode(request))
+    when = f" when {'another worker is' if len(leaving) == 1 else 'other workers are'} ready" if options.replace else ""
+    show(f"job {place.run_id}: {', '.join(leaving)} will hand over and leave{when}")
     return EXIT_OK
+
+
+def _workers_of(view: View, name: str) -> list[str]:
+    """Return the workers that leave together when a worker or a node, such as node1, is named; none if there is none."""
+    agents = {agent.agent_id for agent in view.agents.values() if agent.labels.get("node") == name}
+    of_node = [worker for worker, record in view.workers.items() if record.agent_id in agents]
+    if of_node or name not in view.workers:
+        return of_node
+    return [worker for worker in view.workers if view.nodes[worker] == view.nodes[name]]
 
 
 def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
@@ -181,6 +193,12 @@ def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) 
     low, high = view.job.min_workers, view.job.max_workers
     if num_workers is not None and not low <= num_workers <= high:
         raise UsageError(f"job {place.run_id!r} was started for {low} to {high} workers, {num_workers} is outside of that")
+    if num_workers is not None and num_workers in view.job.sizes_not_planned - view.job.sizes_not_tried:
+        below = view.job.on_whole_nodes(num_workers)
+        raise UsageError(
+            f"job {place.run_id!r} has {view.job.workers_per_node} workers on each node, and {num_workers} would not fill "
+            f"theirs: use {below} or {below + view.job.workers_per_node}"
+        )
 
 
 def _forgive(client: EtcdClient, keys: Keys, num_workers: int) -> str:

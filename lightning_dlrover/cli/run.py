@@ -31,6 +31,7 @@ from lightning_dlrover.cli.run_options import (
     objective,
     pairs,
     place_in_pool,
+    settle_workers,
     surrounding_target,
 )
 from lightning_dlrover.cli.run_output import Announcer, write_final_report
@@ -70,6 +71,7 @@ def run_command(options: argparse.Namespace) -> int:
     run_id = options.rdzv_id or _new_run_id(Path(options.script).stem if not options.module else options.script)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
+    settle_workers(options)
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
@@ -128,15 +130,15 @@ def _run_job(
     """
     end: Give | None = None
     fewest, most = options.workers
-    limits = Limits(fewest, most, *node_sizes(options))
+    limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
     spec = _node_spec(options, command, place)
-    # An agent with restarts left may be without a worker while it restarts one.
-    patience = Patience(exit_s=180.0) if options.max_restarts else Patience()
+    # A node may be without a worker while one is restarted.
+    patience = Patience(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else Patience()
     if asked is not None:
         patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
-        _refuse_unusable_job(client, place, is_resumed=(folder / JOB_FILE).exists())
+        _refuse_unusable_job(client, place, (folder / JOB_FILE).exists(), options.workers_per_node)
         # Before the target: its nodes end before the place is given back.
         seat = stack.enter_context(_seat(client, place, *asked, options)) if asked is not None else None
         target = _make_target(options, spec, folder / "logs", hurry)
@@ -201,6 +203,7 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         min_workers=fewest,
         max_workers=most,
         max_restarts=options.max_restarts,
+        workers_per_node=options.workers_per_node,
         access=place.access,
         environment={**objective(options), **pairs(options, "env", "NAME=VALUE")},
         timeouts={name: value for name in TIMEOUTS if (value := getattr(options, name)) is not None},
@@ -288,11 +291,12 @@ def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hur
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir)
 
 
-def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) -> None:
+def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int) -> None:
     """Refuse a name whose job in etcd can be neither started nor continued by this process.
 
     Raises:
-        UsageError: the job has ended, another launcher's workers train it, or its records cannot be read.
+        UsageError: the job has ended, another launcher's workers train it, its nodes have another number of workers, or its
+            records cannot be read.
     """
     try:
         found = read_job(client, place.keys)
@@ -310,6 +314,11 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool) 
         )
     if job is not None and job.phase in ("finished", "failed"):
         raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
+    if job is not None and job.workers_per_node != workers_per_node:
+        raise UsageError(
+            f"job {place.run_id!r} has {job.workers_per_node} workers on each of its nodes, which cannot change; continue it "
+            f"with --workers-per-node {job.workers_per_node}, or choose another --rdzv-id"
+        )
 
 
 def _new_run_id(script: str) -> str:

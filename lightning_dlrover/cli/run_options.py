@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover import variables
 from lightning_dlrover.cli.errors import UsageError
-from lightning_dlrover.cli.options import KUBERNETES_OPTIONS, NODE_OPTIONS, REPEATED_OPTIONS, SLURM_OPTIONS, TARGETS, flag
+from lightning_dlrover.cli.options import (
+    KUBERNETES_OPTIONS,
+    NODE_OPTIONS,
+    REPEATED_OPTIONS,
+    SLURM_OPTIONS,
+    TARGETS,
+    flag,
+)
 from lightning_dlrover.components.targets.kubernetes_api import is_in_pod
 from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
 from lightning_dlrover.components.targets.target import NodeSize
@@ -65,6 +72,51 @@ def _meant_for_others(options: argparse.Namespace, target: str) -> list[str]:
     return [n for n, targets in _MEANT_FOR.items() if getattr(options, n) not in (None, "", []) and target not in targets]
 
 
+def settle_workers(options: argparse.Namespace) -> None:
+    """Replace `gpu` in --workers-per-node by a number, and set the defaults that depend on it.
+
+    Raises:
+        UsageError: nodes of so many workers do not fit the other options.
+    """
+    gpus = _num_gpus(options)
+    if not options.workers_per_node and not gpus:
+        raise UsageError("--workers-per-node gpu: --gpus N sets the number of GPUs of each node, and so of its workers")
+    each = options.workers_per_node = options.workers_per_node or gpus
+    if options.workers is None:
+        options.workers = each, 2 * each
+    if each == 1:
+        return
+    if any(number % each for number in options.workers):
+        fewest, most = (max(1, number // each) * each for number in options.workers)
+        raise UsageError(
+            f"--workers {options.workers[0]}:{options.workers[1]} counts workers, and each node has {each} "
+            f"(--workers-per-node): give multiples of {each}, such as {fewest}:{most}"
+        )
+    if gpus not in (0, each):
+        raise UsageError(
+            f"--workers-per-node {each} with --gpus {options.gpus}: each worker has one GPU of its own; give --gpus {each}, or "
+            "--workers-per-node gpu"
+        )
+    if options.pool is not None:
+        raise UsageError(
+            f"--pool {options.pool} with --workers-per-node {each}: a pool counts single workers and cannot give whole nodes; "
+            "leave one of them out"
+        )
+    for name, unit in (("cpus", ""), ("mem", "M")):
+        low, high = getattr(options, name) or (0, 0)
+        if low < high:
+            raise UsageError(
+                f"--{name} {low}{unit}:{high}{unit} with --workers-per-node {each}: only nodes of one worker can be resized; "
+                f"give one size for the whole node, such as --{name} {high}{unit}"
+            )
+
+
+def _num_gpus(options: argparse.Namespace) -> int:
+    """Return the GPUs of each node; 0 if none were asked for, or the number is malformed."""
+    number = re.search(r"\d+$", options.gpus or "")
+    return int(number[0]) if number else 0
+
+
 def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
     """Refuse options that the target cannot serve.
 
@@ -78,10 +130,10 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         raise UsageError(f"--notice is {options.notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
         raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
-    if (number := re.search(r"\d+$", options.gpus or "")) and int(number[0]) > 1:
+    if _num_gpus(options) > 1 and options.workers_per_node == 1:
         say(
             f"--gpus {options.gpus}: each node runs one worker, which trains on one of its GPUs unless its model uses more; "
-            "docs/torchelastic.md describes several workers per node"
+            "`--workers-per-node gpu` runs one worker for each"
         )
     if options.target == "local":
         _check_this_machine(options)
@@ -109,6 +161,7 @@ def _check_this_machine(options: argparse.Namespace) -> None:
     """
     cores = len(os.sched_getaffinity(0))
     limit = max(LEAST_LOCAL_WORKERS, LOCAL_WORKERS_PER_CORE * cores)
+    limit -= limit % options.workers_per_node
     fewest, most = options.workers
     if fewest > limit:
         raise UsageError(
@@ -122,6 +175,8 @@ def _check_this_machine(options: argparse.Namespace) -> None:
     if high > cores:
         asked = f"{low}:{high}" if low < high else f"{high}"
         raise UsageError(f"--cpus {asked}, but only {cores} cores may be used here; ask for {cores} at most")
+    if options.workers_per_node > 1 and not options.gpus and visible_devices(os.environ):
+        options.gpus = str(options.workers_per_node)  # otherwise the workers of two nodes would have the same GPUs
     if not options.gpus:
         return
     if not re.fullmatch(r"[1-9]\d*", options.gpus):
@@ -132,12 +187,15 @@ def _check_this_machine(options: argparse.Namespace) -> None:
             f"whatever other jobs use; give this job GPUs of its own with {DEVICES_VARIABLE}=2,3, or use --target slurm or "
             "kubernetes"
         )
-    each, (_, most), there = int(options.gpus), options.workers, len(visible_devices(os.environ))
+    # With several workers per node, each has one of the node's GPUs.
+    each = int(options.gpus) // options.workers_per_node
+    (_, most), there = options.workers, len(visible_devices(os.environ))
     if each * most > there:
+        enough = there // each // options.workers_per_node * options.workers_per_node
         seen = f"{DEVICES_VARIABLE} is {os.environ[DEVICES_VARIABLE]!r}" if DEVICES_VARIABLE in os.environ else "by nvidia-smi"
         raise UsageError(
             f"{most} workers with {each} GPUs each need {each * most}, and {there} are there ({seen}); "
-            + (f"--workers 1:{there // each} is what they are enough for" if there >= each else "use fewer, or none")
+            + (f"--workers {options.workers_per_node}:{enough} is what they are enough for" if enough else "use fewer, or none")
         )
 
 
@@ -196,7 +254,7 @@ def pairs(options: argparse.Namespace, name: str, form: str) -> dict[str, str]:
 
 def node_sizes(options: argparse.Namespace) -> tuple[NodeSize, NodeSize]:
     """Return the smallest and the largest size of a node."""
-    default = (0, 0) if options.target == "local" else (1, 1)
+    default = (0, 0) if options.target == "local" else (options.workers_per_node, options.workers_per_node)
     low, high = zip(options.cpus or default, options.mem or (0, 0), strict=True)
     return NodeSize(*low), NodeSize(*high)
 
@@ -234,7 +292,6 @@ def place_in_pool(options: argparse.Namespace, endpoint: str | None, prefix: str
     now = time.time()
     fewest, most = options.workers
     _, size = node_sizes(options)
-    gpus = re.search(r"\d+$", options.gpus or "")
     owner = options.owner
     if owner is None:
         with contextlib.suppress(KeyError, OSError):  # a container may have no user of this number
@@ -246,7 +303,7 @@ def place_in_pool(options: argparse.Namespace, endpoint: str | None, prefix: str
         most,
         submitted_at=now,
         cores=float(max(1, size.cpus)),  # nodes on this machine share its cores, and compute with one thread each
-        gpus=int(gpus[0]) if gpus else 0,
+        gpus=_num_gpus(options),
         memory_mb=size.memory_mb,
         priority=options.priority or 0,
         weight=options.weight or 1.0,

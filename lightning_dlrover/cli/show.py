@@ -55,6 +55,8 @@ def _snapshot_lines(snapshot: dict[str, Any] | None) -> list[str]:
 
 def _status_text(status: dict[str, Any]) -> str:
     limits = f"{status['min_workers']} to {status['max_workers']} workers" if status["min_workers"] else "not known yet"
+    has_several = (status["workers_per_node"] or 1) > 1
+    limits += f" ({status['workers_per_node']} on each node)" if has_several else ""
     lines = [f"job {status['run_id']}: {status['phase']}, {limits}, etcd at {status['endpoint']}"]
     if "NOSPACE" in status["etcd_alarms"]:
         lines.append(f"changes wait: {full_text(status['endpoint'])}")
@@ -101,7 +103,8 @@ def _status_text(status: dict[str, Any]) -> str:
     for worker in status["workers"]:
         rank = "-" if worker["rank"] is None else str(worker["rank"])
         step = f"{worker['step_time_s'] * 1000:.1f} ms" if worker["step_time_s"] else "-"
-        rows.append((rank, worker["state"], step, f"{worker['host']}:{worker['pid']}", worker["worker_id"]))
+        place = f"{worker['node']} " * has_several + f"{worker['host']}:{worker['pid']}"
+        rows.append((rank, worker["state"], step, place, worker["worker_id"]))
     head, *table = text_table("><><<", rows)
     lines.append(head)
     for worker, line in zip(status["workers"], table, strict=True):

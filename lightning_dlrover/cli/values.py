@@ -129,6 +129,15 @@ def workers(text: str) -> tuple[int, int]:
     return low, high
 
 
+def workers_per_node(text: str) -> int:
+    """Workers of a node; 0 for `gpu`, one for each of its GPUs."""
+    if text == "gpu":
+        return 0
+    if not text.isdecimal() or not 0 < int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers from 1 to 1024, such as 8, and not `gpu`")
+    return int(text)
+
+
 def positive(text: str, meaning: str = "a number") -> float:
     """A number above 0; `meaning` names it in the error."""
     with contextlib.suppress(ValueError):

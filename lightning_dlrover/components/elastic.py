@@ -16,6 +16,7 @@ import torchx.specs as specs
 
 from lightning_dlrover import variables
 from lightning_dlrover.components.escaped import ESCAPED
+from lightning_dlrover.components.node import AGENTS_OPTION
 
 __all__ = ["node", "train"]
 
@@ -164,6 +165,7 @@ def node(
     rdzv_id: str,
     workers: str = "1:1",
     node: str = "node",
+    agents: int = 1,
     max_restarts: int = 0,
     key_prefix: str = "",
     user: str = "",
@@ -190,6 +192,7 @@ def node(
         rdzv_id: name of the job; nodes with the same name train together
         workers: least and most workers of the job, MIN:MAX
         node: name of this node in logs and status
+        agents: workers of this node, each with an agent and a GPU of its own; all nodes of a job have equally many
         max_restarts: how often the agent restarts a failed worker by itself
         key_prefix: folder of the job's keys in etcd
         user: etcd user, if etcd has authentication enabled
@@ -222,6 +225,7 @@ def node(
                 args=[
                     "-m",
                     "lightning_dlrover.components.node",
+                    *([f"{AGENTS_OPTION}{agents}"] if agents > 1 else []),
                     "--rdzv-backend=etcd-v3",
                     f"--rdzv-endpoint={rdzv_endpoint}",
                     f"--rdzv-id={rdzv_id}",
@@ -232,7 +236,7 @@ def node(
                     script,
                     *script_args,
                 ],
-                env={variables.NODE: node},
+                env={variables.NODE: node, **({variables.WORKERS_PER_NODE: str(agents)} if agents > 1 else {})},
                 num_replicas=1,
                 resource=_size(h, cpu, gpu, memMB),
             )

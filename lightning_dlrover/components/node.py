@@ -1,6 +1,7 @@
-"""Start one node's elastic agent, and supervise it where the scheduler sends notices to the worker.
+"""Start one node's elastic agents, and supervise them where the scheduler sends notices to the workers.
 
-Run as `python -m lightning_dlrover.components.node ARGS...`; ARGS are those of torchrun.
+Run as `python -m lightning_dlrover.components.node [--agents=N] ARGS...`; ARGS are those of torchrun. With several agents,
+`host_agents.py` takes the place of the agent below.
 
 - On this machine, the agent must not outlive its parent. TorchX's local scheduler gives every app its own session, so a killed
   controller would leave its nodes behind. If the node's memory is limited, it enters its control group first.
@@ -27,7 +28,13 @@ import psutil
 from lightning_dlrover import variables
 from lightning_dlrover.whole_files import write_whole
 
-__all__ = ["main", "notice_file"]
+__all__ = ["AGENTS_OPTION", "main", "notice_file"]
+
+AGENTS_OPTION = "--agents="
+"""Start of the first argument of a node that runs several agents, each with one worker; their number follows."""
+
+LEAVE_SIGNAL = signal.SIGUSR1
+"""Makes several agents' parent let all workers hand over and leave."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -62,11 +69,15 @@ def notice_file(exit_file: Path) -> Path:
 def main() -> None:
     """Become torchrun, with the same process id. Run it as a child where the scheduler sends notices."""
     agent = [sys.executable, "-m", "lightning_dlrover.rdzv.agents.program"]
+    arguments = sys.argv[1:]
+    if has_several := bool(arguments) and arguments[0].startswith(AGENTS_OPTION):
+        number = arguments.pop(0).removeprefix(AGENTS_OPTION)
+        agent = [sys.executable, "-m", "lightning_dlrover.components.host_agents", number]
     settings = _Settings.take(os.environ)
     if settings.exit_file or settings.leaves_on_sigterm:
         # torchrun's own temporary folder would be left behind by every node.
         with tempfile.TemporaryDirectory(prefix="dlrover-node-", ignore_cleanup_errors=True) as folder:
-            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *sys.argv[1:]], settings))
+            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *arguments], settings, has_several))
     if settings.parent_pid:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != settings.parent_pid:
@@ -76,11 +87,15 @@ def main() -> None:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
             raise SystemExit(f"this node cannot enter control group {group}, which limits its memory: {error}") from error
-    os.execv(sys.executable, [*agent, *sys.argv[1:]])
+    os.execv(sys.executable, [*agent, *arguments])
 
 
-def _stay_beside(command: list[str], settings: _Settings) -> int:
-    """Run the agent and return its exit code in a shell's form."""
+def _stay_beside(command: list[str], settings: _Settings, has_several: bool) -> int:
+    """Run the agent and return its exit code in a shell's form.
+
+    Args:
+        has_several: the command runs several agents, and passes a request to leave on to their workers.
+    """
     file = Path(settings.exit_file) if settings.exit_file else None
     wanted = {signal.SIGUSR1, signal.SIGTERM}
     # Neither signal may arrive before its handler and the agent exist.
@@ -95,7 +110,11 @@ def _stay_beside(command: list[str], settings: _Settings) -> int:
         signal.setitimer(signal.ITIMER_REAL, max(0.01, settings.notice_s / 2))
 
     def leave(number: int, frame: FrameType | None) -> None:
-        print("the scheduler wants this node back: its worker hands over and leaves", file=sys.stderr, flush=True)
+        print("the scheduler wants this node back: its workers hand over and leave", file=sys.stderr, flush=True)
+        if has_several:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                agent.send_signal(LEAVE_SIGNAL)
+            return
         # SIGTERM makes a worker hand over, but makes an agent end its worker at once.
         workers = []
         with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended

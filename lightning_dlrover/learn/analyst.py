@@ -285,7 +285,7 @@ class Analyst:
         if job is not None:
             enough = least_workers((short.act, short.num_workers) for _, short in events_of(events, MemoryShort))
             fewest = min(job.max_workers, max(job.min_workers, enough))
-            limits = Limits(fewest, job.max_workers, failed_sizes=job.sizes_not_tried)
+            limits = Limits(fewest, job.max_workers, failed_sizes=job.sizes_not_planned)
         if nodes is not None:
             limits = replace(limits, max_cores=nodes.max_cpus, max_memory_bytes=nodes.max_memory_mb * 2**20)
         if news.tunable and not by_hand:

@@ -178,7 +178,7 @@ class PlaceInJob:
         strategy = self._strategy
         devices = devices_argument(trainer)
         by_default = devices in (-1, "-1", type(strategy.accelerator).auto_device_count())  # here "auto" is a number
-        per_node = self.config.workers_per_node if by_default else strategy.num_processes
+        per_node = self.config.workers_per_node * self.config.node_workers if by_default else strategy.num_processes
         if (wanted := per_node * strategy.num_nodes) in (1, num_batches := self._batches_at_start(formation)):
             return
         log.warning(

@@ -59,7 +59,7 @@ def reserve(
         if p.requires_grad and p.device.type == "cpu" and id(p) not in sparse and name not in but
     ]
     num_bytes = num_copies * sum(p.nbytes for p in parameters)
-    if num_bytes * variables.local_world_size(environ) > available_bytes() // 2:
+    if num_bytes * variables.workers_here(environ) > available_bytes() // 2:
         log.info("not enough memory is available to reserve %d MiB: changes of the world will take longer", num_bytes >> 20)
         return False
     libc.malloc.restype = ctypes.c_void_p

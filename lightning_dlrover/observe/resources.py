@@ -95,7 +95,7 @@ class MachineLoad:
         self._num_cores = len(bound_to) if num_cores is None else num_cores
         self._cores = available_cores() if cores is None else cores
         self._is_bound = len(bound_to) < (os.cpu_count() or 1) if is_bound is None else is_bound
-        self._num_local_workers = num_local_workers or variables.local_world_size(os.environ)
+        self._num_local_workers = num_local_workers or variables.workers_here(os.environ)
         self._before = clock(), self._busy_s()
 
     def foreign_cores(self, own_cores: float, num_workers: int = 1) -> float:
@@ -182,7 +182,7 @@ def own_memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroup
         with suppress(KeyError, ValueError):
             of_node.append(math.prod(int(environ[n]) for n in names) * 2**20)
             break
-    return max(0, min(of_node, default=0) - AGENT_BYTES) // max(1, variables.local_world_size(environ))
+    return max(0, min(of_node, default=0) - AGENT_BYTES) // max(1, variables.workers_here(environ))
 
 
 def _limits_bytes(folders: Iterable[Path]) -> list[int]:

@@ -112,6 +112,7 @@ class Situation:
     has_sharded_tables: bool
     max_memory_bytes: int = 0  # largest node that can be requested; 0: no larger one
     tried: Sequence[Act] = ()  # remedies that this job tried without success
+    workers_per_node: int = 1  # workers that are added together
 
 
 @dataclass(frozen=True)
@@ -279,4 +280,5 @@ def _enough_workers(forecast: MemoryForecast, situation: Situation) -> int:
     fixed = forecast.level_bytes - forecast.grown_bytes
     room = forecast.limit_bytes * (1 - RESERVE) - fixed
     needed = math.ceil(spread / room) if room > 0 else situation.max_workers
-    return min(situation.max_workers, max(situation.num_workers + 1, needed))
+    num_nodes = math.ceil(max(situation.num_workers + 1, needed) / situation.workers_per_node)
+    return min(situation.max_workers, num_nodes * situation.workers_per_node)

@@ -42,7 +42,8 @@ class Limits:
     # Maximum for a worker's node, where each worker has one of its own; 0: the node stays as it is.
     max_cores: float = 0.0
     max_memory_bytes: int = 0
-    failed_sizes: frozenset[int] = frozenset()  # numbers of workers with which a step has failed
+    # Numbers of workers with which a step has failed, or that would leave a node with fewer workers than others.
+    failed_sizes: frozenset[int] = frozenset()
     # Cores of the job on a node that other processes keep busy. No more threads than now are considered for these.
     foreign_cores: float = 0.0
 

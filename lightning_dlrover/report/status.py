@@ -386,6 +386,7 @@ def show_status(
         "phase": phase,
         "min_workers": job.min_workers if job else None,
         "max_workers": job.max_workers if job else None,
+        "workers_per_node": job.workers_per_node if job else None,
         "global_batch_size": job.global_batch_size if job else None,
         "failed_sizes": dict(sorted(job.failed_sizes.items(), key=lambda each: each[0].rjust(6))) if job else {},
         "round": {"number": round_.number, "kind": round_.kind, "reason": round_.reason} if round_ else None,
@@ -429,10 +430,12 @@ def _show_workers(view: View, profiles: Mapping[str, StepProfile], now: float) -
     waits = rounds.waits(view)
     members = view.round.members if view.round else []
     ranks = {worker: rank for rank, worker in enumerate(members)}
+    labels = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
     return [
         {
             "worker_id": worker,
             "rank": ranks.get(worker),
+            "node": labels.get(record.agent_id, ""),
             "state": "leaving" if worker in view.drains or worker in view.replacements else record.state,
             "host": record.host,
             "pid": record.pid,

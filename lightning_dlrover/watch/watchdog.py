@@ -438,6 +438,7 @@ class _Memory:
                 has_sharded_tables=windows[-1].embedding_bytes > 0,
                 max_memory_bytes=nodes.max_memory_mb * 2**20 if nodes is not None else 0,
                 tried=self._tried(past, windows),
+                workers_per_node=view.job.workers_per_node if view.job is not None else 1,
             ),
         )
         if remedy.act == act or not self._carry_out(remedy):

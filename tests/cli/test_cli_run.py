@@ -50,6 +50,23 @@ def test_more_gpus_than_there_are_cannot_be_asked_for(
 
 
 @pytest.mark.parametrize(
+    ("visible", "options", "message"),
+    [
+        ("0,1,2", ["--workers-per-node", 2, "--workers", "2:4"], "4 workers with 1 GPUs each need 4, and 3 are there"),
+        ("0,1,2", ["--workers-per-node", "gpu", "--gpus", 2], "--workers 2:2 is what they are enough for"),
+        ("0", ["--workers-per-node", "gpu", "--gpus", 2], "(CUDA_VISIBLE_DEVICES is '0'); use fewer, or none"),
+    ],
+)
+def test_workers_of_nodes_need_a_gpu_each_where_there_are_any(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, visible: str, options: list[object], message: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    code, _, errors = dlrover("run", *options, "script.py")
+    assert code == 2
+    assert message in errors
+
+
+@pytest.mark.parametrize(
     ("variables", "said"),
     [
         ({}, "nodes run on this machine, where these mean nothing: --partition, --image"),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.components.host_agents import environments
+from lightning_dlrover.components.host_agents import MAX_KILLS, environments, is_started_again
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 LOOP = """
@@ -61,6 +61,21 @@ def test_each_agent_has_a_gpu_of_its_own(wanted: str, visible: str, gpus: list[s
 def test_more_agents_than_gpus_are_refused(wanted: str, visible: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         environments(wanted, {"CUDA_VISIBLE_DEVICES": visible})
+
+
+@pytest.mark.parametrize(
+    ("situation", "code", "num_kills", "again"),
+    [
+        ("its worker was killed", 128 + signal.SIGKILL, 0, True),
+        ("its worker has crashed", 128 + signal.SIGSEGV, MAX_KILLS - 1, True),
+        ("its worker was killed too often", 128 + signal.SIGKILL, MAX_KILLS, False),
+        ("its worker had an error", 1, 0, False),
+        ("its worker was asked to leave", 128 + signal.SIGTERM, 0, False),
+        ("it was killed itself", -signal.SIGKILL, 0, False),
+    ],
+)
+def test_only_killed_workers_are_started_again(situation: str, code: int, num_kills: int, again: bool) -> None:
+    assert is_started_again(code, num_kills) == again, situation
 
 
 def steps_of(folder: Path) -> dict[int, list[dict[str, Any]]]:

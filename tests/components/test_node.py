@@ -8,18 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import eventually
 
 from lightning_dlrover import variables as names
 from lightning_dlrover.components.control.post_mortem import (
     PostMortem,
     examine,
 )
-from lightning_dlrover.components.node import notice_file
+from lightning_dlrover.components.node import AGENTS_OPTION, notice_file
 
 POLITE = """
 import signal, sys, time
@@ -31,6 +32,9 @@ print("training", flush=True)
 time.sleep(600)
 """
 
+TWO_GPUS = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+OF_RUN = {names.NODE: "node1", names.LEAVE_ON_SIGTERM: "1"}
+
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -38,12 +42,12 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def node(source: str, notice_s: float = 0.0, **variables: str) -> subprocess.Popen[bytes]:
+    def node(source: str, notice_s: float = 0.0, first: Sequence[str] = (), **variables: str) -> subprocess.Popen[bytes]:
         (tmp_path / "script.py").write_text(source)
         (tmp_path / "tmp").mkdir()
         added = variables or {names.EXIT_FILE: str(tmp_path / "exit_code"), names.NOTICE_S: str(notice_s)}
         with (tmp_path / "output").open("wb") as output:
-            command = ["-m", "lightning_dlrover.components.node", "--standalone", "--nproc-per-node=1"]
+            command = ["-m", "lightning_dlrover.components.node", *first, "--standalone", "--nproc-per-node=1"]
             started.append(
                 subprocess.Popen(
                     [sys.executable, *command, str(tmp_path / "script.py")],
@@ -116,6 +120,35 @@ def test_sigterm_from_a_scheduler_reaches_the_worker_alone(start: Start, tmp_pat
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGUSR1])
+def test_notice_reaches_the_workers_of_all_agents_and_no_agent(start: Start, tmp_path: Path, sign: signal.Signals) -> None:
+    exit_file = {names.EXIT_FILE: str(tmp_path / "exit_code"), names.NOTICE_S: "0.1"}
+    variables = exit_file if sign == signal.SIGUSR1 else {names.LEAVE_ON_SIGTERM: "1"}
+    node = start(POLITE, 0.0, [f"{AGENTS_OPTION}2"], **variables, **TWO_GPUS)
+    eventually(lambda: (tmp_path / "output").read_text().count("training") == 2, "both workers", 60)
+    node.send_signal(sign)
+    assert node.wait(30) == 0, (tmp_path / "output").read_text()
+    assert (tmp_path / "output").read_text().count("handed over") == 2
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_error_of_one_of_several_workers_ends_their_node_at_once(start: Start, tmp_path: Path) -> None:
+    one_fails = f"import os\nif os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-b': raise ValueError('bad')\n{POLITE}"
+    node = start(one_fails, 0.0, [f"{AGENTS_OPTION}2"], **OF_RUN, **TWO_GPUS)
+    assert node.wait(60) == 1
+    output = (tmp_path / "output").read_text()
+    assert "agent 1 has ended with 1; 1 others are left, whose workers hand over and leave" in output
+    assert examine(output).error == "ValueError: bad"
+
+
+def test_node_with_fewer_gpus_than_workers_fails_with_that_error(start: Start, tmp_path: Path) -> None:
+    node = start(POLITE, 0.0, [f"{AGENTS_OPTION}3"], **OF_RUN, **TWO_GPUS)
+    assert node.wait(60) == 1
+    assert examine((tmp_path / "output").read_text()).error.startswith(
+        "ValueError: 3 workers need a GPU each, and 2 are visible"
+    )
+
+
 @pytest.mark.skipif(bool(os.geteuid()), reason="only root makes a process the first of its namespace")
 def test_the_first_process_of_a_container_lets_no_zombies_stay(start: Start, tmp_path: Path) -> None:
     script = """
@@ -158,7 +191,7 @@ os.kill(os.getpid(), signal.{sign})
 
 @pytest.mark.parametrize("sign", ["SIGKILL", "SIGTERM"])
 def test_killed_worker_takes_one_line_of_its_node(start: Start, tmp_path: Path, sign: str) -> None:
-    assert start(KILLED.format(sign=sign)).wait(timeout=60) == 1
+    assert start(KILLED.format(sign=sign)).wait(timeout=60) == 128 + signal.Signals[sign]
     output = (tmp_path / "output").read_text()
     assert f"was ended by {sign} (exitcode: -" in output.splitlines()[-1]
     assert "Traceback" not in output

@@ -135,6 +135,39 @@ def left_planned(run: Run, worker: str) -> bool:
     return bool(rounds) and rounds[-1]["planned"] and worker not in rounds[-1]["members"]
 
 
+@pytest.mark.timeout(300)
+def test_slurm_job_of_two_worker_nodes_loses_a_worker_a_node_and_gives_one_back(
+    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    until = tmp_path / "enough"
+    options = ("--target", "slurm", "--partition", "main", "--workers", "2:4", "--workers-per-node", 2)
+    run = dlrover.start(*options, "--etcd-host", "127.0.0.1", SCRIPT, "--until", until)
+    run.wait_for_output(r"\[round\] round 1: 2 workers", timeout_s=90)
+    first = wait_for_workers(run, 2)
+    assert {variables_of(worker["pid"])["SLURM_CPUS_PER_TASK"] for worker in first} == {"2"}  # a core for each
+    assert len({job_of(run, slurm, worker["pid"]) for worker in first}) == 1
+    assert dlrover("scale", "job", 4).returncode == 0
+    four = wait_for_workers(run, 4)
+    jobs = {worker["pid"]: job_of(run, slurm, worker["pid"]) for worker in four}
+    assert len(slurm.jobs()) == len({*jobs.values()}) == 2
+
+    [victim, neighbour] = [worker for worker in four if worker["node"] == "node1"]
+    os.kill(victim["pid"], signal.SIGKILL)
+    mended = wait_for_workers(run, 4, without=(victim["worker_id"],))
+    assert neighbour["pid"] in {worker["pid"] for worker in mended}
+    assert {job_of(run, slurm, worker["pid"]) for worker in mended} == {*jobs.values()}
+
+    kill_node(dlrover, jobs[neighbour["pid"]])
+    lost = tuple(worker["worker_id"] for worker in mended if worker["node"] == "node1")
+    assert {worker["node"] for worker in wait_for_workers(run, 4, without=lost)} == {"node2", "node3"}
+    assert dlrover("scale", "job", 2).returncode == 0
+    run.wait_for(lambda: len(slurm.jobs()) == 1, "the end of a node")
+    until.touch()
+    assert run.wait_for_exit(60) == 0, run.output
+    eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
+    dlrover.wait_for_end()
+
+
 @pytest.mark.timeout(120)
 def test_slurm_job_without_a_controller_is_cancelled(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -34,8 +34,8 @@ class Node:
     name: str
     status: AppStatus
     agent_seen: bool = False  # its agent is or was registered
-    has_worker: bool = False  # its training process is registered
-    is_member: bool = False  # its worker is a member of the current round
+    has_worker: bool = False  # a training process of it is registered
+    num_members: int = 0  # workers of it that are members of the current round
     workerless_s: float = 0.0  # time since it last had a registered worker; 0 if it never had one
     idle_s: float = 0.0  # time since it last was a member, or since it was started
     age_s: float = 0.0  # time since it was started; 0 while it waits in a scheduler's queue
@@ -54,14 +54,20 @@ class Node:
     warned: bool = False
     size: NodeSize = ANY_SIZE
     is_taken_on: bool = False  # the scheduler has accepted it and returned a handle
-    worker: str = ""  # id of its newest registered worker
-    wanted_back: bool = False  # the scheduler will end it soon, and its worker is a member
+    workers: tuple[str, ...] = ()  # ids of its registered workers
+    wanted_back: bool = False  # the scheduler will end it soon, and a worker of it is a member
+    agentless_s: float = 0.0  # time since all its agents were last registered; 0 if they never were
     lacks_memory: bool = False  # failed: killed for lack of memory, and the plan does not account for it yet
 
     @property
     def fault(self) -> str:
         """The error and its place in the script."""
         return f"{self.error} (at {self.place})" if self.place else self.error
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it takes part in the current round."""
+        return self.num_members > 0
 
     @property
     def is_living(self) -> bool:

@@ -47,8 +47,8 @@ class NodeEntry:
     size: NodeSize
     status: AppStatus = "pending"
     agent_seen: bool = False
-    worker: str = ""  # id of its newest registered worker
-    is_member: bool = False
+    workers: tuple[str, ...] = ()  # ids of its registered workers
+    num_members: int = 0  # those of its workers that are members of the current round
     round_number: int = 0  # newest round in which it was seen as a member; 0: none
     members: frozenset[str] = frozenset()  # nodes of that round
     running_since: float | None = None
@@ -69,6 +69,7 @@ class NodeEntry:
     refusals_in_a_row: int = 1  # refused nodes: refusals in a row, this one included
     all_shown: bool = False
     wanted_back: bool = False  # the scheduler will end it soon
+    whole_at: float | None = None  # last time at which all of its agents were registered; None: it has one, or they never were
     lacks_memory: bool = False  # killed for lack of memory; the plan does not account for it yet
     is_enlarged: bool = False  # killed for lack of memory; the plan accounts for it
     was_adopted: bool = False  # taken over from an earlier controller, which has already shown its output
@@ -83,6 +84,10 @@ class NodeEntry:
     def is_living(self) -> bool:
         """Whether it counts towards the plan. A cancelled node is only expected to end."""
         return self.status in ("pending", "running") and not self.cancelled
+
+    @property
+    def is_member(self) -> bool:
+        return self.num_members > 0
 
     @property
     def has_ended(self) -> bool:
@@ -123,8 +128,8 @@ class NodeEntry:
             name=name,
             status="cancelled" if self.cancelled else self.status,
             agent_seen=self.agent_seen,
-            has_worker=bool(self.worker),
-            is_member=self.is_member,
+            has_worker=bool(self.workers),
+            num_members=self.num_members,
             workerless_s=now - self.worker_seen_at if self.worker_seen_at is not None else 0.0,
             idle_s=now - (self.member_seen_at or self.started_at),
             age_s=now - self.running_since if self.running_since is not None else 0.0,
@@ -143,8 +148,9 @@ class NodeEntry:
             warned=self.warned,
             size=self.size,
             is_taken_on=bool(self.handle),
-            worker=self.worker,
+            workers=self.workers,
             wanted_back=self.wanted_back,
+            agentless_s=now - self.whole_at if self.whole_at is not None else 0.0,
             lacks_memory=self.lacks_memory,
         )
 

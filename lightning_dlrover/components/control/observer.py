@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,26 +120,30 @@ class Observer:
         """Update the ledger from the job's state."""
         now = time.monotonic()
         names = nodes_of_agents(view)
-        with_agent = set(names.values())
-        workers = {names.get(record.agent_id, ""): worker for worker, record in view.workers.items()}
-        with_member = {names.get(view.workers[worker].agent_id, "") for worker in view.survivors}
-        if self._had_member and not with_member:
+        num_agents = Counter(names.values())
+        workers: dict[str, list[str]] = {}
+        for worker, record in view.workers.items():
+            workers.setdefault(names.get(record.agent_id, ""), []).append(worker)
+        num_members = Counter(names.get(view.workers[worker].agent_id, "") for worker in view.survivors)
+        if self._had_member and not num_members:
             # Failures beside training members do not predict a start without them: they may have held the missing resources.
             self._streak.count = 0
-        self._had_member = bool(with_member)
+        self._had_member = bool(num_members)
         if self._finished_at is None and view.job is not None and view.job.phase == "finished":
             self._finished_at = now
         since_look_s, self._looked_at = now - self._looked_at, now
-        can_train = len(with_member) >= self._limits.min_workers
+        can_train = num_members.total() >= self._limits.min_workers
         for name, entry in self._ledger.entries.items():
-            entry.trained_s += since_look_s if can_train and entry.is_member and name in with_member else 0.0
-            entry.agent_seen = entry.agent_seen or name in with_agent
-            entry.worker, entry.is_member = workers.get(name, ""), name in with_member
-            entry.worker_seen_at = now if entry.worker else entry.worker_seen_at
+            entry.trained_s += since_look_s if can_train and entry.is_member and num_members[name] else 0.0
+            entry.agent_seen = entry.agent_seen or num_agents[name] > 0
+            entry.workers, entry.num_members = tuple(workers.get(name, ())), num_members[name]
+            if 1 < self._limits.workers_per_node <= num_agents[name]:
+                entry.whole_at = now
+            entry.worker_seen_at = now if entry.workers else entry.worker_seen_at
             if entry.is_member:
                 entry.member_seen_at = now
                 if view.round is not None and entry.round_number != view.round.number:
-                    entry.round_number, entry.members = view.round.number, frozenset(with_member)
+                    entry.round_number, entry.members = view.round.number, frozenset(num_members)
             if not entry.has_ended and entry.handle:
                 status = self._target.status(entry.handle)
                 if status == "running" and entry.running_since is None:
@@ -148,7 +153,8 @@ class Observer:
                 ended = status not in ("pending", "running")
                 entry.status = "cancelled" if ended and entry.cancelled else status
                 if ended and not entry.cancelled:
-                    self._note_end(name, entry, entry.handle, view, now, with_member - {name})
+                    others = Counter({other: number for other, number in num_members.items() if other != name})
+                    self._note_end(name, entry, entry.handle, view, now, others)
 
     def look_for_wishes(self) -> None:
         """Ask the scheduler which nodes it wants back and which were killed for lack of memory.
@@ -184,7 +190,11 @@ class Observer:
         if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
-    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, others: set[str]) -> None:
+    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, others: Counter[str]) -> None:
+        """
+        Args:
+            others: members of the current round on each other node.
+        """
         entry.ended_at, is_last = now, not others
         log.info("run %s: %s has %s", self._keys.run_id, name, entry.status)
         if entry.status != "failed":
@@ -202,8 +212,9 @@ class Observer:
         entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()
         round_number = view.round.number if view.round else 0
         # Of the round that it was in: a replacement may have come by chance, and hides that it was needed.
-        left, own_round = (others & entry.members, entry.round_number) if entry.members else (others, round_number)
-        if len(left) < self._limits.min_workers:
+        left = {node: number for node, number in others.items() if node in entry.members or not entry.members}
+        own_round = entry.round_number if entry.members else round_number
+        if sum(left.values()) < self._limits.min_workers:
             # The first to leave a round too small. Those that fail after it have the same cause, or are its consequence.
             entry.left_too_few = not is_last and own_round != self._starved_round
             self._starved_round = own_round

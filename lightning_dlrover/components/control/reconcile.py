@@ -1,12 +1,22 @@
 """Decide which nodes to add and to end, so that the job has as many workers as planned.
 
 A pure function of the state in etcd and at the scheduler; `controller.py` carries the decision out. If there are too many
-workers, the one to leave is not chosen here. The workers' convener drops one from the middle, which hands over and exits, and
-its app ends.
+workers, those to leave are not chosen here. The workers' convener drops all workers of a node in the middle, which hand over
+and exit, and its app ends.
+
+Plans count workers; a node has `Limits.workers_per_node` of them. A node is added, ended and judged as a whole:
+
+    asked -> running -> ended          as the scheduler reports it
+    running: whole -> without one      a worker was killed, and is started again; its neighbours train on
+             without one -> whole      that one has joined
+             without one -> ended      it had an error, or was killed too often: the others hand over, the node fails
+
+`host_agents.py` decides that on the node. So a failure here is that of a node, once, whichever of its workers failed first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -51,12 +61,23 @@ OUT_OF_MEMORY_FACTOR = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the job's number of workers and of each node's size."""
+    """Bounds of the job's number of workers and of each node's size.
+
+    Raises:
+        ValueError: a bound of the workers is no multiple of `workers_per_node`.
+    """
 
     min_workers: int
     max_workers: int
     min_size: NodeSize = ANY_SIZE
     max_size: NodeSize = ANY_SIZE
+    workers_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if self.min_workers % self.workers_per_node or self.max_workers % self.workers_per_node:
+            raise ValueError(
+                f"{self.min_workers} to {self.max_workers} workers do not fill nodes of {self.workers_per_node}: give multiples"
+            )
 
     def size(self, plan: PlanRecord | None) -> NodeSize:
         """Return the size of nodes in `plan`, kept within the limits."""
@@ -68,6 +89,10 @@ class Limits:
         """Return the number of workers in `plan`, kept within the limits; the minimum if the plan is only a recommendation."""
         asked = plan.num_workers if plan is not None and plan.binding else self.min_workers
         return min(self.max_workers, max(self.min_workers, asked))
+
+    def num_nodes(self, plan: PlanRecord | None) -> int:
+        """Return the nodes that `plan` fills. Workers that would leave a node with room are not started."""
+        return self.num_workers(plan) // self.workers_per_node
 
 
 @dataclass(frozen=True)
@@ -91,6 +116,7 @@ class Patience:
     surplus_s: float = 60.0  # tolerated time of a node beyond the plan
     register_s: float = 60.0  # time for a started node to register in etcd, before a warning
     come_s: float = 900.0  # time for a started node to register in etcd, before its replacement
+    whole_s: float = 300.0  # time that a node may train without one of its agents, before its replacement
     settle_s: float = 2.0  # tolerated delay between etcd and the scheduler
     etcd_s: float = 120.0  # tolerated absence of etcd once no node is left
 
@@ -100,7 +126,7 @@ class JobView:
     """Facts about the job that decisions rest on."""
 
     phase: Literal["none", "starting", "training", "finished", "failed"]
-    wanted: int
+    wanted: int  # nodes
     nodes: Sequence[Node]
     target: str = "its scheduler"  # place where nodes run
     may_act: bool = True  # this controller holds the job's key, and etcd answers
@@ -121,18 +147,29 @@ class JobView:
         """Derive the view from etcd's records, with the plan kept within the limits."""
         names = nodes_of_agents(view)
         # Workers to be replaced train on until their replacements have started.
-        replacements = len(view.replacements & set(view.survivors))
+        replaced = {names.get(view.workers[w].agent_id) or w for w in view.replacements & {*view.survivors}}
         return cls(
             phase=view.job.phase if view.job is not None else "none",
             has_stepped=view.job is not None and view.job.has_stepped,
             unfinished_fit=view.job.unfinished_fit if view.job is not None else 0,
-            wanted=limits.num_workers(view.plan) + replacements,
+            wanted=limits.num_nodes(view.plan) + len(replaced | _given_back(view, limits.workers_per_node)),
             nodes=nodes,
             fewest=limits.min_workers,
             size=limits.size(view.plan),
             members={worker: names.get(view.workers[worker].agent_id, "") for worker in view.survivors},
             leaving=(view.drains | view.replacements) & view.workers.keys(),
         )
+
+
+def _given_back(view: View, workers_per_node: int) -> set[str]:
+    """Return nodes that have lost a worker for good, and whose other workers were asked to leave.
+
+    Below the job's minimum these cannot leave before others have come.
+    """
+    num_agents = Counter(nodes_of_agents(view).values())
+    groups = view.by_node(view.workers)
+    nodes = {view.nodes[group[0]] for group in groups if view.drains >= {*group}}
+    return {node for node in nodes if 0 < num_agents[node] < workers_per_node}
 
 
 def nodes_of_agents(view: View) -> dict[str, str]:
@@ -203,7 +240,7 @@ def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
     if not view.may_act:
         return _end_without_etcd(view, patience)
     withdrawals = [WithdrawNode(node.name) for node in _too_large(view)]
-    return [*withdrawals, *_replacements(view), *_decide_on_others(_without_too_large(view), patience)]
+    return [*withdrawals, *_replacements(view, patience), *_decide_on_others(_without_too_large(view), patience)]
 
 
 def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
@@ -239,23 +276,32 @@ def _without_too_large(view: JobView) -> JobView:
     return replace(view, nodes=[replace(n, status="cancelled", ended_s=0.0) if n.name in names else n for n in view.nodes])
 
 
-def _replacements(view: JobView) -> list[ReplaceWorker]:
-    """Return workers to leave once replaced: those on nodes that the scheduler wants back, and one on an undersized node."""
-    wanted_back = [node for node in view.nodes if node.wanted_back and node.worker not in view.leaving]
-    return [*(ReplaceWorker(n.worker, f"{view.target} wants {n.name} back") for n in wanted_back), *_too_small(view)]
+def _replacements(view: JobView, patience: Patience) -> list[ReplaceWorker]:
+    """Return workers to leave once replaced: those on nodes that the scheduler wants back or that have lost a worker for good,
+    and those on one undersized node."""
+    wanted_back = [(node, f"{view.target} wants {node.name} back") for node in view.nodes if node.wanted_back]
+    broken = [
+        (node, f"a worker of {node.name} has ended for good {node.agentless_s:.0f} s ago")
+        for node in view.nodes
+        if view.phase == "training" and node.is_living and node.is_member and node.agentless_s > patience.whole_s
+    ]
+    leaving = [(worker, reason) for node, reason in [*broken, *wanted_back] for worker in node.workers]
+    chosen = {worker: reason for worker, reason in leaving if worker not in view.leaving}
+    return [*(ReplaceWorker(worker, reason) for worker, reason in chosen.items()), *_too_small(view)]
 
 
 def _too_small(view: JobView) -> list[ReplaceWorker]:
-    """Return one member on a node smaller than planned. The next one follows after its replacement."""
+    """Return the workers of one node smaller than planned. The next one follows after its replacement."""
     living = [node for node in _without_too_large(view).nodes if node.is_living]
     small = {node.name: node for node in living if not node.size.is_at_least(view.size)}
     is_changing = view.leaving or not all(node.is_member for node in living)
     if not small or view.phase != "training" or is_changing:
         return []
-    for worker, name in view.members.items():
-        if (node := small.get(name)) is not None:
-            return [ReplaceWorker(worker, f"a node of {view.size} instead of {node.size}")]
-    return []
+    first = next((name for name in view.members.values() if name in small), None)
+    if first is None:
+        return []
+    reason = f"a node of {view.size} instead of {small[first].size}"
+    return [ReplaceWorker(worker, reason) for worker, name in view.members.items() if name == first]
 
 
 def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
@@ -378,7 +424,7 @@ def _pause(view: JobView, living: Sequence[Node], patience: Patience) -> tuple[i
 
 def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Patience) -> str:
     """Return why no more nodes join the training ones: all would fail alike. Empty below the job's minimum."""
-    if sum(node.is_member for node in living) < view.fewest:
+    if sum(node.num_members for node in living) < view.fewest:
         return ""
     count, error = most_frequent(early_failures(view.nodes, patience.useful_s))
     if count < patience.max_same_error:

@@ -155,9 +155,10 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
     inside = dataclasses.replace(spec, endpoint=options.endpoint or spec.endpoint, access=access)
     role = node_app(inside, node, dollar="$$").roles[0]
     resources = options.resources(size)
-    exported = {**thread_variables(size.cpus), "PYTHONUNBUFFERED": "1", **role.env, **spec.environment}
+    exported = {**thread_variables(size.cpus, spec.workers_per_node), "PYTHONUNBUFFERED": "1", **role.env, **spec.environment}
     exported[variables.LEAVE_ON_SIGTERM] = "1"
-    # Loader workers pass batches through shared memory. A container has 64 MB of it by default.
+    # Loader workers pass batches through shared memory, and NCCL the data of one pod's workers. A container has 64 MB of it by
+    # default.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if files:

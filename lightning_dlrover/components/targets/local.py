@@ -42,6 +42,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         workers=f"{spec.min_workers}:{spec.max_workers}",
         node=node,
         max_restarts=spec.max_restarts,
+        agents=spec.workers_per_node,
         key_prefix=spec.prefix,
         timeouts=",".join(f"{name}={seconds:g}" for name, seconds in spec.timeouts.items()),
         **spec.access,  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ class LocalTarget:
         self._agents: dict[str, psutil.Process] = {}
         self._nodes: dict[str, str] = {}  # key: handle; names of nodes not seen to end yet
         self._out_of_memory: set[str] = set()  # handles
-        self._shares = MachineShares(gpus)
+        self._shares = MachineShares(gpus, spec.workers_per_node)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
 

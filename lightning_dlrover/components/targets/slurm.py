@@ -321,7 +321,7 @@ class SlurmTarget:
         # Only torchrun expands ${...} here.
         role = node_app(self._spec, node, dollar="$$").roles[0]
         exported = {
-            **thread_variables(size.cpus),
+            **thread_variables(size.cpus, self._spec.workers_per_node),
             **role.env,
             **self._spec.environment,
             variables.EXIT_FILE: str(self._exit_file(node)),

@@ -47,6 +47,7 @@ class NodeSpec:
     min_workers: int
     max_workers: int
     max_restarts: int = 0
+    workers_per_node: int = 1
     access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
     environment: Mapping[str, str] = field(default_factory=dict)  # extra variables of the nodes
     # seconds, by the keys of --rdzv-conf; missing keys have defaults
@@ -122,6 +123,10 @@ class Target(Protocol):
         """Release this process's resources. End everything it started, unless nodes outlive the controller."""
 
 
-def thread_variables(num_cores: int) -> dict[str, str]:
-    """Return the variables for a node's threads: as in this process, else one thread per core of the node, or one."""
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_cores or 1))}
+def thread_variables(num_cores: int, num_workers: int = 1) -> dict[str, str]:
+    """Return the variables for the threads of a node's workers: as in this process, else one thread per core, or one.
+
+    Args:
+        num_cores: cores of the node, which its workers share.
+    """
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores // num_workers)))}

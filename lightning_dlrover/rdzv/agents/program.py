@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-__all__ = ["ended_from_outside", "main"]
+__all__ = ["ended_from_outside", "exit_code", "main"]
 
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 _BY_EXIT_CODE = {code: sign for sign in _SIGNALS for code in (-sign, 128 + sign)}  # exit codes of both Python and a shell
@@ -26,7 +26,13 @@ def main() -> None:
         run.main()
     except ChildFailedError as error:
         print(ended_from_outside(error.failures) or _failed(error.failures), file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+        raise SystemExit(exit_code(error.failures)) from None
+
+
+def exit_code(failures: Mapping[int, ProcessFailure]) -> int:
+    """Return 128 and the number of the signal that ended the only worker, as a shell does; 1 for all other failures."""
+    codes = [failure.exitcode for failure in failures.values()]
+    return 128 - codes[0] if len(codes) == 1 and codes[0] < 0 else 1
 
 
 def ended_from_outside(failures: Mapping[int, ProcessFailure]) -> str:

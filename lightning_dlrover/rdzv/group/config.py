@@ -44,7 +44,8 @@ class WorldConfig:
     left_state_folder: str = ""  # folder of this worker's agent, see `left_state`; empty if the agent has a single worker
     agent_pid: int = 0  # process id of this worker's agent; 0: unknown
     node: str = ""  # name of this worker's node; empty if `dlrover run` has not started it
-    workers_per_node: int = 1
+    workers_per_node: int = 1  # workers of this worker's agent
+    node_workers: int = 1  # workers of each node of `dlrover run`, which starts an agent for each; they come and go together
     pool: str = ""  # name of the pool that decides how many workers the job has; empty if none does
 
     @classmethod
@@ -80,6 +81,7 @@ class WorldConfig:
             agent_pid=number(variables.AGENT_PID, 0),
             node=environ.get(variables.NODE, ""),
             workers_per_node=workers_per_node,
+            node_workers=max(1, number(variables.WORKERS_PER_NODE, 1)),
             pool=environ.get(variables.POOL, ""),
             **timeouts,
         )
@@ -96,6 +98,7 @@ class WorldConfig:
             version=self.version,
             address=address,
             port=port,
+            workers_per_node=self.node_workers,
             lease_ttl_s=self.lease_ttl_s,
             history_ttl_s=self.history_ttl_s,
             patience=Patience(self.start_timeout_s, self.regroup_timeout_s, return_s=2.0 * self.lease_ttl_s),

@@ -270,6 +270,7 @@ class JobRecord:
     min_workers: int
     max_workers: int
     version: str  # release of lightning_dlrover
+    workers_per_node: int = 1  # workers that come and go together, with their node
     fingerprint: str = ""  # fingerprint of the model
     data: str = ""  # fingerprint of the training data, as far as they can be compared
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
@@ -292,6 +293,16 @@ class JobRecord:
     def sizes_not_tried(self) -> frozenset[int]:
         """The numbers of workers to which no round grows."""
         return frozenset(int(size) for size in self.failed_sizes if size.isdecimal())
+
+    @property
+    def sizes_not_planned(self) -> frozenset[int]:
+        """The numbers of workers within the limits that no plan should have: those not tried, and those without whole nodes."""
+        each = self.workers_per_node
+        return self.sizes_not_tried | {n for n in range(self.min_workers, self.max_workers + 1) if n % each and each > 1}
+
+    def on_whole_nodes(self, num_workers: int) -> int:
+        """Return the most workers up to `num_workers` that fill their nodes; those of one node if it is fewer."""
+        return max(num_workers - num_workers % self.workers_per_node, self.workers_per_node)
 
     def most_workers(self, now: int) -> int:
         """Return up to how many workers a job of `now` workers may grow, if any number in between must be possible."""

@@ -32,6 +32,7 @@ class MembershipConfig:
     version: str
     address: str  # address at which other workers reach this one
     port: int  # port of this worker's TCPStore
+    workers_per_node: int = 1  # workers that come and go together
     lease_ttl_s: float = 5.0
     history_ttl_s: float = HISTORY_TTL_S
     patience: Patience = field(default_factory=Patience)
@@ -54,6 +55,7 @@ def enter_job(journal: Journal, config: MembershipConfig) -> None:
                 min_workers=config.min_workers,
                 max_workers=config.max_workers,
                 version=config.version,
+                workers_per_node=config.workers_per_node,
                 created_at=time.time(),
             )
             journal.fenced_write({keys.job: first}, [absent(keys.job)])

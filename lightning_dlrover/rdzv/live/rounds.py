@@ -148,7 +148,35 @@ class View:
         limit = self.job.max_workers if self.job else 1
         if self.plan is not None and self.plan.binding:
             limit = min(limit, max(self.plan.num_workers, self.job.min_workers if self.job else 1))
-        return limit
+        return self.job.on_whole_nodes(limit) if self.job else limit
+
+    @cached_property
+    def nodes(self) -> Mapping[str, str]:
+        """Node of each worker; a worker that comes and goes alone is a node of its own."""
+        if self.job is None or self.job.workers_per_node == 1:
+            return {worker: worker for worker in self.workers}
+        labels = {agent.agent_id: agent.labels.get("node", "") for agent in self.agents.values()}
+        return {worker: labels.get(record.agent_id) or worker for worker, record in self.workers.items()}
+
+    def by_node(self, workers: Iterable[str]) -> list[list[str]]:
+        """Group workers by node, in the order of the first worker of each."""
+        groups: dict[str, list[str]] = {}
+        for worker in workers:
+            groups.setdefault(self.nodes.get(worker, worker), []).append(worker)
+        return list(groups.values())
+
+    def with_requests_to_nodes(self) -> View:
+        """Return the view in which a request to one worker, to leave or to be replaced, holds for all workers of its node.
+
+        A node gives nothing back before its last worker has left. A dismissal holds for one worker alone: it has failed a step.
+        """
+        if self.job is None or self.job.workers_per_node == 1:
+            return self
+        left = {self.nodes[w] for w in self.drains if w in self.nodes and w not in self.dismissals}
+        replaced = {self.nodes[w] for w in self.replacements if w in self.nodes}
+        drains = self.drains | {worker for worker, node in self.nodes.items() if node in left}
+        replacements = {worker for worker, node in self.nodes.items() if node in replaced}
+        return replace(self, drains=frozenset(drains), replacements=frozenset(replacements - drains))
 
 
 @dataclass(frozen=True)
@@ -284,6 +312,10 @@ def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
         return f"cannot reach {', '.join(w for w in record.unreachable if w in round_.members)}"
     if view.handing_over:
         return f"waits for {', '.join(view.handing_over)} to hand over and end"
+    if limits.workers_per_node > 1:
+        neighbours = [w for w in view.in_state("ready") if w != worker and view.nodes[w] == view.nodes[worker]]
+        if _lacks_neighbours(view, [worker, *neighbours]):
+            return "waits for the other workers of its node"
     if len([w for w in round_.members if w not in view.drains]) >= view.cap:
         wanted = f"the plan wants {view.cap}" if view.plan and view.plan.binding else f"at most {view.cap} are allowed"
         return f"spare: waits for a plan that admits it, {wanted}"
@@ -449,7 +481,7 @@ def _planned(view: View, waited_s: float, patience: Patience) -> RoundRecord | N
     members = view.round.members
     if any(view.dismissals.get(worker) == number for worker in members):
         return None  # whoever has dismissed them is about to report this round as broken, or to die
-    joiners = [w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w)]
+    joiners = _joiners(view)
     leaving = _leaving(view, len(joiners))
     staying = [w for w in members if w not in leaving]
     if not staying and not joiners:
@@ -458,13 +490,28 @@ def _planned(view: View, waited_s: float, patience: Patience) -> RoundRecord | N
         return _round(view, [], "stop", planned=True, reason="every worker was asked to leave")
     # If only leaving workers hold the state, one round includes them and the joiners, and the next one leaves them out.
     most = _most(view, len(staying), len(joiners)) if staying else view.cap
-    chosen = _arranged(members, staying, joiners, most) if staying else [*members, *joiners[:most]]
+    chosen = _arranged(view, staying, joiners, most) if staying else [*members, *joiners[:most]]
     if chosen == members or len(chosen) < view.job.min_workers:
         return None
     before, after = set(members), set(chosen)
     added, gone = [w for w in chosen if w not in before], [w for w in members if w not in after]
     kind = "replace" if added and gone else "grow" if added else "shrink"
     return _round(view, chosen, kind, planned=True, reason=_why(view, added, gone))
+
+
+def _joiners(view: View) -> list[str]:
+    """Return the workers that may join now. Those of one node join together, so the first of them waits for the others."""
+    ready = view.by_node(w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w))
+    if view.drains >= {*view.survivors}:
+        return [worker for group in ready for worker in group]  # the state must be handed over now
+    return [worker for group in ready if not _lacks_neighbours(view, group) for worker in group]
+
+
+def _lacks_neighbours(view: View, joiners: Sequence[str]) -> bool:
+    """Whether other workers of the joiners' node, of which no worker trains yet, are still to come."""
+    if view.job is None or len(joiners) >= view.job.workers_per_node:
+        return False
+    return view.nodes[joiners[0]] not in {view.nodes[w] for w in view.survivors}
 
 
 def _most(view: View, num_staying: int, num_joiners: int) -> int:
@@ -496,19 +543,26 @@ def _leaving(view: View, num_joiners: int) -> set[str]:
     others = [w for w in view.round.members if w not in view.drains]
     too_many = len(others) - view.cap  # happens after the only worker's replacement has joined to receive the state
     can_go = len(others) + num_joiners - view.job.min_workers
-    replaced = [w for w in others if w in view.replacements]
-    return {*view.drains, *replaced[: max(0, min(can_go, max(num_joiners, too_many)))]}
+    most = max(0, min(can_go, max(num_joiners, too_many)))
+    leaving = {*view.drains}
+    for group in view.by_node(w for w in others if w in view.replacements):
+        if len(group) > most:
+            break
+        leaving.update(group)
+        most -= len(group)
+    return leaving
 
 
-def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: int) -> list[str]:
+def _arranged(view: View, staying: list[str], joiners: list[str], cap: int) -> list[str]:
     """Return the next round's members in rank order, so that the fewest rows move if ranks hold consecutive blocks of rows.
 
     A joiner takes the place of a leaving worker. Further joiners are inserted in the middle, and surplus members are removed
-    from there. The first member is never a joiner, because the others copy shared decisions from it.
+    from there, with all workers of their nodes. The first member is never a joiner, because the others copy shared decisions
+    from it.
     """
-    too_many = max(0, len(staying) - cap)
-    first_out = (len(staying) - too_many + 1) // 2
-    staying = staying[:first_out] + staying[first_out + too_many :]
+    assert view.round is not None
+    members = view.round.members
+    staying = _without_surplus(view, staying, len(staying) - cap)
     spare = joiners[: cap - len(staying)]
     chosen: list[str] = []
     stays = set(staying)
@@ -523,6 +577,17 @@ def _arranged(members: list[str], staying: list[str], joiners: list[str], cap: i
             spare, places = spare[places:], 0
     middle = (len(chosen) + 1) // 2
     return chosen[:middle] + spare + chosen[middle:]
+
+
+def _without_surplus(view: View, staying: list[str], too_many: int) -> list[str]:
+    """Return `staying` without at least `too_many` workers: those of the fewest nodes in the middle."""
+    nodes = view.by_node(staying)
+    for num_out in range(len(nodes) + 1):
+        first_out = (len(nodes) - num_out + 1) // 2
+        out = {worker for group in nodes[first_out : first_out + num_out] for worker in group}
+        if len(out) >= too_many:
+            return [worker for worker in staying if worker not in out]
+    return []
 
 
 def _is_cut_off(view: View, joiner: str) -> bool:

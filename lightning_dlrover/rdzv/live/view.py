@@ -53,7 +53,7 @@ class Decoder:
         keys = self._keys
         workers = self._folder(entries, keys.workers, WorkerRecord)
         drains = self._folder(entries, keys.drains, DrainRecord)
-        return View(
+        view = View(
             job=self._record(entries, keys.job, JobRecord),
             round=self._record(entries, keys.round, RoundRecord),
             plan=self._record(entries, keys.plan, PlanRecord),
@@ -65,6 +65,7 @@ class Decoder:
             # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
             replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
         )
+        return view.with_requests_to_nodes()
 
     def outlook(self, entries: Mapping[str, KeyValue]) -> Outlook:
         """Decode a snapshot of `keys.shared`."""

@@ -76,12 +76,13 @@ class Job:
         least: NodeSize = ANY_SIZE,
         largest: NodeSize = ANY_SIZE,
         patience: Patience = QUICK,
+        workers_per_node: int = 1,
     ) -> None:
         self.client = client
         self.keys = keys
         self.target = target
         self.shown: list[str] = []
-        limits = Limits(low, high, least, largest)
+        limits = Limits(low, high, least, largest, workers_per_node)
         self.controller = Controller(client, keys, target, limits, show=self.shown.append, patience=patience)
         self.end: Give | None = None
 
@@ -335,6 +336,32 @@ def test_replacement_is_started_even_above_the_maximum(make_job: MakeJob, client
     client.delete(f"{keys.drains}worker-node2")
     job.target.nodes["node2"] = "succeeded"
     job.stays(lambda: job.target.living == ["node1", "node3", "node4"])
+
+
+def test_node_of_two_workers_is_replaced_once_and_only_after_its_own_end(make_job: MakeJob) -> None:
+    job = make_job(low=2, high=6, workers_per_node=2)
+    job.run_until("the first node", lambda: len(job.target.nodes) == 1)
+    job.plan(5)
+    job.run_until("the second node", lambda: len(job.target.nodes) == 2)
+    # Two agents with a worker each on every node: `register` names them after what it takes for a node.
+    for name in ("node1", "node2"):
+        for number in (0, 1):
+            agent = AgentRecord(f"agent-{name}.{number}", "h", 1, 1, "running", {"node": name})
+            job.client.put(job.keys.agents + agent.agent_id, encode(agent))
+            worker = WorkerRecord(f"worker-{name}.{number}", agent.agent_id, "h", 1, 0, "127.0.0.1", 1, "active", 1)
+            job.client.put(job.keys.workers + worker.worker_id, encode(worker))
+    job.round(1, "node1.0", "node1.1", "node2.0", "node2.1")
+    job.phase("training")
+    entries = job.controller._ledger.entries
+    job.run_until("all members", lambda: [entry.num_members for entry in entries.values()] == [2, 2])
+    job.leave("node2.1")
+    job.run_until("its loss", lambda: entries["node2"].num_members == 1)
+    job.stays(lambda: len(job.target.nodes) == 2)
+    job.leave("node2.0")
+    job.fail("node2", FAILED)
+    job.run_until("another node", lambda: len(job.target.nodes) == 3)
+    job.stays(lambda: len(job.target.nodes) == 3)
+    assert [name for name, entry in entries.items() if entry.post_mortem and entry.post_mortem.error] == ["node2"]
 
 
 def test_shrinking_is_left_to_the_workers(make_job: MakeJob) -> None:

@@ -27,7 +27,7 @@ from lightning_dlrover.components.control.reconcile import (
     why_none_is_added,
 )
 from lightning_dlrover.components.targets.target import NodeSize
-from lightning_dlrover.rdzv.job.records import AgentRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.rounds import View
 
 PATIENCE = Patience()
@@ -35,7 +35,7 @@ LATE_S = 10_000.0
 
 
 def member(name: str = "a") -> Node:
-    return Node(name, "running", agent_seen=True, has_worker=True, is_member=True, age_s=100.0, asked_s=LATE_S)
+    return Node(name, "running", agent_seen=True, has_worker=True, num_members=1, age_s=100.0, asked_s=LATE_S)
 
 
 def joining(name: str = "b", idle_s: float = 1.0) -> Node:
@@ -327,7 +327,7 @@ nodes = st.builds(
     status=st.sampled_from(["pending", "running", "succeeded", "failed", "cancelled", "gone"]),
     agent_seen=st.booleans(),
     has_worker=st.booleans(),
-    is_member=st.booleans(),
+    num_members=st.integers(0, 1),
     workerless_s=seconds,
     idle_s=seconds,
     age_s=seconds,
@@ -435,12 +435,12 @@ SMALL, LARGE = NodeSize(1, 1024), NodeSize(1, 2048)
 
 
 def sized(node: Node, size: NodeSize) -> Node:
-    return replace(node, size=size, worker=f"worker-{node.name}" if node.has_worker else "", is_taken_on=True)
+    return replace(node, size=size, workers=(f"worker-{node.name}",) if node.has_worker else (), is_taken_on=True)
 
 
 def planned(size: NodeSize, wanted: int, *nodes: Node) -> JobView:
     """A job that trains with all members among `nodes`, in this order."""
-    members = {node.worker: node.name for node in nodes if node.is_member}
+    members = {worker: node.name for node in nodes if node.is_member for worker in node.workers}
     return replace(training(wanted, *nodes), size=size, members=members)
 
 
@@ -530,7 +530,7 @@ def test_no_node_is_ended_twice_and_at_most_one_is_too_small(
         replace(sized(node, own), is_taken_on=taken, wanted_back=node.is_member and node.has_worker and wanted_back)
         for node, (own, taken, wanted_back) in zip(view.nodes, facts, strict=False)
     ]
-    members = {node.worker: node.name for node in nodes_ if node.is_member and node.has_worker}
+    members = {worker: node.name for node in nodes_ if node.is_member for worker in node.workers}
     view = replace(view, nodes=nodes_, size=size, members=members, may_act=True)
     actions = reconcile(view)
     ended_ = [action.name for action in actions if isinstance(action, CancelNode | WithdrawNode)]
@@ -541,3 +541,82 @@ def test_no_node_is_ended_twice_and_at_most_one_is_too_small(
     assert added == 0 or living - withdrawn + added <= view.wanted
     replaced = [action for action in actions if isinstance(action, ReplaceWorker)]
     assert sum("instead of" in action.reason for action in replaced) <= 1
+
+
+def pair(name: str, num_members: int = 2, **changes: Any) -> Node:
+    """A node with two workers."""
+    return replace(member(name), num_members=num_members, workers=(f"{name}-0", f"{name}-1"), **changes)
+
+
+def view_of_pairs(num_planned: int, members: str, replacements: frozenset[str] = frozenset()) -> View:
+    """Workers a0, a1, b0 and so on: two on each of the nodes a, b, ..."""
+    workers = members.split()
+    return View(
+        plan=PlanRecord(num_planned, "user", "", True),
+        round=RoundRecord(1, workers, "", "start", True),
+        workers={w: WorkerRecord(w, f"agent-{w}", "h", 1, 0, "127.0.0.1", 1, "active", 1) for w in workers},
+        agents={f"agent-{w}": AgentRecord(f"agent-{w}", "h", 1, 1, "running", {"node": w[0]}) for w in workers},
+        replacements=replacements,
+    )
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.integers(0, 40))
+def test_no_plan_starts_a_node_that_it_would_not_fill(each: int, low: int, more: int, num_planned: int) -> None:
+    limits = Limits(low * each, (low + more) * each, workers_per_node=each)
+    wanted = JobView.of(View(plan=PlanRecord(num_planned, "user", "", True)), limits, []).wanted
+    assert low <= wanted <= low + more
+    if limits.min_workers <= num_planned <= limits.max_workers:
+        assert 0 <= num_planned - wanted * each < each
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 2), (2, 3)])
+def test_limits_that_do_not_fill_nodes_are_refused(low: int, high: int) -> None:
+    with pytest.raises(ValueError, match=f"{low} to {high} workers do not fill nodes of 2"):
+        Limits(low, high, workers_per_node=2)
+
+
+def test_replaced_workers_of_one_node_cost_one_more_node() -> None:
+    limits = Limits(2, 8, workers_per_node=2)
+    assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1"), limits, []).wanted == 2
+    assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1", frozenset({"a0", "a1"})), limits, []).wanted == 3
+    assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1", frozenset({"a0", "b1"})), limits, []).wanted == 4
+
+
+def test_successor_of_a_node_that_is_given_back_is_started_before_its_end() -> None:
+    limits = Limits(4, 8, workers_per_node=2)
+    job = JobRecord("training", True, 4, 8, "1", workers_per_node=2)
+    view = replace(view_of_pairs(4, "a0 b0 b1"), job=job)
+    assert JobView.of(view, limits, []).wanted == 2  # its other worker is being started again
+    assert JobView.of(replace(view, drains=frozenset({"a0"})), limits, []).wanted == 3
+    drained = replace(view_of_pairs(4, "a0 a1 b0 b1"), job=job, drains=frozenset({"a0", "a1"}))
+    assert JobView.of(drained, limits, []).wanted == 2  # asked for by `dlrover drain`
+
+
+def test_all_workers_of_a_reclaimed_node_are_replaced() -> None:
+    view = training(2, pair("a"), pair("b", wanted_back=True))
+    assert reconcile(view) == [ReplaceWorker(f"b-{i}", "its scheduler wants b back") for i in (0, 1)]
+    assert reconcile(replace(view, leaving={"b-0"})) == [ReplaceWorker("b-1", "its scheduler wants b back")]
+    assert reconcile(replace(view, leaving={"b-0", "b-1"})) == []
+
+
+def test_death_of_a_worker_replaces_no_node_while_its_agent_restarts_it() -> None:
+    assert reconcile(training(2, pair("a"), pair("b", num_members=1, agentless_s=0.0))) == []
+
+
+@pytest.mark.parametrize(("agentless_s", "is_replaced"), [(PATIENCE.whole_s, False), (PATIENCE.whole_s + 1.0, True)])
+def test_node_without_one_of_its_agents_is_replaced_after_a_while(agentless_s: float, is_replaced: bool) -> None:
+    node = replace(pair("b", num_members=1, agentless_s=agentless_s), workers=("b-0",))
+    found = reconcile(training(2, pair("a"), node))
+    assert [type(action) for action in found] == [ReplaceWorker] * is_replaced
+
+
+def test_members_of_all_nodes_count_towards_the_fewest_workers() -> None:
+    failed = [faulty(f"f{i}", stopped_job=False) for i in range(3)]
+    few = replace(training(2, pair("a", num_members=1), *failed, failures=1), fewest=2)
+    assert reconcile(few) == [AddNode()]
+    assert reconcile(replace(few, nodes=[pair("a"), *failed])) == []  # growth by nodes that fail alike is given up
+
+
+def test_undersized_node_is_replaced_with_all_its_workers() -> None:
+    view = planned(LARGE, 2, replace(pair("a"), size=LARGE), replace(pair("b"), size=SMALL))
+    assert [action.worker for action in reconcile(view) if isinstance(action, ReplaceWorker)] == ["b-0", "b-1"]

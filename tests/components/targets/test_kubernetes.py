@@ -203,6 +203,20 @@ def test_template_adds_fields_without_an_option() -> None:
     assert [volume["name"] for volume in pod["spec"]["volumes"]] == ["scratch", "shm"]
 
 
+def test_node_of_several_workers_is_one_pod_with_all_their_gpus_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    spec = dataclasses.replace(SPEC, workers_per_node=8, min_workers=8, max_workers=16)
+    options = dataclasses.replace(PLAIN, gpus="8")
+    manifest = job_manifest(spec, options, NodeSize(64, 131072), "node1", MARK)
+    container, pod = container_of(manifest), manifest["spec"]["template"]["spec"]
+    assert container["resources"]["limits"] == {"cpu": "64", "memory": "131072Mi", "nvidia.com/gpu": "8"}
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert container["args"][:3] == ["-m", "lightning_dlrover.components.node", "--agents=8"]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert (variables["DLROVER_WORKERS_PER_NODE"], variables["OMP_NUM_THREADS"]) == ("8", "8")
+
+
 # --- starting ------------------------------------------------------------------------------------------------------------
 
 

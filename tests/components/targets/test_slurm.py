@@ -81,6 +81,23 @@ def test_node_is_submitted_with_the_requested_options(make_target: MakeTarget, c
     assert text.rstrip().endswith("/s/train.py --lr 0.1 'a b' '$${HOME}' 'it'\"'\"'s'")
 
 
+def test_node_of_several_workers_is_one_task_with_all_their_gpus(
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    commands.set("sbatch", "echo 17")
+    target = make_target(SlurmOptions(gpus="8"), workers_per_node=8, min_workers=8, max_workers=16)
+    target.start("node1", NodeSize(64, 131072))
+    [call] = commands.calls("sbatch")
+    for argument in ("--nodes=1", "--ntasks=1", "--gpus=8", "--cpus-per-task=64", "--mem=131072M"):
+        assert f" {argument} " in call
+    text = (tmp_path / "logs/node1/batch.sh").read_text()
+    assert "export DLROVER_WORKERS_PER_NODE=8\n" in text
+    assert "export OMP_NUM_THREADS=8\n" in text  # the cores of the node are shared
+    assert "-m lightning_dlrover.components.node --agents=8 " in text
+    assert "--nnodes=8:16 --nproc-per-node=1" in text  # of agents, each with one worker
+
+
 def test_no_notice_is_asked_for_if_none_is_wanted(make_target: MakeTarget, commands: SlurmCommands) -> None:
     make_target(SlurmOptions(notice_s=0)).start("node1")
     assert "--signal" not in commands.calls("sbatch")[0]

@@ -115,6 +115,79 @@ def test_every_round_and_every_wait_follows_the_rules(seen: View, waited_s: floa
     every_change_of_the_members_has_one_cause(seen, proposal)
 
 
+@st.composite
+def views_of_pairs(draw: st.DrawFn) -> View:
+    """Views of a job whose nodes have two workers each: w0 and w1, w2 and w3, and so on."""
+    seen = draw(views())
+    assert seen.job is not None
+    fewest = draw(st.sampled_from([2, 4]))
+    job = replace(seen.job, min_workers=fewest, max_workers=draw(st.sampled_from([4, 6])), workers_per_node=2)
+    agents = {name: replace(agent, labels={"node": pair_of(name)}) for name, agent in seen.agents.items()}
+    return replace(seen, job=job, agents=agents).with_requests_to_nodes()
+
+
+def pair_of(name: str) -> str:
+    return f"node{int(name[1:]) // 2}"
+
+
+@settings(max_examples=800)
+@given(views_of_pairs(), st.sampled_from([0.0, 1e9]))
+def test_planned_rounds_of_pairs_give_back_whole_nodes(seen: View, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    every_awaited_worker_is_named(seen)
+    if proposal is None or seen.round is None:
+        return
+    new_round_has_living_members_and_the_next_number(seen, proposal)
+    rank_0_held_the_state_if_any_member_did(seen, proposal)
+    joiners_never_take_the_round_above_the_maximum(seen, proposal)
+    if proposal.planned and not seen.dismissals and seen.survivors:
+        gone = {pair_of(name) for name in seen.round.members if name not in proposal.members}
+        assert not gone & {pair_of(name) for name in proposal.members}
+
+
+def pairs(members: str, others: str = "", standby: str = "", plan: int = 4, **changes: object) -> View:
+    """A job of two-worker nodes; digits as for `view`. Workers in `standby` build their model."""
+    seen = view(members, others)
+    workers = {**seen.workers, **{f"w{i}": worker(f"w{i}", "standby", 0) for i in standby}}
+    agents = {w: AgentRecord(f"agent-{w}", "host", 1, 1, "running", {"node": pair_of(w)}) for w in workers}
+    job = replace(JOB, min_workers=2, max_workers=8, workers_per_node=2)
+    made = replace(seen, job=job, workers=workers, agents=agents, plan=PlanRecord(plan, "user", "", True), **changes)  # type: ignore[arg-type]
+    return made.with_requests_to_nodes()
+
+
+@pytest.mark.parametrize(
+    "situation, seen, members",
+    [
+        ("the middle node is given back", pairs("012345"), "0145"),
+        ("ranks of a node need not follow each other", pairs("0213", plan=2), "01"),
+        ("a plan between two sizes keeps no half of a node", pairs("012345", plan=5), "0145"),
+        ("and adds none", pairs("01", "2", plan=3), None),
+        ("a node without one of its workers goes first if it is in the middle", pairs("01345", plan=4), "0145"),
+        ("no node goes whose loss would leave too few", pairs("023", plan=2), None),
+        ("it goes once the restarted worker of the other is back", pairs("023", "1", plan=2), "01"),
+        ("the first worker of a node waits for the second", pairs("01", "2"), None),
+        ("also while that builds its model", pairs("01", "2", standby="3"), None),
+        ("unless all others leave", pairs("01", "2", drains=frozenset({"w0"})), "012"),
+        ("both join", pairs("01", "23"), "0231"),
+        ("a worker that was restarted joins its node alone", pairs("013", "2"), "0123"),
+        ("one drained worker takes its neighbour along", pairs("0123", drains=frozenset({"w2"})), "01"),
+        ("one replaced worker waits for two others", pairs("01", "2", plan=2, replacements=frozenset({"w1"})), None),
+        ("and goes with its neighbour then", pairs("01", "23", plan=2, replacements=frozenset({"w1"})), "0123"),
+        ("a dismissed worker goes alone", pairs("0123", drains=frozenset({"w3"}), dismissals={"w3": 0}), "012"),
+    ],
+)
+def test_workers_of_a_node_come_and_go_together(situation: str, seen: View, members: str | None) -> None:
+    successor = next_round(seen, 0.0)
+    assert (successor.members if successor else None) == ([f"w{i}" for i in members] if members else None), situation
+
+
+def test_replaced_node_leaves_once_its_successors_have_the_state() -> None:
+    seen = pairs("0123", plan=2, replacements=frozenset({"w1"}))
+    successor = next_round(seen, 0.0)
+    assert successor is not None
+    assert successor.members == ["w2", "w3"]
+
+
 def new_round_has_living_members_and_the_next_number(seen: View, proposal: RoundRecord) -> None:
     assert seen.job is not None
     assert proposal.number == (seen.round.number + 1 if seen.round else 1)

@@ -26,10 +26,12 @@ class MachineShares:
 
     Args:
         gpus: GPUs that each node owns exclusively; 0: all nodes share every GPU visible to this process.
+        workers_per_node: workers that share a node's cores.
     """
 
-    def __init__(self, gpus: int) -> None:
+    def __init__(self, gpus: int, workers_per_node: int = 1) -> None:
         self._gpus = gpus
+        self._workers_per_node = workers_per_node
         self._allocation = Allocation(sorted(os.sched_getaffinity(0)), visible_devices(os.environ) if gpus else ())
         self._groups: MemoryGroups | None = None
         self._limits_mb: dict[str, int] = {}  # MiB, of nodes with a control group
@@ -62,7 +64,7 @@ class MachineShares:
             cores = ", ".join(map(str, shared))
             self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with others until some are")
         # More threads than cores would slow each other down. Nodes without cores of their own compete, so each gets one thread.
-        exported = thread_variables(len(share.cores))
+        exported = thread_variables(len(share.cores), self._workers_per_node)
         if share.devices:
             exported[DEVICES_VARIABLE] = ",".join(share.devices)
         if group is not None:
