@@ -169,8 +169,8 @@ class OwnRecord:
                 is_member = self._worker_id in decode(RoundRecord, entry.value, entry.key).members
             except RecordError:
                 return False
-            # A worker that waits for admission misses nothing while it is away.
-            if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
+            # A worker that waits for admission, also again after a round that did not form, misses nothing while it is away.
+            if not is_member and self._record.state not in ("standby", "ready"):
                 return False
         nobody_went_on = modified(self._keys.round) == (entry.mod_revision if entry else 0)
         lease = self._client.lease(self._lease_ttl_s)

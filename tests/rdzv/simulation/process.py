@@ -518,7 +518,7 @@ class Worker:
         entry = await client.get(self.job.keys.round)
         if entry is not None:
             is_member = self.id in decode(RoundRecord, entry.value, entry.key).members
-            if not is_member and (self._record.round_number or self._record.state not in ("standby", "ready")):
+            if not is_member and self._record.state not in ("standby", "ready"):
                 return False
         lease_id = await client.request(lambda: etcd.grant(LEASE_S))
         nobody_went_on = modified(self.job.keys.round) == (entry.mod_revision if entry else 0)
