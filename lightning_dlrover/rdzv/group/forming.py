@@ -55,8 +55,11 @@ Torch looks up the name of the store's address first, which takes 10 s or more i
 VOTE_ROOM = 32, 8
 """Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
 
-MAX_VOTE_ROOM = 1024
-"""Maximum numbers in the first message of a vote, however many workers there are. Further ones follow in a second message."""
+MAX_VOTE_ROOM = 8192
+"""Maximum numbers in the first message of a vote: 64 kB, enough for a thousand workers.
+
+Further ones follow in a second message, which does not overlap with a step.
+"""
 
 CONNECT_AGAIN_S = 0.02
 """Seconds between two attempts to reach the store of a round of up to `FEW` workers; longer for more."""
