@@ -226,7 +226,8 @@ class _Told:
                 number = _whole(event.round)
                 self.stalls[number] = max((_amount(event.seconds), at), self.stalls.get(number, (0.0, 0.0)))
             case RoundFormed():
-                formed = Round(_whole(event.number), at, event.kind, len(event.members), event.reason or text, None)
+                size = event.num_members or len(event.members)
+                formed = Round(_whole(event.number), at, event.kind, size, event.reason or text, None)
                 self.rounds.setdefault(formed.number, formed)
             case WindowMeasured():
                 self.profiles.append(_profile(at, event.document))

@@ -475,7 +475,8 @@ class _Memory:
         between: set[str] = set()
         for _, formed in events_of(past, RoundFormed):
             if formed.number < self._first_round:
-                (before if formed.number <= newest.round else between).update(formed.members)
+                there = before if formed.number <= newest.round else between
+                there.update(formed.members, formed.cause.get("joined", ()))
         if between - before:
             return None  # another worker has taken that place
         return MemoryForecast(**{f.name: getattr(newest, f.name) for f in fields(MemoryForecast)})

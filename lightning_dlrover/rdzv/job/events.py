@@ -79,12 +79,13 @@ E = TypeVar("E", bound=Event)
 class RoundFormed(Event):
     KIND = "round"
     number: int
-    members: list[str]
+    members: list[str]  # none in large rounds: a line of each change would hold a thousand names
     kind: str  # RoundRecord.kind
     planned: bool = False
     reason: str = ""
     cause: dict[str, list[str]] = field(default_factory=dict)  # see `rounds.cause`
     decided_s: float = 0.0  # seconds from the last change of the records to the write of the round
+    num_members: int = 0
 
 
 @dataclass(frozen=True)

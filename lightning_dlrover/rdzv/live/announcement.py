@@ -18,6 +18,9 @@ __all__ = ["Announcement", "Announcer", "lines_about"]
 
 log = logging.getLogger(__name__)
 
+MANY = 100
+"""Members of a round above which its line in the history names only those that came or went."""
+
 MAX_LINES = 100
 """Maximum number of lines in one transaction. etcd allows 128 operations (--max-txn-ops), and a round needs two of them."""
 
@@ -81,7 +84,8 @@ def lines_about(view: View, round_: RoundRecord, decided_s: float, buried: Colle
         lines.append(record_of(lost, f"worker {worker_id} is gone: {how}"))
     formed = RoundFormed(
         number=round_.number,
-        members=round_.members,
+        members=round_.members if len(round_.members) <= MANY else [],
+        num_members=len(round_.members),
         kind=round_.kind,
         planned=round_.planned,
         reason=round_.reason,

@@ -246,11 +246,12 @@ def lacks_workers(view: View) -> bool:
 
 def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
     """Return the workers that caused `successor` to follow the round of `view`, grouped by the kind of change."""
-    before = view.round.members if view.round is not None else []
+    before, after = view.round.members if view.round is not None else [], set(successor.members)
     gone = losses(view, successor)
-    left = [w for w in before if w not in successor.members and w not in gone]
+    stay = after.union(gone)
+    left = [w for w in before if w not in stay]
     return {
-        "joined": [w for w in successor.members if w not in before],
+        "joined": [w for w in successor.members if w not in view.members],
         "lost": [w for w in gone if w not in view.workers],
         "left_out": [w for w in gone if w in view.workers],  # they live, but did not answer or cannot be reached
         "drained": [w for w in left if w in view.drains or w in view.replacements],

@@ -10,7 +10,7 @@ from lightning_dlrover.rdzv.job import journal
 from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, content_of
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, RoundRecord, WorkerRecord, encode
-from lightning_dlrover.rdzv.live.announcement import Announcer
+from lightning_dlrover.rdzv.live.announcement import Announcer, lines_about
 from lightning_dlrover.rdzv.live.outbox import Outbox
 from lightning_dlrover.rdzv.live.rounds import View, next_round
 
@@ -47,6 +47,16 @@ def test_every_loss_is_recorded_once_however_many_there_are(num_lost: int, clien
     lost = [event.worker_id for event in events if isinstance(event, WorkerLost)]
     assert sorted(lost) == sorted(f"w{n}" for n in range(300 - num_lost, 300))
     assert [event.number for event in events if isinstance(event, RoundFormed)] == [2]
+
+
+def test_line_of_a_round_in_a_large_job_names_only_those_that_came_or_went() -> None:
+    seen = view(1000, 1)
+    round_ = next_round(seen, 0.0)
+    assert round_ is not None
+    formed = content_of(lines_about(seen, round_, 0.1, buried=())[-1])
+    assert isinstance(formed, RoundFormed)
+    assert (formed.num_members, formed.members) == (999, [])
+    assert formed.cause == {"joined": [], "lost": ["w999"], "left_out": [], "drained": [], "not_in_plan": []}
 
 
 def test_losses_come_before_their_round(client: EtcdClient, keys: Keys) -> None:
