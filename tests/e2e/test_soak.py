@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import psutil
+import pytest
 from harness import Job
 from plain_loop import PlainSettings, run_plain_loop
 from test_plain_loop import assert_everyone_counted_the_same
@@ -31,6 +32,7 @@ class Vitals:
         return f"{self.threads} threads, {self.files} files, {self.mib:.1f} MiB, {self.keys} keys"
 
 
+@pytest.mark.timeout(60 + 3 * NUM_CHANGES)
 def test_worker_that_lives_through_many_changes_holds_no_more(make_job: Callable[..., Job], client: EtcdClient) -> None:
     """Every third worker that joins is killed, the others leave."""
     job = make_job(SETTINGS, script=run_plain_loop, min_workers=1, max_workers=2)
@@ -47,10 +49,10 @@ def test_worker_that_lives_through_many_changes_holds_no_more(make_job: Callable
         joiner.wait()
         job.wait_for_world(1)
         seen.append(Vitals(job, client))
+        print(f"{2 * number + 2} changes: {seen[-1]}", flush=True)
     tenth = max(4, len(seen) // 10)
     first, last = seen[:tenth], seen[-tenth:]
     what = f"after the first tenth {first[-1]}, at the end {last[-1]}"
-    print(f"{NUM_CHANGES} changes: {what}")
     for name in ("threads", "files", "keys"):
         assert max(getattr(each, name) for each in last) <= max(getattr(each, name) for each in first), what
     if len(seen) > 100:
