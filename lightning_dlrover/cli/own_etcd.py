@@ -47,7 +47,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
         UsageError: the nodes look for etcd on another host.
     """
     if options.target == "local":
-        with EmbeddedEtcd() as server:
+        with EmbeddedEtcd(private=True) as server:
             yield server
         return
     host, port = options.etcd_host or own_address(), None
