@@ -96,8 +96,9 @@ def run_command(options: argparse.Namespace) -> int:
             ):
                 server = None
                 if endpoint is None:
-                    server = stack.enter_context(own_etcd(options, folder))
-                    place = JobPlace(run_id, server.endpoint, prefix)
+                    own = stack.enter_context(own_etcd(options, folder))
+                    server = own.server
+                    place = JobPlace(run_id, server.endpoint, prefix, own.access)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
                 return _run_job(options, command, place, folder, server, hurry, asked, last_words)

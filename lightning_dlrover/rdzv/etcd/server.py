@@ -233,6 +233,7 @@ class EmbeddedEtcd:
             "--auto-compaction-mode=periodic",
             f"--auto-compaction-retention={self._superseded_s:g}s",
             "--log-outputs=stderr",
+            "--bcrypt-cost=4",  # the only password is random, and too long to be guessed
         ]
         if not self._durable:
             command.append("--unsafe-no-fsync")
