@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from dlrover_process import Dlrover, Run
+from forked_jobs import MakeJob
 from stranger import STRANGER, Attempts, attempts_of_a_stranger
+from toy_job import ToySettings
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -122,3 +126,36 @@ def test_the_stranger_reaches_what_is_open(tmp_path: Path) -> None:
     assert found.reads[str(folder / "file")] == "reached: 1"
     assert found.writes[str(folder)] == found.writes[str(folder / "file")] == "reached: None"
     assert os.stat("/root").st_uid != STRANGER
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str, int]]:
+        return os.mkdir, (str(self.mark), 0o700)
+
+
+def test_what_a_stranger_writes_into_a_rounds_store_is_never_run(make_job: MakeJob, tmp_path: Path) -> None:
+    """The store has no password, so whoever reaches its port may end the job. Nothing in it is code."""
+    job = make_job(ToySettings(step_s=0.05, max_epochs=20))
+    job.start()
+    job.start()
+    job.wait_for_world(2)
+    place = job._round
+    store = dist.TCPStore(place.store_address, place.store_port, is_master=False, wait_for_workers=False)
+    mark = tmp_path / "was_run"
+    keys = store.list_keys()
+    assert keys
+    for key in keys:
+        store.set(key, pickle.dumps(Evil(mark)))
+    job.start()  # whatever follows, a round of three or the end, comes from what is read in this store
+    first = place.number
+
+    def has_changed() -> bool:
+        return job.round_number > first or any(worker.exit_code is not None for worker in job.workers)
+
+    job.wait_until(lambda: has_changed() or None, "another round, or the end of a worker")
+    assert not mark.exists()
