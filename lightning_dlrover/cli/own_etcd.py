@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_dlrover.addresses import own_address
 from lightning_dlrover.cli.errors import UsageError
@@ -37,7 +38,7 @@ class OwnEtcd:
     """A running server and the access to it."""
 
     server: EmbeddedEtcd
-    access: dict[str, str]  # see `EtcdConfig.access`
+    access: dict[str, Any]  # see `EtcdConfig.access`
 
 
 class EtcdLostError(Exception):
@@ -81,7 +82,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
             )
     data, password = folder / "etcd", folder / _PASSWORD_FILE
     is_over = False
-    access: dict[str, str] = {}
+    access: dict[str, Any] = {}
     try:
         # A job of a release without passwords goes on as its nodes expect it.
         if options.target == "slurm" and (password.exists() or not data.exists()):

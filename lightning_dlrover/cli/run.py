@@ -80,8 +80,8 @@ def run_command(options: argparse.Namespace) -> int:
     endpoint = options.endpoint or around.endpoint
     if endpoint is None and (access := etcd_access(options)):
         raise UsageError(
-            f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone has no users "
-            "and no TLS"
+            f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone makes its own "
+            "password, and has no TLS"
         )
     check_target(options, endpoint)
     prefix = checked_prefix(options.key_prefix or around.prefix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ def test_etcd_of_a_slurm_job_refuses_everyone_without_its_password(tmp_path: Pat
             client.put("/dlrover/job/a", b"1")
         wrong = tmp_path / "wrong"
         wrong.write_text("0" * 64 + "\n")
-        for access in ({}, {"user": "root", "password_file": str(wrong)}):
+        refused: list[dict[str, Any]] = [{}, {"user": "root", "password_file": str(wrong)}]
+        for access in refused:
             with EtcdClient(EtcdConfig(own.server.endpoint, **access)) as stranger:
                 for attempt in (
                     lambda: stranger.get("/dlrover/job/a"),

@@ -10,13 +10,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 from dlrover_process import Dlrover, Run
 from forked_jobs import MakeJob
 from stranger import STRANGER, Attempts, attempts_of_a_stranger
+from torch._C._distributed_c10d import TCPStore
 from toy_job import ToySettings
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -145,7 +146,7 @@ def test_what_a_stranger_writes_into_a_rounds_store_is_never_run(make_job: MakeJ
     job.start()
     job.wait_for_world(2)
     place = job._round
-    store = dist.TCPStore(place.store_address, place.store_port, is_master=False, wait_for_workers=False)
+    store: Any = TCPStore(place.store_address, place.store_port, is_master=False, wait_for_workers=False)
     mark = tmp_path / "was_run"
     keys = store.list_keys()
     assert keys

@@ -106,7 +106,8 @@ def replace_unpickler(unpickler: type) -> None:
 
 def accepted_in_files() -> Mapping[str, Any]:
     """Return the classes and functions by name that `torch.load(weights_only=True)` accepts in any file."""
-    return torch._weights_only_unpickler._get_allowed_globals()
+    accepted: Mapping[str, Any] = torch._weights_only_unpickler._get_allowed_globals()
+    return accepted
 
 
 def work_class() -> Any:
