@@ -14,6 +14,7 @@ from lightning_dlrover.cli.signals import Interrupted
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
 from lightning_dlrover.report.status import JobPlace
 
 SLURM = argparse.Namespace(target="slurm", etcd_host="127.0.0.1")
@@ -67,3 +68,18 @@ def test_an_etcd_whose_preparation_was_killed_is_prepared_anew(tmp_path: Path) -
             client.check()
         with EtcdClient(EtcdConfig(own.server.endpoint)) as stranger, pytest.raises(EtcdError, match="user name is empty"):
             stranger.get("/dlrover/job/a")
+
+
+def test_no_value_leaves_an_etcd_by_requests_that_are_not_about_keys(tmp_path: Path) -> None:
+    """etcd 3.5.1 answers some requests without a user: docs/security.md lists them."""
+    with own_etcd(SLURM, tmp_path) as own, grpc.insecure_channel(own.server.endpoint) as channel:
+        maintenance, watch = etcdrpc.MaintenanceStub(channel), etcdrpc.WatchStub(channel)
+        for attempt in (
+            lambda: next(iter(maintenance.Snapshot(etcdrpc.SnapshotRequest(), timeout=5))),
+            lambda: maintenance.Hash(etcdrpc.HashRequest(), timeout=5),
+        ):
+            with pytest.raises(grpc.RpcError, match="user name is empty"):
+                attempt()
+        everything = etcdrpc.WatchCreateRequest(key=b"\0", range_end=b"\0")
+        answer = next(iter(watch.Watch(iter([etcdrpc.WatchRequest(create_request=everything)]), timeout=5)))
+        assert answer.canceled
