@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,13 @@ def test_an_etcd_whose_preparation_was_killed_is_prepared_anew(tmp_path: Path) -
 def test_no_value_leaves_an_etcd_by_requests_that_are_not_about_keys(tmp_path: Path) -> None:
     """etcd 3.5.1 answers some requests without a user: docs/security.md lists them."""
     with own_etcd(SLURM, tmp_path) as own, grpc.insecure_channel(own.server.endpoint) as channel:
-        maintenance, watch = etcdrpc.MaintenanceStub(channel), etcdrpc.WatchStub(channel)
-        for attempt in (
+        maintenance: Any = etcdrpc.MaintenanceStub(channel)
+        watch: Any = etcdrpc.WatchStub(channel)
+        attempts: list[Callable[[], object]] = [
             lambda: next(iter(maintenance.Snapshot(etcdrpc.SnapshotRequest(), timeout=5))),
             lambda: maintenance.Hash(etcdrpc.HashRequest(), timeout=5),
-        ):
+        ]
+        for attempt in attempts:
             with pytest.raises(grpc.RpcError, match="user name is empty"):
                 attempt()
         everything = etcdrpc.WatchCreateRequest(key=b"\0", range_end=b"\0")
