@@ -207,14 +207,18 @@ class EmbeddedEtcd:
     def _keep_log(self) -> Path:
         """Move the log beside the data folder, which is often removed with the server, and return its path."""
         assert self.data_dir is not None
-        kept = self.data_dir.with_name(f"{self.data_dir.name}.log")
-        try:
-            self.log_path.replace(kept)  # not a copy: the disk may be full
-        except FileNotFoundError:
-            pass  # moved already
-        except OSError:
-            return self.log_path
-        return kept
+        kept = [self.data_dir.with_name(f"{self.data_dir.name}.log")]
+        if self._has_own_data:  # elsewhere if the usual folder for temporary files holds no sockets
+            kept.insert(0, Path(tempfile.gettempdir(), kept[0].name))
+        for path in kept:
+            try:
+                self.log_path.replace(path)  # not a copy: the disk may be full
+            except FileNotFoundError:
+                return next((former for former in kept if former.exists()), path)  # moved already
+            except OSError:
+                continue
+            return path
+        return self.log_path
 
     def _spawn(self) -> None:
         assert self.data_dir is not None
