@@ -502,7 +502,7 @@ class DLRoverStrategy(EitherStrategy):
                 wrap_loops(trainer, self.live, self.times, self.clock, self.tables is not None, self.broadcast)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self.collectives.broadcast(super().broadcast, obj, src)
+        return self.collectives.broadcast(super().broadcast, obj, src, self.root_device)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self.collectives.reduce(super().reduce, tensor, group, reduce_op)

@@ -1,4 +1,10 @@
-"""The etcd that `dlrover run` starts for its job alone."""
+"""The etcd that `dlrover run` starts for its job alone, and who may use it.
+
+target        reachable by
+local         processes of this user on this host, through a Unix socket
+slurm         whoever reads the password file in the run folder, that is this user on all hosts
+kubernetes    whoever reaches the port: pods have no file in common with this process
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,30 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_dlrover.addresses import own_address
 from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.config import parse_endpoints
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.password import USER, make_password, require_password
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.report.event_log import JobNotFoundError
 from lightning_dlrover.report.status import JOB_FILE, read_job_file
+
+_PASSWORD_FILE = "etcd.password"
+"""File in the run folder, as nodes on other hosts must read it."""
+
+
+@dataclass(frozen=True)
+class OwnEtcd:
+    """A running server and the access to it."""
+
+    server: EmbeddedEtcd
+    access: dict[str, Any]  # see `EtcdConfig.access`
 
 
 class EtcdLostError(Exception):
@@ -36,7 +57,7 @@ def without_etcd(server: EmbeddedEtcd, target: str) -> str:
 
 
 @contextlib.contextmanager
-def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd]:
+def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
     """Run an etcd for this job alone.
 
     Nodes at a scheduler survive if this process is killed. The next `dlrover run` then finds etcd's data in the same folder,
@@ -47,8 +68,8 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
         UsageError: the nodes look for etcd on another host.
     """
     if options.target == "local":
-        with EmbeddedEtcd() as server:
-            yield server
+        with EmbeddedEtcd(private=True) as server:
+            yield OwnEtcd(server, {})
         return
     host, port = options.etcd_host or own_address(), None
     with contextlib.suppress(JobNotFoundError):
@@ -59,11 +80,16 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
                 f"host, not on {socket.gethostname()}; if that host is gone, end the remaining nodes with `dlrover cancel "
                 f"{folder.name}`, and name an etcd that outlasts its hosts with --endpoint next time"
             )
-    data = folder / "etcd"
+    data, password = folder / "etcd", folder / _PASSWORD_FILE
     is_over = False
+    access: dict[str, Any] = {}
     try:
+        # A job of a release without passwords goes on as its nodes expect it.
+        if options.target == "slurm" and (password.exists() or not data.exists()):
+            _protect(data, password)
+            access = {"user": USER, "password_file": str(password)}
         with _started(data, host, port) as server:
-            if not host.startswith("127."):
+            if not access and not host.startswith("127."):
                 say(
                     f"etcd listens on {server.endpoint} without authentication, and ends with this process; --endpoint names "
                     "a permanent one, and docs/security.md describes authentication"
@@ -73,11 +99,31 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[EmbeddedEtcd
                 say(
                     "this pod is of a Job of Volcano's, which may keep nodes away from this etcd: if none comes, use --endpoint"
                 )
-            yield server
+            yield OwnEtcd(server, access)
         is_over = True
     finally:
         if is_over or not (folder / JOB_FILE).exists():
             shutil.rmtree(data, ignore_errors=True)
+            password.unlink(missing_ok=True)
+
+
+def _protect(data: Path, password: Path) -> None:
+    """Let an etcd whose data are still to be created require a password from its first moment on a network.
+
+    Raises:
+        EtcdServerError: the password cannot be written, or etcd refuses it.
+    """
+    if data.exists():
+        return  # it does already
+    unfinished = data.with_name(f"{data.name}.new")  # a killed process leaves all of it or nothing
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        make_password(password)
+        with EmbeddedEtcd(unfinished, private=True) as server:
+            require_password(server.endpoint, password)
+        unfinished.rename(data)
+    except (OSError, EtcdError) as error:
+        raise EtcdServerError(f"the embedded etcd cannot be given a password in {password}: {error}") from error
 
 
 def _started(data: Path, host: str, port: int | None) -> EmbeddedEtcd:

@@ -80,8 +80,8 @@ def run_command(options: argparse.Namespace) -> int:
     endpoint = options.endpoint or around.endpoint
     if endpoint is None and (access := etcd_access(options)):
         raise UsageError(
-            f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone has no users "
-            "and no TLS"
+            f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone makes its own "
+            "password, and has no TLS"
         )
     check_target(options, endpoint)
     prefix = checked_prefix(options.key_prefix or around.prefix)
@@ -96,8 +96,9 @@ def run_command(options: argparse.Namespace) -> int:
             ):
                 server = None
                 if endpoint is None:
-                    server = stack.enter_context(own_etcd(options, folder))
-                    place = JobPlace(run_id, server.endpoint, prefix)
+                    own = stack.enter_context(own_etcd(options, folder))
+                    server = own.server
+                    place = JobPlace(run_id, server.endpoint, prefix, own.access)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
                 return _run_job(options, command, place, folder, server, hurry, asked, last_words)

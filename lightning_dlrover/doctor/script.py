@@ -47,7 +47,7 @@ def check_script(
     owned = OwnedFolder("dlrover-doctor-")
     folder = Path(owned.name)
     try:
-        with EmbeddedEtcd() as server:
+        with EmbeddedEtcd(private=True) as server:
             returned = _run(script, arguments, deadline_s, _environment(environ, server.endpoint), folder)
         return _findings(script, returned, deadline_s, folder)
     except EtcdServerError as problem:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dlrover.live.lightning_names import logged_name
+from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.purpose import Purpose, place_of
 
 if TYPE_CHECKING:
@@ -71,11 +73,27 @@ class Collectives:
         if not self.are_off:
             self.confirmed("strategy.barrier", run, name)
 
-    def broadcast(self, run: Callable[[T, int], T], obj: T, src: int) -> T:
+    def broadcast(self, run: Callable[[T, int], T], obj: T, src: int, device: torch.device) -> T:
+        """Return the object of worker `src`.
+
+        Args:
+            run: Lightning's own, for a world that cannot change. It unpickles whatever arrives.
+            device: where tensors arrive that are on the source's device.
+
+        Raises:
+            TransferError: it holds a class that is not accepted from other workers.
+        """
         if self.are_off:
             return obj
+        if self._job is None:
+            return run(obj, src)
+
+        def send() -> T:
+            sent: T = transfer.broadcast_object(obj, src, device) if dist.is_initialized() else obj
+            return sent
+
         # The source does not wait for the others.
-        return self.confirmed("strategy.broadcast", lambda: run(obj, src), f"what rank {src} has", is_joint=False)
+        return self.confirmed("strategy.broadcast", send, f"what rank {src} has", is_joint=False)
 
     def reduce(self, run: Callable[..., Any], tensor: Any, group: Any | None, reduce_op: Any) -> Any:
         if not isinstance(tensor, Tensor) or self.are_off:

@@ -3,10 +3,14 @@
 A table's weights, and every full-width state of its optimizer, are one tensor each. A row-wise state is one tensor for each set
 of columns that had a value of its own, so that a checkpoint can be read into any other plan. `exchange` describes how these
 values change where columns are cut differently.
+
+The folder of a checkpoint may come from the job's records, so nothing in it is trusted: its list of parts is read without
+executing what it names, and parts that are not tensors are refused.
 """
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +21,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group.data_unpickler import DataUnpickler
 from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.placement import TablePlan
 from lightning_dlrover.tables.sharded import ShardedTables
@@ -86,9 +99,40 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("the original unpickles them, and load_tables refuses them")
+
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         values = self.state_dict[index.fqn]
         return values.find(index) if isinstance(values, _Values) else super().lookup_tensor(index)
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader, which would unpickle the list of parts."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._list = folder / ".metadata"
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """
+        Raises:
+            CheckpointError: the list holds classes or functions that a checkpoint has no use for, or is damaged.
+        """
+        content = self._list.read_bytes()
+        try:
+            found = DataUnpickler(io.BytesIO(content)).load()
+        except transfer.RefusedError as error:
+            raise CheckpointError(
+                f"{self._list} holds {error.name}, which no checkpoint of tables does; it was written by another program"
+            ) from error
+        except Exception as error:  # garbage can lead to any error
+            raise CheckpointError(f"{self._list} is damaged ({error}); choose another checkpoint") from error
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{self._list} is not the list of a checkpoint's parts; choose another checkpoint")
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
 def save_tables(tables: ShardedTables, folder: Path) -> None:
@@ -106,7 +150,11 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
         CheckpointError: a table of the model is missing or has another size.
     """
     assert tables.plan is not None
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    reader = _Reader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    for name, entry in saved.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"checkpoint {folder}: {name} is not a tensor; it was written by another program")
     wanted: dict[str, list[_Chunk]] = {}
     shapes: dict[str, Sequence[int]] = {}
     composed: list[tuple[Block, list[tuple[float, torch.Tensor]]]] = []
@@ -149,9 +197,9 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
             taken = {chunk.offsets: chunk for chunk in chunks}
             wanted[name] = [chunk for chunk in chunks if chunk is not taken[chunk.offsets]]
             state[name] = _Values(shapes[name], list(taken.values()))
-        load(state, checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
+        load(state, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
     counters = {name: torch.tensor(0) for table in tables.counters() if (name := _COUNTER + table) in saved}
-    load(dict(counters), checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
+    load(dict(counters), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
     tables.set_counters({name.removeprefix(_COUNTER): int(number) for name, number in counters.items()})
     for block, parts in composed:
         if len(parts) == 1:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from dlrover_process import Dlrover, Run
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
-from test_dlrover_run import SCRIPT, members, wait_for_first_round, wait_for_workers
+from test_dlrover_run import SCRIPT, all_arguments_and_variables, members, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
 from waiting import eventually
 
@@ -77,6 +78,7 @@ def test_slurm_job_survives_loss_of_its_controller_and_a_drain(dlrover: Dlrover,
     wait_for_first_round(run)
     [first] = wait_for_workers(run, 1)
     assert size_of(first["pid"]) == ("1", "900")
+    assert_password_is_hidden(dlrover, run)
     refused = dlrover("scale", "job", "--mem", "4G")
     assert refused.returncode == 2
     assert "job 'job' was started for nodes of 900 to 3072 MiB of memory (--mem of `dlrover run`)" in refused.stderr
@@ -120,6 +122,17 @@ def test_slurm_job_survives_loss_of_its_controller_and_a_drain(dlrover: Dlrover,
     logs = dlrover("logs", "job").stdout
     assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
     assert len(losses(run)) == 1, losses(run)
+
+
+def assert_password_is_hidden(dlrover: Dlrover, run: Run) -> None:
+    """Assert that the password of the job's own etcd is in its file alone, and that the file's path is what nodes get."""
+    file = run.folder / "etcd.password"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    seen = all_arguments_and_variables(dlrover) + run.output
+    others = [path for path in run.folder.rglob("*") if path.is_file() and path != file and "etcd" not in path.parts]
+    seen += "".join(path.read_text(errors="replace") for path in others)
+    assert str(file) in seen
+    assert file.read_text().strip() not in seen
 
 
 def workers_of_size(run: Run, num_workers: int, size: tuple[str, str]) -> list[dict[str, Any]] | None:

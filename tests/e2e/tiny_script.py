@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--only-resizes", action="store_true")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-after-fit", action="store_true")
+    parser.add_argument("--loader-workers", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
@@ -68,7 +69,7 @@ def main() -> None:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    loader = DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=8, shuffle=True)
+    loader = DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=8, shuffle=True, num_workers=given.loader_workers)
     trainer.fit(TinyModel(given.until, given.step_s, given.sample_s, given.fail_at), loader)
     if trainer.is_global_zero:
         print(f"trained for {trainer.global_step} steps", flush=True)

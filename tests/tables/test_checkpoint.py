@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.optim import RowWiseAdagrad
@@ -74,3 +79,51 @@ def test_counted_steps_come_back_with_the_tables(tmp_path: Path) -> None:
     assert again.counters() == {"tables.t": 0}
     load_tables(again, tmp_path)
     assert again.counters() == {"tables.t": 7}
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str, int]]:
+        return os.mkdir, (str(self.mark), 0o700)
+
+
+@pytest.mark.parametrize("where", ["list", "part"])
+def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path, where: str) -> None:
+    folder, mark = tmp_path / "checkpoint", tmp_path / "was_run"
+    tables = built("rowwise_adagrad")
+    save_tables(tables, folder)
+    parts = folder / ".metadata"
+    found: Metadata = pickle.loads(parts.read_bytes())
+    if where == "list":
+        found.planner_data = Evil(mark)
+    else:
+        # A part that is not a tensor, in place of a counter.
+        found.state_dict_metadata["counter/tables.t"] = BytesStorageMetadata()
+        (folder / "evil").write_bytes(file_of(Evil(mark)))
+        place = next(info for index, info in found.storage_data.items() if index.fqn == "counter/tables.t")
+        evil = replace(place, relative_path="evil", offset=0, length=(folder / "evil").stat().st_size)
+        found.storage_data[MetadataIndex("counter/tables.t")] = evil
+    parts.write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointError, match="written by another program"):
+        load_tables(tables, folder)
+    assert not mark.exists()
+
+
+def file_of(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def test_a_damaged_list_of_parts_is_named(tmp_path: Path) -> None:
+    tables = built("sgd")
+    save_tables(tables, tmp_path)
+    parts = tmp_path / ".metadata"
+    for content in (b"", parts.read_bytes()[:-20], b"garbage", pickle.dumps({"a": 1})):
+        parts.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"\.metadata is (damaged|not the list)"):
+            load_tables(tables, tmp_path)

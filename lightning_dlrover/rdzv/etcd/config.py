@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.unix_socket import socket_path
 
 __all__ = ["EtcdConfig", "access_from", "is_loopback", "parse_endpoints", "read_password"]
 
@@ -17,12 +18,17 @@ __all__ = ["EtcdConfig", "access_from", "is_loopback", "parse_endpoints", "read_
 def parse_endpoints(text: str) -> list[tuple[str, int]]:
     """Return host and port of each endpoint in ``host:port,host:port``, each with an optional ``http://`` or ``https://``.
 
+    A Unix socket, ``unix:/path``, counts as port 0 of 127.0.0.1: other hosts reach neither.
+
     Raises:
         ValueError: a part has no host or no port between 1 and 65535, or an IPv6 address has no brackets.
     """
     endpoints = []
     for part in text.split(","):
         stripped = part.strip()
+        if socket_path(stripped) is not None:
+            endpoints.append(("127.0.0.1", 0))
+            continue
         match = re.fullmatch(r"(?:https?://)?(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]@?#]+):([0-9]{1,5})/?", stripped)
         if match is None or not 0 < int(match[2]) < 65536:
             raise ValueError(
@@ -50,7 +56,7 @@ def access_from(environ: Mapping[str, str]) -> dict[str, str]:
 class EtcdConfig:
     """Connection settings for etcd. TLS is used if `ca_cert` is given or the endpoints start with https://."""
 
-    endpoints: str  # host:port,host:port
+    endpoints: str  # host:port,host:port, or unix:/path of a socket on this host
     user: str | None = None
     password_file: str | None = None  # path of a file with the password in its first line; the password itself is not stored
     ca_cert: str | None = None  # path of a PEM file, as are `cert` and `key`

@@ -25,6 +25,7 @@ from lightning_dlrover.rdzv.etcd.config import EtcdConfig, parse_endpoints
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.operations import Put, exists
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+from lightning_dlrover.rdzv.etcd.unix_socket import HTTPOverSocket, socket_path
 
 __all__ = ["DEFAULT_QUOTA_BYTES", "Clock", "EtcdCondition", "alarms_of", "inspect"]
 
@@ -166,14 +167,16 @@ def _clock(config: EtcdConfig, wall_clock: Callable[[], float]) -> Clock | None:
 def _page(config: EtcdConfig, path: str) -> tuple[str, str]:
     """Return a page of the server's HTTP interface and the response's date; empty if there is none."""
     [(host, port)] = parse_endpoints(config.endpoints)
+    socket = socket_path(config.endpoints)
     try:
-        if config.uses_tls:
+        connection: http.client.HTTPConnection
+        if socket is not None:
+            connection = HTTPOverSocket(socket, config.timeout_s)
+        elif config.uses_tls:
             context = ssl.create_default_context(cafile=config.ca_cert)
             if config.cert is not None:
                 context.load_cert_chain(config.cert, config.cert_key)
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, port, timeout=config.timeout_s, context=context
-            )
+            connection = http.client.HTTPSConnection(host, port, timeout=config.timeout_s, context=context)
         else:
             connection = http.client.HTTPConnection(host, port, timeout=config.timeout_s)
         try:

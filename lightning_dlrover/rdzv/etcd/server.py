@@ -1,6 +1,10 @@
 """A private etcd on this machine, for a laptop, a test or a job without a configured endpoint.
 
 Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
+
+etcd admits whoever reaches its ports. Its port for other members of a cluster accepts writes as well, so it is always a Unix
+socket in a folder of mode 0700. The one for clients is too if the server is private; a TCP port on loopback is open to all
+users of the machine.
 """
 
 from __future__ import annotations
@@ -22,11 +26,17 @@ from types import TracebackType
 from lightning_dlrover.addresses import free_port
 from lightning_dlrover.rdzv.etcd import server_failure
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
+from lightning_dlrover.rdzv.etcd.unix_socket import HTTPOverSocket, can_hold_sockets
 
 __all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary", "version_of"]
 
 _NUM_PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 5.0
+
+_PREFIX = "dlrover-etcd-"
+# etcd takes a socket only as host:port, and makes a file of that name in its working folder. etcd 3.5.1 has no absolute paths.
+_CLIENT_SOCKET = "etcd.sock:0"
+_PEER_SOCKET = "peer.sock:0"
 _LITTLE_BYTES = 2 << 20  # free bytes below which space is short; etcd's first files take some 130 KB, and grow at once
 
 # Runs between fork and etcd, and costs 15 ms. A `preexec_fn` would run inside this process' copy, where the locks of other
@@ -46,7 +56,7 @@ class EtcdServerError(RuntimeError):
 
 
 class EmbeddedEtcd:
-    """An etcd process with its own data directory and free ports.
+    """An etcd process with its own data directory and a free port, or a socket that no other user reaches.
 
     `die_with_parent` ends it with the *thread* that called `start()`, because PR_SET_PDEATHSIG applies to threads. Call
     `start()` from a thread that lives as long as the server is needed.
@@ -63,9 +73,11 @@ class EmbeddedEtcd:
         start_timeout_s: float = 20.0,
         binary: str | None = None,
         superseded_s: float = 300.0,
+        private: bool = False,
     ) -> None:
         """
         Args:
+            private: listen on a Unix socket in a folder of this user's alone; `host` and `port` are ignored.
             data_dir: folder that is kept after `stop()`; None creates a temporary one that `stop()` removes.
             port: port for clients; None takes a free one.
             durable: wait for the disk on each write; False loses the last writes if the *machine* goes down.
@@ -76,13 +88,14 @@ class EmbeddedEtcd:
         self.port = port or 0
         self.data_dir = Path(data_dir) if data_dir is not None else None
         self._fixed_port = port is not None
-        self._peer_port = 0
+        self._private = private
         self._durable = durable
         self._die_with_parent = die_with_parent
         self._start_timeout_s = start_timeout_s
         self._binary = binary
         self._superseded_s = superseded_s
-        self._temporary: OwnedFolder | None = None
+        self._sockets: OwnedFolder | None = None  # holds the data as well, unless a folder was given for it
+        self._has_own_data = data_dir is None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EmbeddedEtcd:
@@ -94,8 +107,12 @@ class EmbeddedEtcd:
 
     @property
     def endpoint(self) -> str:
-        """``host:port`` for clients; known once started."""
-        return f"{self.host}:{self.port}"
+        """``host:port`` or ``unix:path`` for clients; known once started."""
+        if not self._private:
+            return f"{self.host}:{self.port}"
+        if self._sockets is None:
+            raise EtcdServerError("the embedded etcd was not started yet, it has no socket")
+        return f"unix:{self._sockets.name}/{_CLIENT_SOCKET}"
 
     @property
     def pid(self) -> int | None:
@@ -119,11 +136,13 @@ class EmbeddedEtcd:
         if self.is_running():
             return self
         try:
-            if self.data_dir is None:
-                self._temporary = OwnedFolder("dlrover-etcd-")
-                self.data_dir = Path(self._temporary.name)
+            if self._sockets is None:
+                self._sockets = OwnedFolder(_PREFIX, _root_of_sockets())
+            if self._has_own_data:
+                self.data_dir = Path(self._sockets.name)
+            assert self.data_dir is not None
             self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._start_onfree_ports()
+            self._start_on_free_port()
         except OSError as error:
             self.stop()
             where = error.filename or self.data_dir or tempfile.gettempdir()
@@ -136,12 +155,11 @@ class EmbeddedEtcd:
             raise
         return self
 
-    def _start_onfree_ports(self) -> None:
+    def _start_on_free_port(self) -> None:
         # Another process can take a port between our choice and etcd's bind. Choose again, unless the user chose it.
         for attempt in range(_NUM_PORT_ATTEMPTS):
-            if not self._fixed_port:
+            if not self._fixed_port and not self._private:
                 self.port = free_port(self.host)
-            self._peer_port = free_port("127.0.0.1")
             deadline = time.monotonic() + self._start_timeout_s
             self._spawn()
             if self._wait_until_healthy(deadline):
@@ -154,10 +172,9 @@ class EmbeddedEtcd:
             self._end_process()
             log = self.log_path.read_text(errors="replace")
             busy = re.search(r"(\S+): bind: address already in use", log)
-            if busy is None:
+            if busy is None or self._private:
                 raise EtcdServerError(f"the embedded etcd {how}{self._cause(how, log)}")
-            client_port_is_busy = busy[1].endswith(f":{self.port}")
-            if (self._fixed_port and client_port_is_busy) or attempt == _NUM_PORT_ATTEMPTS - 1:
+            if self._fixed_port or attempt == _NUM_PORT_ATTEMPTS - 1:
                 raise EtcdServerError(
                     f"the embedded etcd could not start: port {busy[1]} is in use by another program; "
                     "choose another port, or stop that program"
@@ -190,22 +207,27 @@ class EmbeddedEtcd:
     def _keep_log(self) -> Path:
         """Move the log beside the data folder, which is often removed with the server, and return its path."""
         assert self.data_dir is not None
-        kept = self.data_dir.with_name(f"{self.data_dir.name}.log")
-        try:
-            self.log_path.replace(kept)  # not a copy: the disk may be full
-        except FileNotFoundError:
-            pass  # moved already
-        except OSError:
-            return self.log_path
-        return kept
+        kept = [self.data_dir.with_name(f"{self.data_dir.name}.log")]
+        if self._has_own_data:  # elsewhere if the usual folder for temporary files holds no sockets
+            kept.insert(0, Path(tempfile.gettempdir(), kept[0].name))
+        for path in kept:
+            try:
+                self.log_path.replace(path)  # not a copy: the disk may be full
+            except FileNotFoundError:
+                return next((former for former in kept if former.exists()), path)  # moved already
+            except OSError:
+                continue
+            return path
+        return self.log_path
 
     def _spawn(self) -> None:
         assert self.data_dir is not None
-        client_url = f"http://{self.endpoint}"
-        peer_url = f"http://127.0.0.1:{self._peer_port}"
+        assert self._sockets is not None
+        client_url = f"unix://{_CLIENT_SOCKET}" if self._private else f"http://{self.endpoint}"
+        peer_url = f"unix://{_PEER_SOCKET}"
         command = [
-            self._binary or find_binary(),
-            f"--data-dir={self.data_dir / 'data'}",
+            os.path.abspath(self._binary or find_binary()),
+            f"--data-dir={self.data_dir.absolute() / 'data'}",
             "--name=embedded",
             f"--listen-client-urls={client_url}",
             f"--advertise-client-urls={client_url}",
@@ -215,6 +237,7 @@ class EmbeddedEtcd:
             "--auto-compaction-mode=periodic",
             f"--auto-compaction-retention={self._superseded_s:g}s",
             "--log-outputs=stderr",
+            "--bcrypt-cost=4",  # the only password is random, and too long to be guessed
         ]
         if not self._durable:
             command.append("--unsafe-no-fsync")
@@ -222,20 +245,22 @@ class EmbeddedEtcd:
             command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
         # etcd reads ETCD_* as options, and the user's variables may be meant for another server.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
-        with self.log_path.open("wb") as log:
+        # The log names keys of slow requests.
+        with open(self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                cwd=self._sockets.name,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the job, which stops this server
             )
 
     def _wait_until_healthy(self, deadline: float) -> bool:
         while time.monotonic() < deadline and self.is_running():
             with contextlib.suppress(OSError, http.client.HTTPException):
-                connection = http.client.HTTPConnection(self.host, self.port, timeout=1.0)
+                connection = self._http()
                 try:
                     connection.request("GET", "/health")
                     # The response may come from another program on this port. Then our etcd has failed to bind and ends.
@@ -246,22 +271,28 @@ class EmbeddedEtcd:
             time.sleep(0.02)
         return False
 
+    def _http(self) -> http.client.HTTPConnection:
+        if self._private:
+            return HTTPOverSocket(self.endpoint.removeprefix("unix:"), timeout=1.0)
+        return http.client.HTTPConnection(self.host, self.port, timeout=1.0)
+
     def stop(self) -> None:
-        """End etcd (SIGTERM, after 5 s SIGKILL) and remove a temporary data directory."""
+        """End etcd (SIGTERM, after 5 s SIGKILL) and remove its sockets and a temporary data directory."""
         self._end_process()
-        if self._temporary is not None:
-            self._temporary.cleanup()
-            self._temporary = None
+        if self._sockets is not None:
+            self._sockets.cleanup()
+            self._sockets = None
+        if self._has_own_data:
             self.data_dir = None
 
     def kill(self) -> None:
-        """Send SIGKILL to simulate a crash; data and ports are kept for `restart()`."""
+        """Send SIGKILL to simulate a crash; data, port and socket are kept for `restart()`."""
         self._end_process(signal.SIGKILL)
 
     def restart(self) -> None:
-        """Start again on the same port with the same data."""
+        """Start again on the same port or socket with the same data."""
         self._end_process()
-        self._start_onfree_ports()
+        self._start_on_free_port()
 
     def _end_process(self, how: signal.Signals = signal.SIGTERM) -> None:
         process, self._process = self._process, None
@@ -274,6 +305,15 @@ class EmbeddedEtcd:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _root_of_sockets() -> Path | None:
+    """Return a folder for temporary files whose path leaves room for a socket's name; None: the usual one."""
+    num_bytes = len(f"/{_PREFIX}12345678/{_CLIENT_SOCKET}")
+    usual = tempfile.gettempdir()
+    if can_hold_sockets(os.path.abspath(usual), num_bytes):
+        return None
+    return next((Path(root) for root in ("/tmp", "/var/tmp") if os.access(root, os.W_OK)), None)
 
 
 def find_binary() -> str:

@@ -85,7 +85,7 @@ class RoundSockets:
         self.end: RoundEnd | None = None  # of the round's groups, if their backend is abortable; set while they are in use
         self._member = member
         self._server = server
-        self._etcd_ports = {port for _, port in parse_endpoints(etcd)}
+        self._etcd_ports = {port for _, port in parse_endpoints(etcd)} - {0}  # 0 stands for a Unix socket
         self._timeout_s = timeout_s
         self._store_port = 0  # of the round's store
         self._connects_late = False  # gloo opens sockets during the round, too
@@ -231,6 +231,8 @@ def own_address(endpoints: str) -> str:
     """
     problems = []
     for host, port in parse_endpoints(endpoints):
+        if port == 0:  # etcd's Unix socket, so all workers are on this host
+            return host
         try:
             with socket.create_connection((host, port), timeout=5.0) as probe:
                 address: str = probe.getsockname()[0]

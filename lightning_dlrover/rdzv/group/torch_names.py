@@ -31,6 +31,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "abort",
+    "accepted_in_files",
     "after_backward",
     "as_connected",
     "backend_beside_gloo",
@@ -46,6 +47,7 @@ __all__ = [
     "is_point_to_point",
     "num_begun",
     "replace_buffer_broadcast",
+    "replace_unpickler",
     "retire",
     "work_class",
 ]
@@ -58,7 +60,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch._C._distributed_c10d:Work": ("wait", "_get_op_type"),
     "torch.distributed.distributed_c10d": (
         *("ProcessGroupGloo", "_unregister_all_process_groups", "_update_default_pg", "_world", "Backend"),
-        "_DistributedBackendOptions",
+        *("_DistributedBackendOptions", "_unpickler"),
     ),
     "torch.distributed.distributed_c10d:Backend": ("_BackendPlugin", "_plugins"),
     "torch.distributed.distributed_c10d:_World": (
@@ -84,6 +86,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "torch.utils.data._utils.worker": ("_worker_info",),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
+    "torch._weights_only_unpickler": ("_get_allowed_globals",),
     "torch.utils.flop_counter": ("flop_registry", "sdpa_flop"),
 }
 """The names by their holder, as `check_names` takes them."""
@@ -93,6 +96,18 @@ NAMES: dict[str, tuple[str, ...]] = {
 def check() -> None:
     """Raise `MissingNamesError` if the installed torch lacks one of the names. Takes some milliseconds, once."""
     check_names("torch", NAMES)
+
+
+def replace_unpickler(unpickler: type) -> None:
+    """Set the class by which torch's collectives of objects read what arrives."""
+    module: Any = dist.distributed_c10d
+    module._unpickler = unpickler
+
+
+def accepted_in_files() -> Mapping[str, Any]:
+    """Return the classes and functions by name that `torch.load(weights_only=True)` accepts in any file."""
+    accepted: Mapping[str, Any] = torch._weights_only_unpickler._get_allowed_globals()
+    return accepted
 
 
 def work_class() -> Any:

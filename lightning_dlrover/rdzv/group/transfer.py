@@ -20,6 +20,7 @@ import datetime
 import enum
 import fractions
 import io
+import json
 import pathlib
 import re
 import sys
@@ -36,12 +37,18 @@ from lightning_dlrover.rdzv.group import waits
 from lightning_dlrover.rdzv.live.member import RoundEndedError
 
 __all__ = [
+    "HARMLESS",
     "Packed",
+    "RefusedError",
     "TransferError",
+    "advice_for",
     "all_gather",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "dumps",
+    "is_plain_class",
+    "loaded",
     "loads",
     "names_in",
     "needed_names",
@@ -60,7 +67,7 @@ INLINE_BYTES = 4096
 """Minimum bytes of a tensor with a message of its own. Smaller ones are copied into the object's message, which costs less."""
 
 # Constructors of these classes only store their arguments.
-_HARMLESS: list[Any] = [
+HARMLESS: list[Any] = [
     *(argparse.Namespace, complex, frozenset, range, slice, fractions.Fraction, uuid.UUID),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
@@ -72,6 +79,20 @@ _HARMLESS: list[Any] = [
 
 class TransferError(RuntimeError):
     """Another worker has sent an object that is not accepted from others."""
+
+
+class RefusedError(TransferError):
+    """An object holds a class or function that is not accepted.
+
+    Attributes:
+        name: the class or function.
+        advice: the next move.
+    """
+
+    def __init__(self, name: str, advice: str) -> None:
+        super().__init__(f"the state of another worker holds {name}, which is not taken from others; {advice}")
+        self.name = name
+        self.advice = advice
 
 
 @dataclass(frozen=True)
@@ -164,6 +185,84 @@ def broadcast(tensor: torch.Tensor) -> None:
     waits.wait_for(round_group().broadcast([tensor], options))
 
 
+def broadcast_object(obj: Any, source: int = 0, device: torch.device | None = None) -> Any:
+    """Return the object of one worker of the default group. All of them must call this.
+
+    Args:
+        obj: taken from the worker of rank `source`, ignored on the others.
+        device: where tensors arrive that are on another device than the CPU at the source.
+
+    Raises:
+        TransferError: the object holds a class that is not allowed; raised on all workers.
+    """
+    group = round_group()
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    is_source = group.rank() == source
+    kind, body = _message_of(obj, source) if is_source else (_Kind.JSON, b"")
+    # Most objects are a name or a flag, and need this one message.
+    head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+    if is_source:
+        first = kind.value + len(body).to_bytes(8, "little") + body[: _HEAD_BYTES - 9]
+        head[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+    waits.wait_for(group.broadcast([head], options))
+    kind = _Kind(bytes(head[:1].tolist()))
+    size = int.from_bytes(bytes(head[1:9].tolist()), "little")
+    if size > _HEAD_BYTES - 9:
+        whole = torch.frombuffer(bytearray(body), dtype=torch.uint8) if is_source else torch.empty(size, dtype=torch.uint8)
+        waits.wait_for(group.broadcast([whole], options))
+        body = whole.numpy().tobytes() if not is_source else body
+    else:
+        body = head[9 : 9 + size].numpy().tobytes()
+    if kind is _Kind.ERROR:
+        raise TransferError(body.decode(errors="replace"))
+    if is_source:
+        return obj
+    if kind is _Kind.JSON:
+        return json.loads(body)
+    received = _unpacked(body, ())
+    return received if kind is _Kind.DATA else _replaced(received, lambda tensor: tensor.to(device), {})
+
+
+_HEAD_BYTES = 512
+
+
+class _Kind(enum.Enum):
+    JSON = b"j"
+    DATA = b"d"
+    DEVICE_DATA = b"g"  # with tensors that the source has on a device of its own
+    ERROR = b"e"
+
+
+def _message_of(obj: Any, source: int) -> tuple[_Kind, bytes]:
+    if obj is None or type(obj) in (bool, int, float, str):
+        with contextlib.suppress(ValueError):  # half of a surrogate pair
+            return _Kind.JSON, json.dumps(obj).encode()
+    try:
+        body = dumps(obj)
+        _unpacked(body, ())
+    except TransferError as error:
+        text = (
+            f"rank {source} broadcasts an object of {_name_of(type(obj))} that is not plain data: {error.__cause__ or error}"
+            if not isinstance(error, RefusedError)
+            else f"rank {source} broadcasts an object that holds {error.name}, which is not taken from other workers; "
+            f"{error.advice}"
+        )
+        return _Kind.ERROR, text.encode(errors="replace")
+    devices: set[str] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        devices.add(tensor.device.type)
+        return tensor
+
+    _replaced(obj, note, {})
+    return _Kind.DATA if devices <= {"cpu"} else _Kind.DEVICE_DATA, body
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def barrier() -> None:
     """Wait until all workers of the round have called this. The streams of their devices may still be busy."""
     waits.wait_for(round_group().allreduce([torch.zeros(1)]))
@@ -241,7 +340,7 @@ def read(file: BinaryIO, classes: Sequence[type] = (), names: Collection[str] = 
 
 def names_in(packed: Packed) -> frozenset[str]:
     """Return the names of classes and functions in a message that are not accepted from every sender."""
-    with torch.serialization.safe_globals(_HARMLESS):
+    with torch.serialization.safe_globals(HARMLESS):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(packed.body))
     # A nested class is serialized as an attribute of its outer class. A sender that may look up attributes can reach anything.
     return frozenset(names) - {"builtins.getattr"}
@@ -270,7 +369,7 @@ def needed_names(obj: Any, classes: Sequence[type] = ()) -> frozenset[str]:
 
 def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Return the objects of these names for `torch.serialization.safe_globals`; names not loaded here are left out."""
-    found = ((_loaded(name), name) for name in names)
+    found = ((loaded(name), name) for name in names)
     return [(obj, name) for obj, name in found if obj is not None]
 
 
@@ -300,31 +399,35 @@ def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, l
 
 def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ()) -> Any:
     try:
-        with torch.serialization.safe_globals([*_HARMLESS, *classes]):
+        with torch.serialization.safe_globals([*HARMLESS, *classes]):
             with contextlib.suppress(Exception):  # it would come again below
                 return _load(body)  # few messages hold anything else, and a search for names takes as long as the load
             needed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body))
-            accepted = [name for name in needed if name in names or _is_plain_class(_loaded(name))]
+            accepted = [name for name in needed if name in names or is_plain_class(loaded(name))]
             with torch.serialization.safe_globals(resolved(accepted)):
                 return _load(body)
     except Exception as error:  # garbage can lead to any error
         if (refused := re.search(r"GLOBAL (\S+)", str(error))) is not None:
             name = refused[1]
-            advice = f"if it is harmless, allow it in the script: torch.serialization.add_safe_globals([{name.split('.')[-1]}])"
+            advice = advice_for(name)
         else:
             found = re.search(r"but got <class '([^']+)'", str(error))
             name = found[1] if found is not None else "what is not data"
             advice = "keep it as dicts, lists and tensors"
         if name in ("getattr", "builtins.getattr"):
             advice += ", or move its class, which is inside another one, to the top level of its module"
-        raise TransferError(f"the state of another worker holds {name}, which is not taken from others; {advice}") from error
+        raise RefusedError(name, advice) from error
+
+
+def advice_for(name: str) -> str:
+    return f"if it is harmless, allow it in the script: torch.serialization.add_safe_globals([{name.split('.')[-1]}])"
 
 
 def _load(body: bytes) -> Any:
     return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
 
 
-def _loaded(name: str) -> Any:
+def loaded(name: str) -> Any:
     """Return the class or function of that name if its module is loaded. No module is imported for another worker."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -336,7 +439,7 @@ def _loaded(name: str) -> Any:
     return None
 
 
-def _is_plain_class(found: object) -> bool:
+def is_plain_class(found: object) -> bool:
     """Whether creating an instance runs no code of the class itself: an enum, or a dataclass without `__post_init__`."""
     if not isinstance(found, type) or found.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return False

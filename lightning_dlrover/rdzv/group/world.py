@@ -42,6 +42,7 @@ from lightning_dlrover.rdzv.group.alone import LoneWorld
 from lightning_dlrover.rdzv.group.backends import prepare_environment, traits_of, with_gloo
 from lightning_dlrover.rdzv.group.communicators import slow_to_connect
 from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.data_unpickler import accept_only_data
 from lightning_dlrover.rdzv.group.ending import CLOSE_S
 from lightning_dlrover.rdzv.group.failures import Failures, is_group_failure
 from lightning_dlrover.rdzv.group.forming import Forming
@@ -104,6 +105,7 @@ class World:
         torch_names.check()
         _drop_default_group()
         raise_limit()
+        accept_only_data()
         self.config = config
         self.backend = backend = with_gloo(backend)
         self.is_asynchronous = traits_of(backend).is_asynchronous

@@ -23,6 +23,7 @@ from lightning_dlrover.rdzv.etcd.errors import (
         ("localhost:2379", [("localhost", 2379)]),
         ("http://10.0.0.1:2379", [("10.0.0.1", 2379)]),
         ("a:1, b:65535", [("a", 1), ("b", 65535)]),
+        ("unix:/run/etcd.sock:0", [("127.0.0.1", 0)]),
         ("[::1]:2379,https://[fe80::2]:1/", [("::1", 2379), ("fe80::2", 1)]),
     ],
 )
@@ -43,6 +44,12 @@ def test_a_name_that_others_can_reach_is_no_loopback(host: str) -> None:
 @pytest.mark.parametrize("text", ["", "host", "host:", ":2379", "host:0", "host:65536", "::1:2379", "a:1,,b:2", "a:1/x"])
 def test_malformed_endpoint_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="--rdzv-endpoint"):
+        parse_endpoints(text)
+
+
+@pytest.mark.parametrize("text", ["unix:", "unix:relative", "unix:/with space", "unix:/" + "x" * 107])
+def test_a_path_that_is_no_socket_is_refused_with_its_form(text: str) -> None:
+    with pytest.raises(ValueError, match="give unix:/PATH, absolute, of at most 107 bytes"):
         parse_endpoints(text)
 
 

@@ -5,10 +5,13 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 from waiting import eventually
 
@@ -16,6 +19,7 @@ from lightning_dlrover.addresses import free_port
 from lightning_dlrover.rdzv.etcd import server, server_failure
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.inspection import inspect
 from lightning_dlrover.rdzv.etcd.server import (
     EmbeddedEtcd,
     EtcdServerError,
@@ -217,3 +221,45 @@ def test_the_newest_binary_wins(version: str, wins: bool, tmp_path: Path, monkey
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert (find_binary() == str(fake)) == wins
+
+
+def listening_ports(pid: int) -> list[int]:
+    return [c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
+def test_a_private_server_listens_on_no_port_and_comes_back_on_its_socket() -> None:
+    with EmbeddedEtcd(private=True) as embedded:
+        assert embedded.pid is not None
+        assert listening_ports(embedded.pid) == []
+        folder = Path(embedded.endpoint.removeprefix("unix:")).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(embedded.log_path.stat().st_mode) == 0o600
+        endpoint = embedded.endpoint
+        with EtcdClient(EtcdConfig(endpoint)) as client:
+            client.put("/a", b"1")
+            embedded.kill()
+            embedded.restart()
+            entry = client.get("/a")
+        assert embedded.endpoint == endpoint
+        assert entry is not None
+        assert entry.value == b"1"
+        assert inspect(EtcdConfig(endpoint), "/dlrover").quota_bytes is not None  # a page, through the socket
+    assert not folder.exists()
+
+
+def test_a_server_on_a_port_has_no_second_one_for_other_members() -> None:
+    with EmbeddedEtcd() as embedded:
+        assert embedded.pid is not None
+        assert listening_ports(embedded.pid) == [embedded.port]
+
+
+@pytest.mark.parametrize("name", ["x" * 100, "a,b", "with spaces"])
+def test_a_folder_for_temporary_files_that_holds_no_sockets_is_not_used(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    with EmbeddedEtcd(private=True) as embedded, EtcdClient(EtcdConfig(embedded.endpoint)) as client:
+        client.put("/a", b"1")
+        assert embedded.endpoint.startswith("unix:/tmp/")
+    assert list((tmp_path / name).iterdir()) == []

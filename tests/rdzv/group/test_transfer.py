@@ -24,7 +24,7 @@ BOTH = """
 import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.group import data_unpickler, transfer
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 sys.path.insert(0, sys.argv[3])
@@ -51,6 +51,24 @@ else:
 assert transfer.all_gather({"rank": rank, "t": torch.full((2000,), rank)}) == [
     {"rank": r, "t": test_transfer.Same(torch.full((2000,), r))} for r in range(2)
 ]
+for source in range(2):
+    for message in test_transfer.broadcast():
+        test_transfer.assert_equal(transfer.broadcast_object(message if rank == source else None, source), message)
+    for message in test_transfer.refused():
+        try:
+            print("not refused:", transfer.broadcast_object(message if rank == source else None, source))
+        except transfer.TransferError as error:
+            print("broadcast refused:", error)
+data_unpickler.accept_only_data()
+gathered = [None, None]
+dist.all_gather_object(gathered, test_transfer.messages())
+test_transfer.check(gathered[1 - rank])
+for message in test_transfer.refused():
+    try:
+        dist.all_gather_object(gathered, message)
+        print("not refused:", gathered)
+    except transfer.TransferError as error:
+        print("gather refused:", error)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -75,6 +93,12 @@ def messages() -> list[object]:
         *plain_values(),
         torch.optim.Adam([torch.nn.Parameter(weight.clone())]).state_dict(),
     ]
+
+
+def broadcast() -> list[object]:
+    """Messages of every kind and length: in one part, in two parts, with tensors."""
+    texts = [None, True, 2**70, -1.5, "", "a name", "\u00e9" * 300, "x" * 502, "x" * 503, "x" * 100_000, "\ud800"]
+    return [*texts, ("a", b"b"), float("inf"), *messages()]
 
 
 class Evil:
@@ -157,8 +181,16 @@ def test_training_state_arrives_as_it_was_sent(tmp_path: Path) -> None:
             process.kill()
     texts = [output.read_text() for output in outputs]
     assert codes == [0, 0], "\n".join(texts)
-    answers = [line for line in texts[1].splitlines() if "refused" in line or "code of" in line]
-    assert [line.split(":")[0] for line in answers] == ["refused"] * len(refused()), texts[1]
+    for text, kinds in ((texts[0], {"broadcast refused": 2, "gather refused": 1}), (texts[1], {"refused": 1})):
+        answers = [line for line in text.splitlines() if "refused" in line or "code of" in line]
+        counts = Counter(line.split(":")[0] for line in answers)
+        assert {kind: counts[kind] for kind in kinds} == {kind: n * len(refused()) for kind, n in kinds.items()}, text
+        assert {*counts} <= {"refused", "broadcast refused", "gather refused"}, text
+    # The sender and the receivers learn the class and the next move.
+    for text in texts:
+        told = [line for line in text.splitlines() if line.startswith("broadcast refused: rank 1")]
+        assert "holds test_transfer.Same, which is not taken from other workers; if it is harmless, allow it" in told[-1]
+        assert "add_safe_globals([Same])" in told[-1]
 
 
 @pytest.mark.parametrize("sent", [Evil(), [Same(torch.ones(1))], eval, Path.home])

@@ -1,0 +1,55 @@
+"""Keep torch's own collectives of objects from running what another worker has sent.
+
+`torch.distributed.all_gather_object` and its relatives unpickle whatever arrives. Torch's checkpoints of several files,
+torchrec, torchmetrics and scripts call them. In a worker of a job they accept what `transfer` accepts, and name the class that
+they refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import traceback
+from typing import Any
+
+import torch
+
+from lightning_dlrover.rdzv.group import torch_names, transfer
+
+__all__ = ["DataUnpickler", "accept_only_data"]
+
+# Errors of a checkpoint's parts travel with their tracebacks.
+_OF_ERRORS: list[Any] = [traceback.StackSummary, traceback.FrameSummary]
+
+
+def accept_only_data() -> None:
+    """Replace the unpickler of torch's collectives in this process."""
+    torch_names.replace_unpickler(DataUnpickler)
+
+
+class DataUnpickler(pickle.Unpickler):
+    """An unpickler that finds only classes and functions without side effects, and those that the script has allowed.
+
+    Its `load` raises `TransferError` with the name of any other.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full == "torch.storage._load_from_bytes":
+            return transfer.loads  # torch's own runs whatever the bytes name
+        if (found := _accepted_by_name().get(full)) is not None:
+            return found
+        found = transfer.loaded(full)
+        if isinstance(found, torch.dtype | torch.layout | torch.memory_format) or transfer.is_plain_class(found):
+            return found
+        if isinstance(found, type) and module == "builtins" and issubclass(found, BaseException):
+            return found
+        if isinstance(found, type) and module.startswith("torch.distributed.checkpoint.") and dataclasses.is_dataclass(found):
+            return found  # plans of a checkpoint's parts
+        raise transfer.RefusedError(full, transfer.advice_for(full))
+
+
+def _accepted_by_name() -> dict[str, Any]:
+    accepted: list[Any] = [*transfer.HARMLESS, *_OF_ERRORS, *torch.serialization.get_safe_globals()]
+    named = (each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}") for each in accepted)
+    return {**torch_names.accepted_in_files(), **{name: found for found, name in named}}
