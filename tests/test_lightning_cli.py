@@ -88,7 +88,7 @@ def test_configuration_is_written_again_only_by_a_job_that_comes_back(
     monkeypatch.setattr(place_in_job.PlaceInJob, "_take_over_world", lambda *_: None)
     etcd = SimpleNamespace(endpoints="127.0.0.1:2379")
     config: Any = SimpleNamespace(
-        workers_per_node=1, min_workers=1, max_workers=2, pool="", etcd=etcd, prefix="/dlrover", run_id="job"
+        workers_per_node=1, node_workers=1, min_workers=1, max_workers=2, pool="", etcd=etcd, prefix="/dlrover", run_id="job"
     )
     strategy: Any = cli.trainer.strategy
     place_in_job.PlaceInJob(config, strategy, 0.1)._start(cli.trainer, "gloo")

@@ -53,10 +53,10 @@ def test_worker_that_lives_through_many_changes_holds_no_more(make_job: Callable
     tenth = max(4, len(seen) // 10)
     first, last = seen[:tenth], seen[-tenth:]
     what = f"after the first tenth {first[-1]}, at the end {last[-1]}"
-    for name in ("threads", "files", "keys"):
-        assert max(getattr(each, name) for each in last) <= max(getattr(each, name) for each in first), what
-    if len(seen) > 100:
-        assert min(each.mib for each in last) <= 1.01 * max(each.mib for each in first), what
+    # What grows never comes back to where it was. What a busy machine adds for a while does.
+    for name in ("threads", "files", "keys", "mib") if len(seen) > 100 else ("threads", "files", "keys"):
+        least, most = min(getattr(each, name) for each in last), max(getattr(each, name) for each in first)
+        assert least <= 1.01 * most, what
     codes = job.end()
     assert codes[0] == 0
     assert_everyone_counted_the_same(job, job.step)
