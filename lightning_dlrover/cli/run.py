@@ -35,7 +35,7 @@ from lightning_dlrover.cli.run_options import (
     surrounding_target,
 )
 from lightning_dlrover.cli.run_output import Announcer, write_final_report
-from lightning_dlrover.cli.signals import Interrupted, install_handlers, signals_as_exceptions
+from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
 from lightning_dlrover.components.targets.target import NodeSpec
@@ -277,9 +277,7 @@ def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hur
     if options.target == "local":
         from lightning_dlrover.components.targets.local import LocalTarget
 
-        target = LocalTarget(spec, log_dir, int(options.gpus or 0), hurry=hurry)
-        install_handlers(hurry)  # TorchX's local scheduler has replaced our handlers
-        return target
+        return LocalTarget(spec, log_dir, int(options.gpus or 0), hurry=hurry)
     if options.target == "kubernetes":
         from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
 

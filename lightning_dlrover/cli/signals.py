@@ -48,27 +48,26 @@ def quiet_start() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def signals_as_exceptions(hurry: threading.Event) -> Iterator[None]:
-    """Raise `Interrupted` at the first signal that asks this process to end; set `hurry` at each later one."""
-    former = {number: signal.getsignal(number) for number in _SIGNALS}
-    install_handlers(hurry)
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    """Raise `Interrupted` at the first signal that asks this process to end; set `hurry` at each later one.
 
-
-def install_handlers(hurry: threading.Event) -> None:
-    """Install the handlers of `signals_as_exceptions`, in place of any others."""
+    A signal that this process was started to ignore stays ignored: `nohup dlrover run ... &` outlives its login session, and a
+    script's background job survives Ctrl-C.
+    """
+    former = {n: handler for n in _SIGNALS if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
 
     def hasten(number: int, frame: FrameType | None) -> None:
         hurry.set()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         # An orderly end takes seconds. A second signal must hasten it, not interrupt it.
-        for each in _SIGNALS:
+        for each in former:
             signal.signal(each, hasten)
         raise Interrupted(number)
 
-    for each in _SIGNALS:
+    for each in former:
         signal.signal(each, interrupt)
+    try:
+        yield
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
