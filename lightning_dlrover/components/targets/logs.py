@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["LogFile", "log_files", "read_tail"]
+__all__ = ["LogFile", "log_files", "read_tail", "set_aside"]
 
 TAIL_BYTES = 256 * 1024
 """Bytes at a file's end to search for why a node ended: all ranks' tracebacks fit, hours of progress bars do not."""
 
 LONG_LINE_BYTES = 64 * 1024
 """Bytes of an unfinished line above which only its newest state is kept, as for a progress bar."""
+
+
+def set_aside(file: Path) -> None:
+    """Rename a file of an earlier job with a node of this name, so that its content does not count as the new node's.
+
+    `log_files` finds the new name no more. An even earlier file of that name is lost.
+
+    Raises:
+        OSError: the file cannot be renamed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        file.replace(file.with_name(f"former-{file.name}"))
 
 
 def read_tail(file: Path, num_bytes: int = TAIL_BYTES) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from lightning_dlrover import variables
 from lightning_dlrover.components.node import notice_file
 from lightning_dlrover.components.targets.local import node_app
-from lightning_dlrover.components.targets.logs import read_tail
+from lightning_dlrover.components.targets.logs import read_tail, set_aside
 from lightning_dlrover.components.targets.polling import Polling
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
@@ -172,10 +172,12 @@ class SlurmTarget:
         # An earlier job of this name, already gone from etcd, may have had a node of this name.
         for former in (self._exit_file(node), notice_file(self._exit_file(node))):
             former.unlink(missing_ok=True)
+        for former in (folder / "stdout.log", folder / "stderr.log"):  # sbatch appends to them
+            set_aside(former)
         script = folder / "batch.sh"
         script.touch(mode=0o600)
         script.chmod(0o600)  # holds the job's variables; values given with `--env` may be secret
-        script.write_text(self._script(node, size))
+        script.write_bytes(os.fsencode(self._script(node, size)))  # paths are bytes, in whatever encoding they came
         arguments = [
             "--parsable",
             f"--job-name={self._job_name(node)}",

@@ -312,6 +312,22 @@ def test_leftovers_of_an_earlier_job_do_not_end_a_new_node(
     assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has written no result
 
 
+def test_output_of_an_earlier_job_is_not_a_new_nodes(
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
+) -> None:
+    folder = tmp_path / "logs/node1"
+    folder.mkdir(parents=True)
+    for name in ("stdout", "stderr"):
+        (folder / f"{name}.log").write_text(f"Traceback\nslurmstepd: error: Detected 1 oom_kill event in {name}\n")
+    target = make_target()
+    handle = target.start("node1")
+    assert target.logs(handle) == []
+    target.apps()
+    assert target.status(handle) == "failed"  # killed with its host: it has printed nothing
+    assert not target.ran_out_of_memory(handle)
+    assert "in stderr" in (folder / "former-stderr.log").read_text()
+
+
 def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     commands.queue(row(1, "COMPLETING"))
     target = make_target()
