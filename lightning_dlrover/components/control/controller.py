@@ -199,6 +199,10 @@ class Controller:
         self._ledger.save()
         self._output.show(self._ledger)
 
+    def left_nodes(self) -> list[str]:
+        """Return the nodes that may outlive this controller: their scheduler has not confirmed their end."""
+        return self._awaited() if self._target.outlives_controller else []
+
     def tell_scheduler_to_end_nodes(self) -> None:
         """Request the cancellation of all nodes, without writing to etcd and without waiting for their end."""
         entries = self._ledger.entries.values()
