@@ -129,7 +129,7 @@ class LocalTarget:
                         process.terminate()
             if status == "failed" and (why := self._shares.why_killed(node)):
                 self._out_of_memory.add(handle)
-                with contextlib.suppress(OSError, IndexError), self.logs(handle)[-1].open("a") as stream:
+                with contextlib.suppress(OSError, IndexError), self.logs(handle)[-1].open("a", encoding="utf-8") as stream:
                     stream.write(f"this machine: {why}\n")
             self._shares.end(node)
             self._settle()

@@ -159,6 +159,7 @@ class SlurmTarget:
         self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # handles that this object has cancelled
         self._starved: set[str] = set()  # handles of nodes that ran out of memory according to their output
+        self._unknown_states: set[str] = set()  # those that were logged
         self._looked_for_at: dict[str, float] = {}  # key: handle; squeue call at which its files were last checked
         check_commands()
 
@@ -248,12 +249,12 @@ class SlurmTarget:
 
     def _status_of(self, row: _Row, handle: str) -> AppStatus:
         known = self._known.get(handle, "pending")
-        if row.state != "COMPLETING":
+        if row.state in _STATES and row.state != "COMPLETING":
             return _STATES[row.state]
         if known not in ("pending", "running"):
             return known
-        # The epilogue may take long. The exit code written by the agent is final.
-        return self._exit_status(row.node) or _STATES[row.state]
+        # The epilogue may take long, and a newer Slurm may have more states. The exit code written by the agent is final.
+        return self._exit_status(row.node) or _STATES.get(row.state, known)
 
     def _tell_why(self, handle: str, state: str) -> None:
         """Log Slurm's reason for a node's failure, and append it to the node's output."""
@@ -268,7 +269,7 @@ class SlurmTarget:
         why = ", ".join(each for each in (told, f"out of memory: {found[1]}" if found else "") if each)
         if why:
             log.warning("run %s: %s, job %s, has failed: %s", self._spec.run_id, node, job_id, why)
-            with contextlib.suppress(OSError), file.open("a") as stream:
+            with contextlib.suppress(OSError), file.open("a", encoding="utf-8") as stream:
                 stream.write(f"Slurm: {why}\n")
 
     def cancel(self, handles: Iterable[str]) -> None:
@@ -364,8 +365,12 @@ class SlurmTarget:
             if match is None:
                 raise TargetError(f"squeue printed something else than a list of jobs: {line[:200]!r}")
             if ours := self._name.fullmatch(match[3]):
-                if match[2] not in _STATES:
-                    raise TargetError(f"squeue says that job {match[1]} ({match[3]}) is {match[2]!r}, an unknown state")
+                if match[2] not in _STATES and match[2] not in self._unknown_states:
+                    self._unknown_states.add(match[2])
+                    log.warning(
+                        "run %s: Slurm's state %s is unknown: %s is taken to be as it was",
+                        *(self._spec.run_id, match[2], ours[1]),
+                    )
                 rows[match[1]] = _Row(match[1], match[2], ours[1])
         return rows
 
@@ -381,7 +386,7 @@ class SlurmTarget:
             if match is None:
                 return None
             if match[1] in (None, self._job_name(node)):
-                return _STATES.get(match[2])
+                return _STATES.get(match[2]) or self._exit_status(node)
             log.error("job %s, %s: it is another job, %r: its record was changed, or Slurm counts anew", job_id, node, match[1])
         elif not _UNKNOWN_JOB.search(done.stderr + done.stdout):
             return None
@@ -417,7 +422,7 @@ class SlurmTarget:
 
 def _environment() -> dict[str, str]:
     """Return our environment without variables that filter squeue, make scancel prompt, or describe our own job."""
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER", "SLURM_JWT")  # the last authenticates
     ours = ("SLURM_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
     return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(ours)}
 
