@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 SURPLUS_IN_POOL_S = 5.0
 """Seconds that a node of a job in a pool may outlast its place there. Another job waits for its resources."""
 
+POLL_S = 2.0
+"""Seconds between two questions to a scheduler, unless --poll-interval sets others."""
+
 PLACE_TIMEOUT_S = 7 * 24 * 3600.0
 """Seconds to wait for a place in a pool, unless --place-timeout sets another limit."""
 
@@ -163,6 +166,8 @@ def _run_job(
     patience = Patience(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else Patience()
     if asked is not None:
         patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
+    if options.target != "local":
+        patience = dataclasses.replace(patience, show_s=_poll_s(options))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
@@ -305,6 +310,11 @@ def _remove_snapshots(client: EtcdClient, place: JobPlace, server: EmbeddedEtcd 
             remove_snapshots(place.keys)
 
 
+def _poll_s(options: argparse.Namespace) -> float:
+    """Return the minimum seconds between two questions to a scheduler, or to a file system that it shares with this host."""
+    return POLL_S if options.poll_interval is None else float(options.poll_interval)
+
+
 def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:
     if options.log_dir is not None:
         # TorchX gives each run a folder of its own. At a scheduler, nodes of several jobs would overwrite each other's files.
@@ -317,12 +327,12 @@ def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hur
     if options.target == "kubernetes":
         from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
 
-        return KubernetesTarget(spec, kubernetes_options(options), log_dir)
+        return KubernetesTarget(spec, kubernetes_options(options), log_dir, _poll_s(options))
     from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in (*SLURM_OPTIONS, *NODE_OPTIONS)}
     asked |= {"notice_s": options.notice} if options.notice is not None else {}
-    return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir)
+    return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir, _poll_s(options))
 
 
 def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int) -> None:

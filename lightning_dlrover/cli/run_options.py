@@ -48,7 +48,7 @@ _OF_POOLS = ("priority", "weight", "owner", "place_timeout")
 
 _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
-    **dict.fromkeys(["work_dir", "notice", "etcd_host"], ("slurm", "kubernetes")),
+    **dict.fromkeys(["work_dir", "notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
     **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
 }

@@ -43,12 +43,14 @@ def run(dlrover: RunCli, slurm: SlurmCommands, client: EtcdClient, etcd: Embedde
 
         def act() -> None:
             eventually(is_taken_on, "a node to be taken on", 30)
+            num_questions = len(slurm.calls("squeue"))
+            eventually(lambda: len(slurm.calls("squeue")) > num_questions, "the next step", 30)
             meanwhile()
 
         acting = threading.Thread(target=act)
         acting.start()
         names = ("--endpoint", etcd.endpoint, "--key-prefix", keys.prefix, "--rdzv-id", keys.run_id)
-        code, _, errors = dlrover("run", "--target", "slurm", "--workers", "1:1", *names, "script.py")
+        code, _, errors = dlrover("run", "--target", "slurm", "--poll-interval", "0.2", "--workers", "1:1", *names, "script.py")
         acting.join()
         return code, errors
 

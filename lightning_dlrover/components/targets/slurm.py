@@ -63,6 +63,9 @@ _UNCERTAIN = re.compile(r"timed out|Zero Bytes|communication|Unable to contact|C
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.I)
 _ENDED_ALREADY = re.compile(r"Invalid job id|already complet|Job/step", re.I)
 
+_STEADY_POLLS = 5
+"""Intervals between two calls of squeue while nothing changes: sites forbid frequent ones."""
+
 _NUM_ATTEMPTS = 3
 _JOBS_PER_COMMAND = 200
 
@@ -127,7 +130,7 @@ class SlurmTarget:
 
     Args:
         log_dir: folder of this job alone, shared by all hosts. Each node has a subfolder for its script, output and exit code.
-        poll_s: minimum interval between calls of squeue; one call covers all nodes.
+        poll_s: minimum interval between calls of squeue; one call covers all nodes. While nothing changes, it is five times as long.
         clock: time of the calls of squeue.
 
     Raises:
@@ -154,7 +157,9 @@ class SlurmTarget:
         self._name = re.compile("")  # matches our job names
         self._mark = ""
         no_rows: dict[str, _Row] = {}  # key: job id
-        self._polling = Polling(self._list, no_rows, poll_s, clock)
+        # A notice must be seen in a small part of its time.
+        steady_s = min(_STEADY_POLLS * poll_s, options.notice_s / 8 if options.notice_s else float("inf"))
+        self._polling = Polling(self._list, no_rows, poll_s, clock, steady_s)
         self._looked_up_at: dict[str, float] = {}  # key: job id; squeue call after which scontrol was last asked about it
         self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # handles that this object has cancelled
