@@ -65,7 +65,7 @@ class Polling(Generic[T]):
             pause_s = max(self._poll_s * 2.0 ** min(10, self._num_failures), error.retry_after_s)
             self._next_at = self._clock() + min(_MAX_BACKOFF_S, pause_s)
             return False
-        if found != self.newest:
+        if found != self.newest or self._num_failures:
             self._changed_at = now
         self.newest = found
         self._trouble, self._num_failures, self.asked_at = None, 0, now
