@@ -11,7 +11,16 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any, Literal
 
-__all__ = ["complain", "counted", "drop_what_cannot_be_written", "escape_what_cannot_be_encoded", "flush", "printable", "say", "show"]
+__all__ = [
+    "complain",
+    "counted",
+    "drop_what_cannot_be_written",
+    "escape_what_cannot_be_encoded",
+    "flush",
+    "printable",
+    "say",
+    "show",
+]
 
 log = logging.getLogger(__name__)
 

@@ -171,8 +171,8 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         "--poll-interval",
         type=values.duration,
         metavar="TIME",
-        help="time between two questions to the scheduler, and between two looks at the nodes' output (default 2s; Slurm is asked "
-        "five times less often while nothing changes). Only with --target slurm or kubernetes",
+        help="time between two questions to the scheduler, and between two looks at the nodes' output (default 2s). While "
+        "nothing changes, Slurm is asked five times less often. Only with --target slurm or kubernetes",
     )
 
 

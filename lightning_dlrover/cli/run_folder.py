@@ -35,9 +35,9 @@ def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> 
         except OSError as error:
             _remove_if_unused(folder)
             raise UsageError(
-                f"folder {str(folder)!r} is on a file system that cannot lock files (flock: {error.strerror}), so two runs could "
-                "use it at once; choose a --run-dir elsewhere, such as in your home folder, or have it mounted with locks (Lustre: "
-                "-o flock; NFS: lockd on the server)"
+                f"folder {str(folder)!r} is on a file system that cannot lock files (flock: {error.strerror}), so two runs "
+                "could use it at once; choose a --run-dir elsewhere, such as in your home folder, or have it mounted with "
+                "locks (Lustre: -o flock; NFS: lockd on the server)"
             ) from error
         if not is_ours:
             who = "another `dlrover run`"

@@ -22,6 +22,12 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def send(number: signal.Signals) -> None:
+    """Send a signal to this process and wait for its handler."""
+    os.kill(os.getpid(), number)
+    signal.pause()
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_inherited_ignored_signal_stays_ignored(number: signal.Signals) -> None:
     """As SIGHUP is under nohup, and SIGINT in a script's background job."""
@@ -30,8 +36,7 @@ def test_inherited_ignored_signal_stays_ignored(number: signal.Signals) -> None:
     with signals_as_exceptions(hurry):
         os.kill(os.getpid(), number)
         with pytest.raises(Interrupted) as raised:
-            os.kill(os.getpid(), next(other for other in SIGNALS if other != number))
-            signal.pause()
+            send(next(other for other in SIGNALS if other != number))
         os.kill(os.getpid(), number)
     assert raised.value.signal_number != number
     assert not hurry.is_set()
@@ -41,12 +46,10 @@ def test_inherited_ignored_signal_stays_ignored(number: signal.Signals) -> None:
 def test_first_signal_interrupts_and_the_second_hastens() -> None:
     hurry = threading.Event()
     with signals_as_exceptions(hurry), pytest.raises(Interrupted):
-        os.kill(os.getpid(), signal.SIGTERM)
-        signal.pause()
+        send(signal.SIGTERM)
     assert not hurry.is_set()
     with signals_as_exceptions(hurry):
         with pytest.raises(Interrupted):
-            os.kill(os.getpid(), signal.SIGHUP)
-            signal.pause()
+            send(signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGINT)
         assert hurry.wait(5.0)

@@ -568,7 +568,10 @@ class _PodLogs:
                     entry.next_at = time.monotonic() + min(30.0, self._pause_s * 2.0 ** min(10, entry.num_failures))
                     is_news = entry.num_failures == 1 and not isinstance(error, ApiError)
                     log.log(
-                        logging.WARNING if is_news else logging.DEBUG, "%s: its output cannot be copied now: %s", entry.pod, error
+                        logging.WARNING if is_news else logging.DEBUG,
+                        "%s: its output cannot be copied now: %s",
+                        entry.pod,
+                        error,
                     )
                 else:
                     entry.is_complete, entry.num_failures = had_ended, 0
@@ -590,8 +593,8 @@ class _PodLogs:
         if not whole:
             text = text[: text.rfind("\n") + 1]
         lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")] if text else []
-        # Whatever follows the last line seen is new: a clock that was set back gives later lines earlier timestamps. If that line
-        # is missing, the host has begun another file since.
+        # Whatever follows the last line seen is new: a clock that was set back gives later lines earlier timestamps. If that
+        # line is missing, the host has begun another file since.
         seen = [i for i, (stamp, _, _) in enumerate(lines) if stamp == entry.newest][: entry.num_newest]
         new = lines[seen[-1] + 1 :] if seen else lines
         if new:

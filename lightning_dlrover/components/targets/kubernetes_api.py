@@ -122,7 +122,7 @@ class KubernetesApi:
     # --- requests; examples/kubernetes/rbac.yaml allows exactly these ---------------------------------------------------
 
     def has(self, api_version: str, resource: str) -> bool:
-        """Whether the cluster has objects of this kind, by the name of its resource: `jobs`. The request needs no permission."""
+        """Whether the cluster has objects of this kind, named as in URLs, such as `jobs`. The request needs no permission."""
         try:
             found = self._object("GET", f"/apis/{api_version}", is_repeated=True)
         except ApiError as error:

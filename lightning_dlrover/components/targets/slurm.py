@@ -130,7 +130,7 @@ class SlurmTarget:
 
     Args:
         log_dir: folder of this job alone, shared by all hosts. Each node has a subfolder for its script, output and exit code.
-        poll_s: minimum interval between calls of squeue; one call covers all nodes. While nothing changes, it is five times as long.
+        poll_s: minimum interval between calls of squeue, which cover all nodes. While nothing changes it is five times as long.
         clock: time of the calls of squeue.
 
     Raises:

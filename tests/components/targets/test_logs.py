@@ -70,7 +70,10 @@ def test_file_that_was_cut_short_is_read_from_its_start(tmp_path: Path) -> None:
     file = LogFile(write(tmp_path / "stdout.log", "one\ntwo\n"))
     assert list(file.new_lines(whole=False)) == ["one", "two"]
     write(file.file, "three\n")  # as after logrotate's copytruncate
-    assert list(file.new_lines(whole=False)) == ["(stdout.log was cut short, so some of its lines may be missing here)", "three"]
+    assert list(file.new_lines(whole=False)) == [
+        "(stdout.log was cut short, so some of its lines may be missing here)",
+        "three",
+    ]
     assert list(file.new_lines(whole=False)) == []
 
 

@@ -312,9 +312,7 @@ def test_leftovers_of_an_earlier_job_do_not_end_a_new_node(
     assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has written no result
 
 
-def test_output_of_an_earlier_job_is_not_a_new_nodes(
-    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
-) -> None:
+def test_output_of_an_earlier_job_is_not_a_new_nodes(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     folder = tmp_path / "logs/node1"
     folder.mkdir(parents=True)
     for name in ("stdout", "stderr"):
@@ -349,7 +347,7 @@ def test_slurms_commands_keep_the_users_token(
     monkeypatch.setenv("SLURM_JWT", "token")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     commands.set("sbatch", 'echo "token $SLURM_JWT, job $SLURM_JOB_ID" >&2; exit 1')
-    with pytest.raises(NotTakenError, match="token token, job$"):
+    with pytest.raises(NotTakenError, match=r"token token, job$"):
         make_target().start("node1")
 
 
