@@ -16,7 +16,10 @@ SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
+    """As in a shell's foreground, wherever the tests run."""
     former = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in former.items():
         signal.signal(number, handler)
