@@ -43,8 +43,6 @@ def run(dlrover: RunCli, slurm: SlurmCommands, client: EtcdClient, etcd: Embedde
 
         def act() -> None:
             eventually(is_taken_on, "a node to be taken on", 30)
-            num_questions = len(slurm.calls("squeue"))
-            eventually(lambda: len(slurm.calls("squeue")) > num_questions, "the next step", 30)
             meanwhile()
 
         acting = threading.Thread(target=act)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -56,3 +57,20 @@ def test_first_signal_interrupts_and_the_second_hastens() -> None:
             send(signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGINT)
         assert hurry.wait(5.0)
+
+
+@pytest.mark.parametrize("file", ["/venv/grpc/_channel.py", logging.__file__])
+def test_signal_does_not_interrupt_code_that_may_hold_a_lock(file: str) -> None:
+    found: dict[str, Callable[[Callable[[], None]], None]] = {}
+    ended: list[str] = []
+    exec(compile("def call(act):\n    act()", file, "exec"), found)
+
+    def request() -> None:
+        found["call"](lambda: os.kill(os.getpid(), signal.SIGTERM))
+        ended.append("the request")
+        threading.Event().wait(5.0)
+        ended.append("the wait after it")
+
+    with signals_as_exceptions(threading.Event()), pytest.raises(Interrupted):
+        request()
+    assert ended == ["the request"]
