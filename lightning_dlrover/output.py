@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -10,7 +11,16 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any, Literal
 
-__all__ = ["complain", "counted", "drop_what_cannot_be_written", "flush", "printable", "say", "show"]
+__all__ = [
+    "complain",
+    "counted",
+    "drop_what_cannot_be_written",
+    "escape_what_cannot_be_encoded",
+    "flush",
+    "printable",
+    "say",
+    "show",
+]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +64,13 @@ def complain(text: str, prefix: str = "dlrover: ") -> None:
         print(prefix + printable(text), file=sys.stderr, flush=True)
     except OSError:
         _renew("stderr")
+
+
+def escape_what_cannot_be_encoded() -> None:
+    """Let standard output take any character, whatever its encoding: nodes print all sorts of bytes, and no job ends by one."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def flush() -> OSError | None:

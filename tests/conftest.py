@@ -36,6 +36,10 @@ os.environ["DLROVER_HISTORY"] = "off"
 settings.register_profile("beside others", deadline=None)
 settings.load_profile("beside others")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script has started the tests in the background. `dlrover run` leaves ignored signals alone, and tests press Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 mark_descendants()
 
 # A shell that runs tests in the background lets them ignore Ctrl-C, and all of their processes with them.

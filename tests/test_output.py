@@ -117,5 +117,20 @@ sys.exit(main.main(["run", {str(script)!r}, "--endpoint", "127.0.0.1:1"]))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "dlrover: interrupted\n")
 
 
+@pytest.mark.parametrize("encoding", ["gbk", "ascii:surrogateescape"])
+def test_any_output_can_be_printed_in_any_encoding(encoding: str, tmp_path: Path) -> None:
+    node = tmp_path / "runs/job/logs/node1"
+    node.mkdir(parents=True)
+    (node / "stdout.log").write_bytes(b"caf\xc3\xa9 \xff\n")
+    program = "import sys; from lightning_dlrover.cli.main import main; sys.exit(main(['logs', 'job']))"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"[node1] caf")
+    assert done.stdout.endswith(b"\\ufffd\n")
+
+
 def test_one_takes_no_plural() -> None:
     assert [counted(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]

@@ -61,7 +61,7 @@ def write_tables(folder: Path, studies: Sequence[Study], results: Mapping[Point,
             continue
         names = list(dict.fromkeys(name for row in rows for name in row))
         path = folder / f"{study.name}.csv"
-        with path.open("w", newline="") as file:
+        with path.open("w", newline="", encoding="utf-8") as file:
             table = csv.DictWriter(file, names, lineterminator="\n")
             table.writeheader()
             table.writerows(rows)

@@ -87,7 +87,7 @@ def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
         job = read_job_file(folder / JOB_FILE)
     except JobNotFoundError:
         raise UsageError(f"{silent}; start it first") from None
-    if is_locked(folder):
+    if is_locked(folder) is not False:
         raise UsageError(
             f"{silent}, and `dlrover run` (process {job.pid}) looks after the job: it would start again what is cancelled; "
             "end it with Ctrl-C"
@@ -110,7 +110,7 @@ def _wait_for_controller(
         EtcdUnavailableError: etcd does not answer, and the controller may still live.
     """
     folder = options.run_dir / options.job
-    was_locked = is_locked(folder)
+    was_locked = is_locked(folder) is True
     try:
         while client.get(place.keys.controller) is not None:
             if time.monotonic() > deadline:
@@ -121,7 +121,7 @@ def _wait_for_controller(
             time.sleep(0.2)
     except EtcdUnavailableError:
         # A scheduler can list the remaining nodes. Local nodes of another machine cannot be checked from here.
-        if is_locked(folder) or not (was_locked or target != "local"):
+        if is_locked(folder) is not False or not (was_locked or target != "local"):
             raise
         return False
     return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_LOST = 0, 1, 2, 3
+"""`EXIT_USAGE`: refused before anything was started. `EXIT_LOST`: another controller acts for the job now."""
 
 
 class UsageError(Exception):

@@ -55,7 +55,7 @@ def _show_job(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     with open_history(options) as history, contextlib.ExitStack() as stack:
         jobs = [find_in_history(history, name)[0] for name in options.job] or history.jobs()
-        output = stack.enter_context(options.output.open("w", newline="")) if options.output else sys.stdout
+        output = stack.enter_context(options.output.open("w", newline="", encoding="utf-8")) if options.output else sys.stdout
         count = export_windows(history, jobs, options.format, output)
     print(f"{count} windows of {len(jobs)} jobs" + (f" in {options.output}" if options.output else ""), file=sys.stderr)
     return EXIT_OK

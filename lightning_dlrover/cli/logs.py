@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.components.targets.logs import LogFile, log_files
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
@@ -36,11 +37,25 @@ def logs_command(options: argparse.Namespace) -> int:
             _Follower(options, output, stack).run()
             return EXIT_OK
         output.fetch_all()
+        result = EXIT_OK
         for node, files in log_files(output.folder).items():
             for file in files:
-                for line in LogFile(file).new_lines(whole=True):
-                    print(f"[{node}] {line}")
-    return EXIT_OK
+                result = max(result, _print_file(node, file))
+    return result
+
+
+def _print_file(node: str, file: Path) -> int:
+    """Print all lines of a file. One that cannot be read, such as another user's, hides no other."""
+    lines = LogFile(file).new_lines(whole=True)
+    while True:
+        try:
+            line = next(lines, None)
+        except OSError as error:
+            complain(f"{file} cannot be read: {error.strerror}")
+            return EXIT_FAILED
+        if line is None:
+            return EXIT_OK
+        print(f"[{node}] {line}")
 
 
 @dataclass(frozen=True)
@@ -59,9 +74,9 @@ def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output
         UsageError: the output is on another machine.
     """
     folder = options.log_dir or options.run_dir / options.job / "logs"
-    if options.log_dir is not None and (options.log_dir / options.job).is_dir():
+    if options.log_dir is not None and os.path.isdir(options.log_dir / options.job):
         folder = options.log_dir / options.job  # schedulers' targets append the job's name
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir() would raise an error in a folder that this user may not enter
         return _Output(folder)
     missing = f"folder {str(folder)!r} does not exist; name the one of the job's output with --log-dir, or --run-dir"
     if options.log_dir is not None:
@@ -84,7 +99,7 @@ def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output
         return _Output(copies, lambda: target.copy_output(timeout_s=0.0), lambda: target.copy_output(timeout_s=60.0))
     theirs = Path(job.controller.run_dir) / "logs" if job.controller and job.controller.run_dir else None
     if theirs is not None and job.controller is not None:
-        if theirs.is_dir():
+        if os.path.isdir(theirs):
             return _Output(theirs)  # a shared folder
         missing += f"; its `dlrover run` on {job.controller.host} writes to {theirs}, unless it was given a --log-dir"
     raise UsageError(missing)
@@ -138,8 +153,9 @@ class _Follower:
             return ranks, is_over, None
         # An unreachable etcd does not end a job. The loss of its `dlrover run` does, and the run folder's lock shows that loss.
         folder = self._options.run_dir / self._options.job
-        if folder.exists():
-            return ranks, not is_locked(folder), None
+        locked = is_locked(folder)
+        if os.path.exists(folder) and locked is not None:
+            return ranks, not locked, None
         return ranks, False, UsageError(f"no etcd shows whether job {self._options.job!r} is over")
 
     def _print_new_lines(self, ranks: dict[str, str], is_over: bool) -> Exception | None:

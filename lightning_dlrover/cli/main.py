@@ -16,7 +16,7 @@ from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.cli.signals import quiet_start
 from lightning_dlrover.components.escaped import ESCAPED
 from lightning_dlrover.home import give_home
-from lightning_dlrover.output import complain, flush
+from lightning_dlrover.output import complain, escape_what_cannot_be_encoded, flush
 
 __all__ = ["command_function", "main"]
 
@@ -47,6 +47,7 @@ _HOMES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the process's exit code."""
+    escape_what_cannot_be_encoded()
     with quiet_start() as started:
         result = _main(list(sys.argv[1:] if arguments is None else arguments), started)
     problem = flush()

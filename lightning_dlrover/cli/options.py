@@ -167,6 +167,13 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         "so that a replacement can start; 0 disables it. Kubernetes: the pod's termination grace period. "
         "Only with --target slurm or kubernetes",
     )
+    group.add_argument(
+        "--poll-interval",
+        type=values.duration,
+        metavar="TIME",
+        help="time between two questions to the scheduler, and between two looks at the nodes' output (default 2s). While "
+        "nothing changes, Slurm is asked five times less often. Only with --target slurm or kubernetes",
+    )
 
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:

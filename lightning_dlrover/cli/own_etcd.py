@@ -129,7 +129,7 @@ def _protect(data: Path, password: Path) -> None:
 def _started(data: Path, host: str, port: int | None) -> EmbeddedEtcd:
     deadline = time.monotonic() + 10.0
     while True:
-        server = EmbeddedEtcd(data, host=host, port=port)
+        server = EmbeddedEtcd(data, host=host, port=port, durable=True)  # nodes outlast a crash of this host
         try:
             server.start()
             return server

@@ -10,14 +10,16 @@ import re
 import signal
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dlrover import variables
 from lightning_dlrover.brain.place import MEMBER_LEASES, MEMBER_TTL_S, Place
-from lightning_dlrover.cli.errors import EXIT_FAILED, UsageError
+from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
 from lightning_dlrover.cli.own_etcd import EtcdLostError, own_etcd, without_etcd
@@ -35,10 +37,11 @@ from lightning_dlrover.cli.run_options import (
     surrounding_target,
 )
 from lightning_dlrover.cli.run_output import Announcer, write_final_report
-from lightning_dlrover.cli.signals import Interrupted, install_handlers, signals_as_exceptions
+from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.components.control.controller import Controller
+from lightning_dlrover.components.control.office import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
-from lightning_dlrover.components.targets.target import NodeSpec
+from lightning_dlrover.components.targets.target import NodeSpec, TargetError
 from lightning_dlrover.output import complain, say
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
@@ -59,8 +62,20 @@ if TYPE_CHECKING:
 SURPLUS_IN_POOL_S = 5.0
 """Seconds that a node of a job in a pool may outlast its place there. Another job waits for its resources."""
 
+POLL_S = 2.0
+"""Seconds between two questions to a scheduler, unless --poll-interval sets others."""
+
 PLACE_TIMEOUT_S = 7 * 24 * 3600.0
 """Seconds to wait for a place in a pool, unless --place-timeout sets another limit."""
+
+
+@dataclass
+class _Course:
+    """How far a job has come, to explain its end."""
+
+    has_begun: bool = False  # nodes may have been started
+    left: list[str] = field(default_factory=list)  # nodes that may still run
+    last_words: list[str] = field(default_factory=list)  # lines that end the command's output
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -87,7 +102,7 @@ def run_command(options: argparse.Namespace) -> int:
     prefix = checked_prefix(options.key_prefix or around.prefix)
     asked = place_in_pool(options, endpoint, prefix)
     hurry = threading.Event()
-    last_words: list[str] = []
+    course = _Course()
     with signals_as_exceptions(hurry):
         try:
             with (
@@ -101,17 +116,36 @@ def run_command(options: argparse.Namespace) -> int:
                     place = JobPlace(run_id, server.endpoint, prefix, own.access)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
-                return _run_job(options, command, place, folder, server, hurry, asked, last_words)
-        except EtcdLostError as error:
-            complain(f"job {run_id} failed: {error}")
-            return EXIT_FAILED
+                return _run_job(options, command, place, folder, server, hurry, asked, course)
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
-            complain(f"job {run_id} was ended by {name}; nothing it started is left")
+            complain(f"job {run_id} was ended by {name}; {_what_is_left(run_id, course) or 'nothing it started is left'}")
             return 128 + interrupted.signal_number
+        except Exception as error:
+            if not course.has_begun:
+                raise
+            is_lost = isinstance(error, ControllerBusyError)
+            complain(f"job {run_id} {'was lost' if is_lost else 'failed'}: {_problem(error)}")
+            if left := _what_is_left(run_id, course):
+                complain(f"job {run_id}: {left}")
+            return EXIT_LOST if is_lost else EXIT_FAILED
         finally:
-            for line in last_words:
+            for line in course.last_words:
                 complain(line)
+
+
+def _what_is_left(run_id: str, course: _Course) -> str:
+    """Return which nodes may still run, and the next move; empty if there are none."""
+    return f"{', '.join(course.left)} may still run: `dlrover cancel {run_id}` ends them" if course.left else ""
+
+
+def _problem(error: Exception) -> str:
+    """Return the reason why a job that had begun could not go on: with a traceback if it may be a fault of ours."""
+    if isinstance(error, ControllerBusyError):
+        return str(error).partition(";")[0]  # what follows is for a job that has not begun
+    if isinstance(error, EtcdLostError | EtcdError | EtcdServerError | RecordError | TargetError | OSError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _run_job(
@@ -122,13 +156,9 @@ def _run_job(
     server: EmbeddedEtcd | None,
     hurry: threading.Event,
     asked: tuple[PoolKeys, MemberRecord] | None,
-    last_words: list[str],
+    course: _Course,
 ) -> int:
-    """Run the job to its end; all nodes have ended when this returns or raises.
-
-    Args:
-        last_words: takes the lines that end the command's output.
-    """
+    """Run the job to its end; all nodes but those that `course` names have ended when this returns or raises."""
     end: Give | None = None
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
@@ -137,9 +167,12 @@ def _run_job(
     patience = Patience(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else Patience()
     if asked is not None:
         patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
+    if options.target != "local":
+        patience = dataclasses.replace(patience, show_s=_poll_s(options))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
-        _refuse_unusable_job(client, place, (folder / JOB_FILE).exists(), options.workers_per_node)
+        is_resumed = (folder / JOB_FILE).exists()
+        _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
         # Before the target: its nodes end before the place is given back.
         seat = stack.enter_context(_seat(client, place, *asked, options)) if asked is not None else None
         target = _make_target(options, spec, folder / "logs", hurry)
@@ -148,10 +181,18 @@ def _run_job(
         announce = Announcer(log)
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
-        controller = stack.enter_context(Controller(client, place.keys, target, limits, str(folder), say, patience, hurry))
+        controller = Controller(client, place.keys, target, limits, str(folder), say, patience, hurry)
+        stack.callback(lambda: course.left.extend(controller.left_nodes()))  # after the controller's end
+        stack.enter_context(controller)
         if server is None:  # the embedded one compacts by itself, and has a quota of its own
             warn_of_troubles(client.config, complain)
-        place.write(folder, target.name, controller.mark)
+        try:
+            place.write(folder, target.name, controller.mark)
+        except OSError as error:
+            if not is_resumed:
+                raise
+            complain(f"{folder / JOB_FILE} keeps the former process's number ({error.strerror}); the job goes on")
+        course.has_begun = True
         say(
             f"job {place.run_id}: {limits.min_workers} to {limits.max_workers} workers, etcd at {place.endpoint}, "
             f"files in {folder}"
@@ -167,7 +208,7 @@ def _run_job(
             checkpoint = controller.newest_checkpoint()
             if checkpoint is not None and (end is None or (end.exit_code and not end.is_trained)):
                 keeps_records = end is None and (server is None or options.target != "local")
-                last_words.append(_how_to_continue(place.run_id, checkpoint, keeps_records))
+                course.last_words.append(_how_to_continue(place.run_id, checkpoint, keeps_records))
         failure = controller.failure_text()
     if end.exit_code:
         complain(f"job {place.run_id} failed: {end.reason}")
@@ -270,6 +311,11 @@ def _remove_snapshots(client: EtcdClient, place: JobPlace, server: EmbeddedEtcd 
             remove_snapshots(place.keys)
 
 
+def _poll_s(options: argparse.Namespace) -> float:
+    """Return the minimum seconds between two questions to a scheduler, or to a file system that it shares with this host."""
+    return POLL_S if options.poll_interval is None else float(options.poll_interval)
+
+
 def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:
     if options.log_dir is not None:
         # TorchX gives each run a folder of its own. At a scheduler, nodes of several jobs would overwrite each other's files.
@@ -278,18 +324,16 @@ def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hur
     if options.target == "local":
         from lightning_dlrover.components.targets.local import LocalTarget
 
-        target = LocalTarget(spec, log_dir, int(options.gpus or 0), hurry=hurry)
-        install_handlers(hurry)  # TorchX's local scheduler has replaced our handlers
-        return target
+        return LocalTarget(spec, log_dir, int(options.gpus or 0), hurry=hurry)
     if options.target == "kubernetes":
         from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
 
-        return KubernetesTarget(spec, kubernetes_options(options), log_dir)
+        return KubernetesTarget(spec, kubernetes_options(options), log_dir, _poll_s(options))
     from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in (*SLURM_OPTIONS, *NODE_OPTIONS)}
     asked |= {"notice_s": options.notice} if options.notice is not None else {}
-    return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir)
+    return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir, _poll_s(options))
 
 
 def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int) -> None:

@@ -29,8 +29,16 @@ def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> 
         raise UsageError(f"folder {str(folder)!r} cannot be used: {error.strerror}; choose another --run-dir") from error
     with lock:
         deadline = time.monotonic() + 1.0
-        while not (is_ours := _try_to_lock(lock)) and time.monotonic() < deadline:
-            time.sleep(0.05)  # a check by `is_locked` holds the lock for a moment, too
+        try:
+            while not (is_ours := _try_to_lock(lock)) and time.monotonic() < deadline:
+                time.sleep(0.05)  # a check by `is_locked` holds the lock for a moment, too
+        except OSError as error:
+            _remove_if_unused(folder)
+            raise UsageError(
+                f"folder {str(folder)!r} is on a file system that cannot lock files (flock: {error.strerror}), so two runs "
+                "could use it at once; choose a --run-dir elsewhere, such as in your home folder, or have it mounted with "
+                "locks (Lustre: -o flock; NFS: lockd on the server)"
+            ) from error
         if not is_ours:
             who = "another `dlrover run`"
             with contextlib.suppress(JobNotFoundError):
@@ -50,13 +58,22 @@ def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> 
         try:
             yield folder.resolve()
         finally:
-            # A refused job removes its lock file, which would make the folder look used to the next attempt.
-            if [each.name for each in folder.iterdir()] == [".lock"]:
-                (folder / ".lock").unlink()
-                folder.rmdir()
+            _remove_if_unused(folder)
+
+
+def _remove_if_unused(folder: Path) -> None:
+    """Remove the lock file of a refused job, which would make the folder look used to the next attempt."""
+    with contextlib.suppress(OSError):  # the user may have removed the folder while the job ran
+        if [each.name for each in folder.iterdir()] == [".lock"]:
+            (folder / ".lock").unlink()
+            folder.rmdir()
 
 
 def _try_to_lock(lock: IO[str]) -> bool:
+    """
+    Raises:
+        OSError: the file system has no locks.
+    """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

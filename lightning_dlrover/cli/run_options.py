@@ -48,7 +48,7 @@ _OF_POOLS = ("priority", "weight", "owner", "place_timeout")
 
 _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
-    **dict.fromkeys(["work_dir", "notice", "etcd_host"], ("slurm", "kubernetes")),
+    **dict.fromkeys(["work_dir", "notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
     **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
 }
@@ -219,7 +219,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
     template: Any = {}
     if options.pod_template:
         try:
-            template = yaml.safe_load(Path(options.pod_template).read_text())
+            template = yaml.safe_load(Path(options.pod_template).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise UsageError(f"--pod-template {options.pod_template}: it is no YAML: {error}") from error
         if not isinstance(template, dict) or not template.keys() <= {"metadata", "spec", "apiVersion", "kind", "template"}:

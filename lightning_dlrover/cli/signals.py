@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+_AGAIN_S = 0.02
+"""Seconds after which a signal is repeated that came while a lock was held."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -48,27 +52,46 @@ def quiet_start() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def signals_as_exceptions(hurry: threading.Event) -> Iterator[None]:
-    """Raise `Interrupted` at the first signal that asks this process to end; set `hurry` at each later one."""
-    former = {number: signal.getsignal(number) for number in _SIGNALS}
-    install_handlers(hurry)
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    """Raise `Interrupted` at the first signal that asks this process to end; set `hurry` at each later one.
 
-
-def install_handlers(hurry: threading.Event) -> None:
-    """Install the handlers of `signals_as_exceptions`, in place of any others."""
+    A signal that this process was started to ignore stays ignored: `nohup dlrover run ... &` outlives its login session, and a
+    script's background job survives Ctrl-C.
+    """
+    former = {n: handler for n in _SIGNALS if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
 
     def hasten(number: int, frame: FrameType | None) -> None:
         hurry.set()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if _holds_lock(frame):
+            again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
         # An orderly end takes seconds. A second signal must hasten it, not interrupt it.
-        for each in _SIGNALS:
+        for each in former:
             signal.signal(each, hasten)
         raise Interrupted(number)
 
-    for each in _SIGNALS:
+    for each in former:
         signal.signal(each, interrupt)
+    try:
+        yield
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
+
+
+def _holds_lock(frame: FrameType | None) -> bool:
+    """Whether an exception out of the interrupted code may leave a lock held: the job's orderly end would wait for it for ever.
+
+    gRPC's channel has such a lock. A request is short; the wait for one ends with its timeout.
+    """
+    while frame is not None:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if "/grpc/" in file or file == logging.__file__:
+            return True
+        if file == threading.__file__ and function in ("__enter__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False

@@ -53,7 +53,7 @@ def check_kubernetes() -> Finding:
     try:
         api = KubernetesApi(request_s=_ANSWER_S, num_attempts=1)
         try:
-            volcano = api.has(VOLCANO_JOBS, "Job")
+            volcano = api.has(VOLCANO_JOBS, "jobs")
         finally:
             api.close()
     except TargetError as problem:

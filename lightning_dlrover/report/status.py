@@ -141,7 +141,7 @@ def find_job(
     """
     file = run_dir / run_id / JOB_FILE
     around = Surroundings.of_this_process()
-    endpoint = endpoint or (around.endpoint if not file.exists() else None)
+    endpoint = endpoint or (around.endpoint if not os.path.exists(file) else None)
     if endpoint:
         return JobPlace(run_id, endpoint, prefix or around.prefix, access or around.access)
     try:
@@ -179,8 +179,9 @@ def list_jobs(
         except JobNotFoundError:
             jobs.append(JobSummary(name, "unreadable"))
             continue
-        who = f"process {job.pid}" if is_locked(file.parent) else ""
-        if not who and job.target == "local":
+        locked = is_locked(file.parent)
+        who = f"process {job.pid}" if locked else ""
+        if locked is False and job.target == "local":
             jobs.append(JobSummary(name, "ended", "local"))  # its nodes ended with it
             continue
         key = (job.place.endpoint, job.place.prefix)
@@ -244,15 +245,18 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
     )
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a `dlrover run` uses this run folder."""
-    if not (folder / ".lock").exists():
+def is_locked(folder: Path) -> bool | None:
+    """Whether a `dlrover run` uses this run folder; None if that cannot be seen, as in the folder of another user."""
+    try:
+        # Reading, and a shared lock, need no right to write. NFS demands that for an exclusive one.
+        with (folder / ".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
         return False
-    with (folder / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
     return False
 
 
@@ -290,7 +294,7 @@ def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
                 f"job {place.run_id!r} has ended, and with it its nodes on this machine and its etcd at {place.endpoint}; "
                 f"{report}"
             ) from error
-        if not (run_dir / place.run_id / EVENTS_FILE).exists():
+        if not os.path.exists(run_dir / place.run_id / EVENTS_FILE):
             raise
         raise EtcdUnavailableError(
             f"{error}; if job {place.run_id!r} has ended, its etcd has ended with it: {report}"
@@ -303,7 +307,7 @@ def _has_ended(place: JobPlace, folder: Path) -> bool:
         job = read_job_file(folder / JOB_FILE)
     except JobNotFoundError:
         return False
-    return job.target == "local" and job.place.endpoint == place.endpoint and not is_locked(folder)
+    return job.target == "local" and job.place.endpoint == place.endpoint and is_locked(folder) is False
 
 
 @dataclass(frozen=True)

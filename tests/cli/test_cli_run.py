@@ -7,12 +7,14 @@ import os
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from run_cli import RunCli
 
 from lightning_dlrover.cli import run, run_output
 from lightning_dlrover.cli.errors import EXIT_USAGE
 from lightning_dlrover.cli.main import main
+from lightning_dlrover.cli.own_etcd import own_etcd
 from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.cli.run_folder import run_folder
 from lightning_dlrover.cli.run_options import objective
@@ -140,6 +142,16 @@ def test_an_etcd_that_cannot_be_started_leaves_no_folder(dlrover: RunCli) -> Non
     code, _, errors = dlrover("run", "--target", "slurm", "--etcd-host", "192.0.2.1", "--rdzv-id", "job", "script.py")
     assert (code, "Traceback" in errors) == (2, False)
     assert not Path("runs/job").exists()
+
+
+def test_own_etcd_of_nodes_that_outlast_this_host_waits_for_the_disk(tmp_path: Path) -> None:
+    options = build_parser().parse_args(["run", "--target", "slurm", "--etcd-host", "127.0.0.1", "x.py"])
+    before = set(psutil.Process().children(recursive=True))
+    with own_etcd(options, tmp_path):
+        started = set(psutil.Process().children(recursive=True)) - before
+        commands = [command for child in started if "--data-dir" in " ".join(command := child.cmdline())]
+    assert commands
+    assert not any("--unsafe-no-fsync" in argument for command in commands for argument in command)
 
 
 @pytest.mark.usefixtures("slurm_commands")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from kubernetes_cluster import kubernetes_cluster
 
 from lightning_dlrover.doctor.imports import Imported, check_gpus, check_imports, import_all
 from lightning_dlrover.doctor.places import check_kubernetes, check_slurm
@@ -50,6 +51,15 @@ def test_kubernetes_is_checked_only_where_it_is_configured(tmp_path: Path, monke
     missing = check_kubernetes()
     assert missing.verdict == "warning"
     assert "KUBECONFIG" in missing.next_move
+
+
+@pytest.mark.parametrize(("has_volcano", "text"), [(True, ", with Volcano"), (False, ", without Volcano")])
+def test_volcano_of_a_cluster_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_volcano: bool, text: str) -> None:
+    with kubernetes_cluster(tmp_path, runs_pods=False, has_volcano=has_volcano) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        found = check_kubernetes()
+    assert found.verdict == "ok"
+    assert found.text.endswith(text)
 
 
 def test_library_that_does_not_load_is_named(tmp_path: Path) -> None:

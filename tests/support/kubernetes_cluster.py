@@ -451,8 +451,17 @@ class KubernetesCluster:
             text = "".join(f"{f'{stamp} ' if has_stamps else ''}{line.decode(errors='replace')}" for stamp, line in lines)
         else:
             text = self.logs.get(_node_of(pod), "")
-        since = query.get("sinceTime", "")[:19]  # an API server has a resolution of one second
-        return "".join(line for line in text.splitlines(keepends=True) if line[:19] >= since)
+        if not (since := query.get("sinceTime")):
+            return text
+        # A kubelet compares each line's time by itself. It takes times in whole seconds.
+        return "".join(line for line in text.splitlines(keepends=True) if _second(line) >= _second(since))
+
+
+def _second(text: str) -> datetime.datetime:
+    """Return the second of the RFC 3339 time at the start of a text."""
+    match = re.match(r"([\dT:-]{19})(?:\.\d+)?(Z|[+-]\d\d:\d\d)", text)
+    assert match is not None, text
+    return datetime.datetime.fromisoformat(match[1] + match[2].replace("Z", "+00:00"))
 
 
 def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHandler]:

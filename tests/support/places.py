@@ -174,7 +174,6 @@ class SlurmPlace:
     list_failures: ClassVar[Sequence[str]] = (
         "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
         "echo 'Segmentation fault'",
-        f"echo '1 DANCING run.node1.{MARK}'",
         "head -c 300 /dev/urandom; exit 0",
         "exit 139",
         "sleep 600",

@@ -96,7 +96,7 @@ class Controller:
         self._observer = Observer(keys, self._mirror, target, self._ledger, limits, self._patience)
         self._cancellations = Cancellations(keys.run_id, self._office, target, self._ledger, self._patience)
         self._job = JobWriter(client, keys, self._office, self._mirror, limits)
-        self._output = Output(keys.run_id, target, show)
+        self._output = Output(keys.run_id, target, show, self._patience.show_s)
         try:
             self._ledger.adopt(self._observer.view)
         except BaseException:
@@ -175,6 +175,7 @@ class Controller:
         If another controller has taken over, nodes that outlive us are left to it.
         """
         self._ledger.is_ending = True
+        self._output.show(self._ledger, at_once=True)  # what cancelled nodes write to stderr is not shown
         if self._target.outlives_controller and self._awaited() and self._office.still_acts() is False:
             log.warning(
                 "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them",
@@ -197,7 +198,11 @@ class Controller:
                 *(self._run_id, ", ".join(left), self._patience.cancel_s, self._target.name),
             )
         self._ledger.save()
-        self._output.show(self._ledger)
+        self._output.show(self._ledger, at_once=True)
+
+    def left_nodes(self) -> list[str]:
+        """Return the nodes that may outlive this controller: their scheduler has not confirmed their end."""
+        return self._awaited() if self._target.outlives_controller else []
 
     def tell_scheduler_to_end_nodes(self) -> None:
         """Request the cancellation of all nodes, without writing to etcd and without waiting for their end."""
@@ -288,6 +293,8 @@ class Controller:
                     end = action
         if cancelled and self._target.outlives_controller and self._office.still_acts() is False:
             cancelled = []  # another controller owns them now
+        if cancelled:
+            self._output.show(self._ledger, at_once=True)
         self._cancellations.cancel(cancelled)
         # A failed job forms no round, so its workers could not hand over and leave.
         leaving = [entry for entry in self._ledger.entries.values() if entry.cancelled]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,17 +28,27 @@ class _Files:
 
 
 class Output:
-    """Forward new lines of every node's output, prefixed with the node's name."""
+    """Forward new lines of every node's output, prefixed with the node's name.
 
-    def __init__(self, run_id: str, target: Target, show: Callable[[str], None]) -> None:
+    Args:
+        interval_s: minimum interval between looks at the files, which may be on a shared file system.
+    """
+
+    def __init__(self, run_id: str, target: Target, show: Callable[[str], None], interval_s: float = 0.0) -> None:
         self._run_id = run_id
         self._target = target
         self._show = show
+        self._interval_s = interval_s
+        self._next_at = -float("inf")
         self._files: dict[str, _Files] = {}  # key: node
         self.tracebacks = ShownTracebacks()
 
-    def show(self, ledger: Ledger) -> None:
-        """Show all lines since the last call."""
+    def show(self, ledger: Ledger, at_once: bool = False) -> None:
+        """Show all new lines if a look at the files is due, or in any case with `at_once`."""
+        now = time.monotonic()
+        if now < self._next_at and not at_once:
+            return
+        self._next_at = now + self._interval_s
         for name, entry in ledger.entries.items():
             if not entry.all_shown and entry.handle is not None:
                 self._show_node(name, entry, entry.handle)

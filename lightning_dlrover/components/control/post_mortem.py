@@ -18,6 +18,8 @@ _CHAINED = (
 )
 _AGENT_LINE = re.compile(r"[DIWEF]\d{4} \d\d:\d\d:\d\d")
 _AGENT_FILE = "torch/distributed/run.py"
+_OUR_FILE = "/lightning_dlrover/"
+_START_OF_MODULE = re.compile(r'File "(?:<frozen runpy>|.*/runpy\.py)", line \d+, in _run_module_as_main')
 _CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
@@ -64,11 +66,23 @@ def examine(output: str) -> PostMortem:
     if codes:
         return PostMortem("", "", cause=cause)
     # No worker has failed, so the agent itself has: it was killed, received a signal, or could not start a worker.
-    agents = [t for t in tracebacks if t is not own and "SignalException" not in _message(t)]
-    if agents or (own and not any("SignalException" in _message(t) for t in tracebacks)):
-        fault = agents[0] if agents else own or []
-        return PostMortem(_message(fault), "\n".join(fault), cause=cause)
+    signalled = any("SignalException" in _message(t) for t in tracebacks)
+    for fault in tracebacks:
+        if "SignalException" not in _message(fault) and _has_ended_agent(fault, before_torchrun=not signalled):
+            return PostMortem(_message(fault), "\n".join(fault), cause=cause)
+    # A script may log the traceback of an error that it handles, long before its node is killed as a whole. Only one that
+    # nothing follows, not even the reason of the place, is the end of the node.
+    last = tracebacks[-1] if tracebacks and not cause and not signalled else []
+    if last and _message(last) == next(line for line in reversed(lines) if line):
+        return PostMortem(_message(last), "\n".join(last))
     return PostMortem("", "", cause=cause)
+
+
+def _has_ended_agent(traceback: list[str], before_torchrun: bool) -> bool:
+    """Whether the agent's process has ended with this error: one that was handled has no such outer frames."""
+    if any(_AGENT_FILE in line for line in traceback):
+        return True
+    return before_torchrun and any(_START_OF_MODULE.search(x) for x in traceback) and any(_OUR_FILE in x for x in traceback)
 
 
 def _signal(code: int) -> str:

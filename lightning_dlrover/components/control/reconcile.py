@@ -118,6 +118,7 @@ class Patience:
     come_s: float = 900.0  # time for a started node to register in etcd, before its replacement
     whole_s: float = 300.0  # time that a node may train without one of its agents, before its replacement
     settle_s: float = 2.0  # tolerated delay between etcd and the scheduler
+    show_s: float = 0.0  # minimum interval between looks at the nodes' output; 0: in each step
     etcd_s: float = 120.0  # tolerated absence of etcd once no node is left
 
 

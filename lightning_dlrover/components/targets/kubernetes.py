@@ -8,11 +8,15 @@ A failed API call never means that a node has ended. It is repeated with growing
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,10 @@ from lightning_dlrover.components.targets.kubernetes_pod import (
     job_manifest,
     job_name,
 )
+from lightning_dlrover.components.targets.logs import set_aside
 from lightning_dlrover.components.targets.polling import Polling
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["KubernetesOptions", "KubernetesTarget", "known_target"]
 
@@ -48,6 +54,13 @@ _DISMISS_S = 30.0
 
 _ASK_WHY_S = 30.0
 """Seconds between two reads of a waiting node's events."""
+
+
+_SET_BACK_S = 5
+"""Seconds by which a host's clock may be set back without a loss of output. So much is read again each time."""
+
+_READ_FILE = ".read"
+"""Name of the file with the position up to which a node's output was copied."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,7 @@ class KubernetesTarget:
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         manifest = job_manifest(self._spec, self._options, size, node, self._mark, self._api_version)
         name = manifest["metadata"]["name"]
+        self._set_former_output_aside(node)
         try:
             self._api.create_job(self._namespace, manifest)
         except ApiError as error:
@@ -204,7 +218,7 @@ class KubernetesTarget:
         if self._log_dir is None:
             return []
         folder = self._log_dir / handle.split("/")[1]
-        return [file for name in ("stdout", "stderr") if (file := folder / f"{name}.log").exists()]
+        return [file for name in ("stdout", "stderr") if os.path.exists(file := folder / f"{name}.log")]
 
     def copy_output(self, timeout_s: float) -> None:
         """Copy all output printed so far. A timeout of 0 leaves the copying to the background thread.
@@ -223,6 +237,13 @@ class KubernetesTarget:
         if self._logs is not None:
             self._logs.close()
         self._api.close()
+
+    def _set_former_output_aside(self, node: str) -> None:
+        """Keep the output of an earlier job of this name, already gone from etcd, apart from that of a new node."""
+        if self._log_dir is not None:
+            with contextlib.suppress(OSError):
+                for name in ("stdout.log", "stderr.log", _READ_FILE):
+                    set_aside(self._log_dir / node / name)
 
     def _handle(self, node: str) -> str:
         return f"{job_name(self._spec.run_id, node, self._mark)}/{node}"
@@ -339,9 +360,10 @@ class KubernetesTarget:
         if state.why and node not in self._cancelled:
             log.warning("run %s: %s has %s: %s", self._spec.run_id, node, state.status, state.why)
             folder = self._log_dir / node
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "stderr.log").open("a") as stream:
-                stream.write(f"Kubernetes: {state.why}\n")
+            with contextlib.suppress(OSError):  # a full disk of this host ends no job
+                folder.mkdir(parents=True, exist_ok=True)
+                with (folder / "stderr.log").open("a", encoding="utf-8") as stream:
+                    stream.write(f"Kubernetes: {state.why}\n")
         return True
 
 
@@ -472,12 +494,14 @@ def _waits_for(pod: Mapping[str, Any] | None) -> str:
 
 @dataclass
 class _PodLog:
-    """One pod's output and the read position: timestamp of the newest line, and the number of lines with it."""
+    """One pod's output and the read position: timestamp of the last line, and the number of lines with it."""
 
     pod: str
     folder: Path
+    is_placed: bool = False  # whether the position of an earlier process was looked for
     newest: str = ""
     num_newest: int = 0
+    unwritten: bytes = b""  # lines before the position that are not in the file yet
     has_ended: bool = False
     is_complete: bool = False
     num_failures: int = 0  # consecutive failed reads
@@ -485,7 +509,7 @@ class _PodLog:
 
 
 class _PodLogs:
-    """Copy the output of pods into files, in a background thread: an unresponsive host blocks no caller.
+    """Copy the output of pods into files, in a background thread: an unresponsive host or a full disk blocks no caller.
 
     The read position is saved in a file, so the next controller continues from there.
     """
@@ -504,13 +528,7 @@ class _PodLogs:
     def follow(self, node: str, pod: str) -> None:
         if node in self._logs:
             return
-        folder = self._folder / node
-        folder.mkdir(parents=True, exist_ok=True)
-        entry = _PodLog(pod, folder)
-        if (folder / ".read").exists():
-            entry.newest, _, count = (folder / ".read").read_text().partition(" ")
-            entry.num_newest = int(count or 0)
-        self._logs[node] = entry
+        self._logs[node] = _PodLog(pod, self._folder / node)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dlrover-pod-logs", daemon=True)
             self._thread.start()
@@ -542,39 +560,82 @@ class _PodLogs:
                 had_ended = entry.has_ended
                 try:
                     self._read(entry, whole=had_ended)
-                except ApiError as error:
+                except Exception as error:  # the output of all other pods, and of this one later, needs this thread
                     # 400: its container has not started. 404: the pod and its output are gone.
-                    entry.is_complete = had_ended and error.status in (400, 404)
+                    entry.is_complete = had_ended and isinstance(error, ApiError) and error.status in (400, 404)
                     # An unresponsive host delays every request, and the other pods' output with it.
                     entry.num_failures += 1
                     entry.next_at = time.monotonic() + min(30.0, self._pause_s * 2.0 ** min(10, entry.num_failures))
-                    log.debug("%s: its output cannot be read now: %s", entry.pod, error)
-                except OSError as error:
-                    log.warning("%s: its output cannot be written: %s", entry.pod, error)
+                    is_news = entry.num_failures == 1 and not isinstance(error, ApiError)
+                    log.log(
+                        logging.WARNING if is_news else logging.DEBUG,
+                        "%s: its output cannot be copied now: %s",
+                        entry.pod,
+                        error,
+                    )
                 else:
                     entry.is_complete, entry.num_failures = had_ended, 0
             self._has_news.wait(self._pause_s)
 
     def _read(self, entry: _PodLog, whole: bool) -> None:
-        text = self._api.pod_log(self._namespace, entry.pod, CONTAINER, entry.newest or self._since)
+        """
+        Raises:
+            ApiError: the output cannot be read.
+            OSError: it cannot be written. The next call goes on where this one has stopped.
+        """
+        entry.folder.mkdir(parents=True, exist_ok=True)
+        if not entry.is_placed:
+            entry.newest, entry.num_newest = _read_position(entry.folder / _READ_FILE)
+            entry.is_placed = True
+        _write(entry)
+        since = _shortly_before(entry.newest) if entry.newest else self._since
+        text = self._api.pod_log(self._namespace, entry.pod, CONTAINER, since)
         if not whole:
             text = text[: text.rfind("\n") + 1]
-        # `sinceTime` has a resolution of one second, so lines already read come again.
-        new, num_again = [], 0
-        newest, num_newest = entry.newest, entry.num_newest
-        for line in text.removesuffix("\n").split("\n") if text else []:
-            stamp, _, words = line.partition(" ")
-            if stamp < entry.newest:
-                continue
-            if stamp == entry.newest:
-                num_again += 1
-                if num_again <= entry.num_newest:
-                    continue
-            num_newest = num_newest + 1 if stamp == newest else 1
-            newest = stamp
-            new.append(f"{words}\n")
+        lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")] if text else []
+        # Whatever follows the last line seen is new: a clock that was set back gives later lines earlier timestamps. If that
+        # line is missing, the host has begun another file since.
+        seen = [i for i, (stamp, _, _) in enumerate(lines) if stamp == entry.newest][: entry.num_newest]
+        new = lines[seen[-1] + 1 :] if seen else lines
         if new:
-            with (entry.folder / "stdout.log").open("a") as stream:
-                stream.writelines(new)
-            (entry.folder / ".read").write_text(f"{newest} {num_newest}")
-            entry.newest, entry.num_newest = newest, num_newest
+            entry.unwritten = "".join(f"{words}\n" for _, _, words in new).encode(errors="replace")
+            entry.newest = new[-1][0]
+            entry.num_newest = sum(stamp == entry.newest for stamp, _, _ in lines)
+            _write(entry)
+
+
+def _read_position(file: Path) -> tuple[str, int]:
+    """Return the timestamp of the last line that an earlier process has copied, and the number of lines with it."""
+    try:
+        newest, _, count = file.read_text(encoding="utf-8").partition(" ")
+        return newest, int(count)
+    except (FileNotFoundError, ValueError):
+        return "", 0
+
+
+def _write(entry: _PodLog) -> None:
+    """Append the lines that are not in the file yet, then save the position.
+
+    Raises:
+        OSError: some lines could not be written.
+    """
+    if not entry.unwritten:
+        return
+    # Unbuffered, so that the number of bytes a full disk has accepted is exact.
+    with (entry.folder / "stdout.log").open("ab", buffering=0) as stream:
+        while entry.unwritten:
+            entry.unwritten = entry.unwritten[stream.write(entry.unwritten) :]
+    with contextlib.suppress(OSError):
+        write_whole(entry.folder / _READ_FILE, f"{entry.newest} {entry.num_newest}")
+
+
+def _shortly_before(stamp: str) -> str:
+    """Return a time, in whole seconds of UTC, before that of a line: a host's clock may be set back for the lines after it."""
+    match = re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d+)?(?:Z|([+-]\d\d:\d\d))", stamp)
+    try:
+        at = datetime.fromisoformat(f"{match[1]}{match[2] or '+00:00'}") if match else None
+    except ValueError:  # such as a leap second
+        at = None
+    if at is None:
+        return stamp
+    return (at.astimezone(timezone.utc) - timedelta(seconds=_SET_BACK_S)).strftime("%Y-%m-%dT%H:%M:%SZ")

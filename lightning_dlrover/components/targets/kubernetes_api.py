@@ -121,15 +121,15 @@ class KubernetesApi:
 
     # --- requests; examples/kubernetes/rbac.yaml allows exactly these ---------------------------------------------------
 
-    def has(self, api_version: str, kind: str) -> bool:
-        """Whether the cluster has this kind of object. The request needs no permission."""
+    def has(self, api_version: str, resource: str) -> bool:
+        """Whether the cluster has objects of this kind, named as in URLs, such as `jobs`. The request needs no permission."""
         try:
             found = self._object("GET", f"/apis/{api_version}", is_repeated=True)
         except ApiError as error:
             if error.status != 404:
                 raise
             return False
-        return any(isinstance(each, dict) and each.get("name") == kind for each in found.get("resources") or ())
+        return any(isinstance(each, dict) and each.get("name") == resource for each in found.get("resources") or ())
 
     def create_job(self, namespace: str, manifest: Mapping[str, Any]) -> None:
         """Create a Job. Repeatable, because each name is taken only once. An unknown field is an error and is never dropped."""

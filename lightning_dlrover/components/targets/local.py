@@ -81,6 +81,7 @@ class LocalTarget:
         self._agents: dict[str, psutil.Process] = {}
         self._nodes: dict[str, str] = {}  # key: handle; names of nodes not seen to end yet
         self._out_of_memory: set[str] = set()  # handles
+        self._logs: dict[str, list[Path]] = {}  # key: handle
         self._shares = MachineShares(gpus, spec.workers_per_node)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
@@ -129,7 +130,7 @@ class LocalTarget:
                         process.terminate()
             if status == "failed" and (why := self._shares.why_killed(node)):
                 self._out_of_memory.add(handle)
-                with contextlib.suppress(OSError, IndexError), self.logs(handle)[-1].open("a") as stream:
+                with contextlib.suppress(OSError, IndexError), self.logs(handle)[-1].open("a", encoding="utf-8") as stream:
                     stream.write(f"this machine: {why}\n")
             self._shares.end(node)
             self._settle()
@@ -153,8 +154,13 @@ class LocalTarget:
         return False
 
     def logs(self, handle: str) -> list[Path]:
+        if (known := self._logs.get(handle)) is not None:
+            return known
         app_id = handle.rsplit("/", 1)[-1]
-        return [file for name in ("stdout", "stderr") for file in sorted(self._log_dir.glob(f"*/{app_id}/*/*/{name}.log"))]
+        found = [file for name in ("stdout", "stderr") for file in sorted(self._log_dir.glob(f"*/{app_id}/*/*/{name}.log"))]
+        if len(found) == 2:
+            self._logs[handle] = found  # a folder of many sessions takes long to search
+        return found
 
     def close(self) -> None:
         self._end([*self._agents.values(), *self._orphans()])

@@ -24,7 +24,7 @@ from pathlib import Path
 from lightning_dlrover import variables
 from lightning_dlrover.components.node import notice_file
 from lightning_dlrover.components.targets.local import node_app
-from lightning_dlrover.components.targets.logs import read_tail
+from lightning_dlrover.components.targets.logs import read_tail, set_aside
 from lightning_dlrover.components.targets.polling import Polling
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
@@ -62,6 +62,9 @@ _NOT_SENT = re.compile(r"connect failure|Connection refused|No route to host|Una
 _UNCERTAIN = re.compile(r"timed out|Zero Bytes|communication|Unable to contact|Connection reset", re.I)
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.I)
 _ENDED_ALREADY = re.compile(r"Invalid job id|already complet|Job/step", re.I)
+
+_STEADY_POLLS = 5
+"""Intervals between two calls of squeue while nothing changes: sites forbid frequent ones."""
 
 _NUM_ATTEMPTS = 3
 _JOBS_PER_COMMAND = 200
@@ -127,7 +130,7 @@ class SlurmTarget:
 
     Args:
         log_dir: folder of this job alone, shared by all hosts. Each node has a subfolder for its script, output and exit code.
-        poll_s: minimum interval between calls of squeue; one call covers all nodes.
+        poll_s: minimum interval between calls of squeue, which cover all nodes. While nothing changes it is five times as long.
         clock: time of the calls of squeue.
 
     Raises:
@@ -154,11 +157,14 @@ class SlurmTarget:
         self._name = re.compile("")  # matches our job names
         self._mark = ""
         no_rows: dict[str, _Row] = {}  # key: job id
-        self._polling = Polling(self._list, no_rows, poll_s, clock)
+        # A notice must be seen in a small part of its time.
+        steady_s = min(_STEADY_POLLS * poll_s, options.notice_s / 8 if options.notice_s else float("inf"))
+        self._polling = Polling(self._list, no_rows, poll_s, clock, steady_s)
         self._looked_up_at: dict[str, float] = {}  # key: job id; squeue call after which scontrol was last asked about it
         self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # handles that this object has cancelled
         self._starved: set[str] = set()  # handles of nodes that ran out of memory according to their output
+        self._unknown_states: set[str] = set()  # those that were logged
         self._looked_for_at: dict[str, float] = {}  # key: handle; squeue call at which its files were last checked
         check_commands()
 
@@ -172,10 +178,12 @@ class SlurmTarget:
         # An earlier job of this name, already gone from etcd, may have had a node of this name.
         for former in (self._exit_file(node), notice_file(self._exit_file(node))):
             former.unlink(missing_ok=True)
+        for former in (folder / "stdout.log", folder / "stderr.log"):  # sbatch appends to them
+            set_aside(former)
         script = folder / "batch.sh"
         script.touch(mode=0o600)
         script.chmod(0o600)  # holds the job's variables; values given with `--env` may be secret
-        script.write_text(self._script(node, size))
+        script.write_bytes(os.fsencode(self._script(node, size)))  # paths are bytes, in whatever encoding they came
         arguments = [
             "--parsable",
             f"--job-name={self._job_name(node)}",
@@ -246,12 +254,12 @@ class SlurmTarget:
 
     def _status_of(self, row: _Row, handle: str) -> AppStatus:
         known = self._known.get(handle, "pending")
-        if row.state != "COMPLETING":
+        if row.state in _STATES and row.state != "COMPLETING":
             return _STATES[row.state]
         if known not in ("pending", "running"):
             return known
-        # The epilogue may take long. The exit code written by the agent is final.
-        return self._exit_status(row.node) or _STATES[row.state]
+        # The epilogue may take long, and a newer Slurm may have more states. The exit code written by the agent is final.
+        return self._exit_status(row.node) or _STATES.get(row.state, known)
 
     def _tell_why(self, handle: str, state: str) -> None:
         """Log Slurm's reason for a node's failure, and append it to the node's output."""
@@ -266,7 +274,7 @@ class SlurmTarget:
         why = ", ".join(each for each in (told, f"out of memory: {found[1]}" if found else "") if each)
         if why:
             log.warning("run %s: %s, job %s, has failed: %s", self._spec.run_id, node, job_id, why)
-            with contextlib.suppress(OSError), file.open("a") as stream:
+            with contextlib.suppress(OSError), file.open("a", encoding="utf-8") as stream:
                 stream.write(f"Slurm: {why}\n")
 
     def cancel(self, handles: Iterable[str]) -> None:
@@ -362,8 +370,12 @@ class SlurmTarget:
             if match is None:
                 raise TargetError(f"squeue printed something else than a list of jobs: {line[:200]!r}")
             if ours := self._name.fullmatch(match[3]):
-                if match[2] not in _STATES:
-                    raise TargetError(f"squeue says that job {match[1]} ({match[3]}) is {match[2]!r}, an unknown state")
+                if match[2] not in _STATES and match[2] not in self._unknown_states:
+                    self._unknown_states.add(match[2])
+                    log.warning(
+                        "run %s: Slurm's state %s is unknown: %s is taken to be as it was",
+                        *(self._spec.run_id, match[2], ours[1]),
+                    )
                 rows[match[1]] = _Row(match[1], match[2], ours[1])
         return rows
 
@@ -379,7 +391,7 @@ class SlurmTarget:
             if match is None:
                 return None
             if match[1] in (None, self._job_name(node)):
-                return _STATES.get(match[2])
+                return _STATES.get(match[2]) or self._exit_status(node)
             log.error("job %s, %s: it is another job, %r: its record was changed, or Slurm counts anew", job_id, node, match[1])
         elif not _UNKNOWN_JOB.search(done.stderr + done.stdout):
             return None
@@ -415,7 +427,7 @@ class SlurmTarget:
 
 def _environment() -> dict[str, str]:
     """Return our environment without variables that filter squeue, make scancel prompt, or describe our own job."""
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER", "SLURM_JWT")  # the last authenticates
     ours = ("SLURM_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
     return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(ours)}
 

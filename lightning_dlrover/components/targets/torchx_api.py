@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import traceback
 from collections.abc import Mapping
@@ -29,17 +30,24 @@ _STATES: dict[str, AppStatus] = {
 }
 
 
+_MAX_APPS = 4096
+"""Maximum number of apps in the local scheduler's cache. With its default of 100, the 101st node is refused while all run."""
+
+
 class TorchXRunner:
     """Submit and watch apps on one scheduler."""
 
     def __init__(self, scheduler: str, config: Mapping[str, Any]) -> None:
-        self._runner = get_runner()
+        self._runner = get_runner(**({"cache_size": _MAX_APPS} if scheduler == "local_cwd" else {}))
         self._scheduler = scheduler
         self._config = dict(config)
         self._has_failed = False
         self._former_hook, threading.excepthook = threading.excepthook, self._on_failed_thread
-        # Created here because the local scheduler replaces the process's signal handlers. Ours must be installed after it.
+        # The local scheduler replaces the process's signal handlers when it is created. What was there stays in force.
+        former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         self._runner.scheduler_run_opts(scheduler)
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
     def submit(self, app: specs.AppDef) -> str:
         """Submit an app and return its handle."""

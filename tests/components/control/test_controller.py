@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -720,6 +721,17 @@ def test_output_is_shown_once_in_whole_lines_with_the_node_in_front(make_job: Ma
     job.run_to_its_end()
     assert job.shown[-1] == "[node1] last"
     assert len(job.shown) == 5
+
+
+def test_output_is_looked_at_as_often_as_asked_and_before_nodes_end(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTarget, "log", lambda self, node: self.folder / f"stderr-{node}.log")
+    job = make_job(patience=dataclasses.replace(QUICK, show_s=3600.0))
+    job.run_until("a node", lambda: job.target.living)
+    job.stays(lambda: job.shown == [], steps=2)
+    job.target.log("node1").write_text("one\n")
+    job.stays(lambda: job.shown == [], steps=5)
+    job.controller.end_nodes()
+    assert job.shown == ["[node1] one"]
 
 
 def test_traceback_is_shown_once_and_its_repeats_as_one_line(make_job: MakeJob) -> None:

@@ -112,6 +112,40 @@ def test_a_node_that_was_killed_has_no_error(output: str) -> None:
     assert examine(output).error == ""
 
 
+NOT_STARTED = """\
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "<frozen runpy>", line 88, in _run_code
+  File "/venv/lightning_dlrover/components/node.py", line 26, in <module>
+ImportError: no psutil
+IMPORTANT: install it
+"""
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        SCRIPT + "epoch 1\n",
+        SCRIPT + "\nepoch 1\n",
+        CHAINED + "epoch 1\n",
+        SCRIPT + "Slurm: NODE_FAIL\n",
+        "epoch 1\n" + SCRIPT + "\nKubernetes: Evicted: The node was low on resource\n",
+        SCRIPT.replace("Trace", "[rank0]: Trace").replace("\n", "\n[rank0]: ") + "\nepoch 1\n",
+    ],
+)
+def test_a_handled_error_is_not_why_a_whole_node_was_killed(output: str) -> None:
+    found = examine(output)
+    assert (found.error, found.traceback) == ("", "")
+    assert found.cause == output.splitlines()[-1].partition(": ")[2]
+
+
+@pytest.mark.parametrize("end", ["", "Slurm: FAILED early\n"])
+def test_error_before_torchrun_starts_is_the_nodes(end: str) -> None:
+    found = examine(SCRIPT + "retrying\n" + NOT_STARTED + "\n" + end)
+    assert found.error == "ImportError: no psutil"
+    assert found.traceback == NOT_STARTED.rstrip()
+
+
 def test_the_traceback_is_whole_and_without_the_agents() -> None:
     text = examine(CHAINED + AGENT.format(code=1)).traceback
     assert "KeyError: 'k'" in text

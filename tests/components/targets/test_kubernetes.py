@@ -22,6 +22,7 @@ from kubernetes_models import problems
 from manual_clock import ShiftedClock
 from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import AppDef, AppState, Role
+from waiting import eventually
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import Limits, Patience
@@ -619,6 +620,73 @@ def test_end_is_reported_though_the_output_cannot_be_read(
     assert target.status(HANDLE) == "pending"
     clock.ahead_s = 11.0
     assert target.status(HANDLE) == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("2026-10-25T02:59:58+02:00", "2026-10-25T02:00:01+01:00"),  # three seconds later: winter has begun
+        ("2026-01-01T00:00:09.7Z", "2026-01-01T00:00:05.2Z"),  # the host's clock was set
+    ],
+)
+def test_no_output_is_lost_when_timestamps_step_back(
+    make_target: MakeTarget, cluster: KubernetesCluster, before: str, after: str
+) -> None:
+    target = make_target()
+    target.start("node1")
+    cluster.logs["node1"] = f"{before} one\n{before} two\n"
+    cluster.set_pod("node1", "Running")
+    wait_for_output(target, "one\ntwo\n")
+    cluster.logs["node1"] += f"{after} three\n"
+    wait_for_output(target, "one\ntwo\nthree\n")
+    cluster.logs["node1"] += f"{after} four\n{before} five\n"
+    wait_for_output(target, "one\ntwo\nthree\nfour\nfive\n")
+
+
+def test_output_waits_for_room_on_a_full_disk(make_target: MakeTarget, cluster: KubernetesCluster, tmp_path: Path) -> None:
+    target = make_target()
+    target.start("node1")
+    copy = tmp_path / "logs/node1/stdout.log"
+    copy.parent.mkdir(parents=True)
+    copy.symlink_to("/dev/full")
+    cluster.logs["node1"] = stamped(1, "one")
+    cluster.set_pod("node1", "Running")
+    asked = len(cluster.requests)
+    eventually(lambda: target.status(HANDLE) == "running" and len(cluster.requests) > asked + 3, "some looks at the node", 15)
+    cluster.logs["node1"] += stamped(2, "two")
+    copy.unlink()
+    wait_for_output(target, "one\ntwo\n")
+
+
+def test_disk_that_cannot_be_written_hides_no_end(
+    make_target: MakeTarget, cluster: KubernetesCluster, clock: ShiftedClock, tmp_path: Path
+) -> None:
+    target = make_target()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/node1").touch()  # no folder can be made
+    target.start("node1")
+    cluster.logs["node1"] = stamped(1, "one")
+    cluster.set_pod("node1", "Failed", reason="Evicted", message="low on memory")
+    assert target.status(HANDLE) == "pending"
+    clock.ahead_s = 11.0
+    assert target.status(HANDLE) == "failed"
+    assert target.logs(HANDLE) == []
+
+
+def test_output_of_an_earlier_job_is_not_a_new_nodes(
+    make_target: MakeTarget, cluster: KubernetesCluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "logs/node1"
+    folder.mkdir(parents=True)
+    for name in ("stdout.log", "stderr.log"):
+        (folder / name).write_text("ValueError: old bug\n")
+    (folder / ".read").write_text(f"{stamped(9, '').strip()} 1")
+    target = make_target()
+    target.start("node1")
+    cluster.logs["node1"] = stamped(9, "new")
+    cluster.set_pod("node1", "Running")
+    wait_for_output(target, "new\n")
+    assert (folder / "former-stderr.log").read_text() == "ValueError: old bug\n"
 
 
 # --- Volcano ---------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 from lightning_dlrover.components.targets.logs import (
+    PIECE_BYTES,
     LogFile,
     log_files,
     read_tail,
@@ -62,3 +64,36 @@ def test_progress_bar_without_an_end_is_read_once(tmp_path: Path) -> None:
     with file.file.open("a") as stream:
         stream.write(" a bar\r100 %\nnext\n")
     assert list(file.new_lines(whole=False)) == ["100 %", "next"]
+
+
+def test_file_that_was_cut_short_is_read_from_its_start(tmp_path: Path) -> None:
+    file = LogFile(write(tmp_path / "stdout.log", "one\ntwo\n"))
+    assert list(file.new_lines(whole=False)) == ["one", "two"]
+    write(file.file, "three\n")  # as after logrotate's copytruncate
+    assert list(file.new_lines(whole=False)) == [
+        "(stdout.log was cut short, so some of its lines may be missing here)",
+        "three",
+    ]
+    assert list(file.new_lines(whole=False)) == []
+
+
+def test_file_of_any_size_is_read_in_pieces(tmp_path: Path) -> None:
+    text = write(tmp_path / "stdout.log", "".join(f"{number:06}: é {'x' * number}\n" for number in range(0, 6000, 5)))
+    assert text.stat().st_size > 12 * PIECE_BYTES
+    tracemalloc.start()
+    try:
+        lines = 0
+        for line in LogFile(text).new_lines(whole=True):
+            assert line == f"{lines * 5:06}: é {'x' * lines * 5}"
+            lines += 1
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert lines == 1200
+    assert peak < 6 * PIECE_BYTES
+
+
+def test_line_without_an_end_is_given_in_parts(tmp_path: Path) -> None:
+    file = LogFile(write(tmp_path / "stdout.log", "x" * (2 * PIECE_BYTES + 7)))
+    assert "".join(file.new_lines(whole=False)) == "x" * 2 * PIECE_BYTES
+    assert list(file.new_lines(whole=True)) == ["x" * 7]

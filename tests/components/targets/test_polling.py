@@ -94,3 +94,25 @@ def test_list_counts_for_nodes_that_were_started_before_it(
     clock.advance_s(2.0)
     assert not polling.refresh()
     assert not polling.covers("node2")
+
+
+def test_scheduler_is_asked_less_often_while_nothing_changes(scheduler: Scheduler, clock: ManualClock) -> None:
+    polling = Polling(scheduler.request, "nothing", 2.0, clock, steady_s=10.0)
+
+    def num_requests(seconds: int) -> int:
+        num = 0
+        for _ in range(10 * seconds):
+            num += polling.refresh()
+            clock.advance_s(0.1)
+        return num
+
+    assert num_requests(60) == pytest.approx(30, abs=2)
+    assert num_requests(600) == pytest.approx(60, abs=2)
+    scheduler.answer = "another"
+    assert num_requests(40) >= 15
+    num_requests(100)
+    polling.note_start("node2")
+    assert num_requests(3) >= 1
+    num_requests(100)
+    polling.hasten()
+    assert num_requests(1) == 1

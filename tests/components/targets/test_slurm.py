@@ -312,6 +312,45 @@ def test_leftovers_of_an_earlier_job_do_not_end_a_new_node(
     assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has written no result
 
 
+def test_output_of_an_earlier_job_is_not_a_new_nodes(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
+    folder = tmp_path / "logs/node1"
+    folder.mkdir(parents=True)
+    for name in ("stdout", "stderr"):
+        (folder / f"{name}.log").write_text(f"Traceback\nslurmstepd: error: Detected 1 oom_kill event in {name}\n")
+    target = make_target()
+    handle = target.start("node1")
+    assert target.logs(handle) == []
+    target.apps()
+    assert target.status(handle) == "failed"  # killed with its host: it has printed nothing
+    assert not target.ran_out_of_memory(handle)
+    assert "in stderr" in (folder / "former-stderr.log").read_text()
+
+
+def test_unknown_state_of_one_node_freezes_no_other(
+    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commands.queue(row(1, "RUNNING"), row(2, "RUNNING", "node2"))
+    target = make_target()
+    assert [target.status(handle) for handle in ("1/node1", "2/node2")] == ["running", "running"]
+    commands.queue(row(1, "TELEPORTING"), row(2, "NODE_FAIL", "node2"))
+    assert [app.is_living for app in target.apps()] == [True, False]
+    assert [target.status(handle) for handle in ("1/node1", "2/node2")] == ["running", "failed"]
+    assert caplog.text.count("Slurm's state TELEPORTING is unknown: node1 is taken to be as it was") == 1
+    (tmp_path / "logs/node1").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    assert target.status("1/node1") == "succeeded"
+
+
+def test_slurms_commands_keep_the_users_token(
+    make_target: MakeTarget, commands: SlurmCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JWT", "token")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    commands.set("sbatch", 'echo "token $SLURM_JWT, job $SLURM_JOB_ID" >&2; exit 1')
+    with pytest.raises(NotTakenError, match=r"token token, job$"):
+        make_target().start("node1")
+
+
 def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     commands.queue(row(1, "COMPLETING"))
     target = make_target()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torchx.specs import AppDef, Role
 from waiting import eventually
 
 from lightning_dlrover.components import elastic
@@ -21,6 +22,7 @@ from lightning_dlrover.components.control.post_mortem import examine
 from lightning_dlrover.components.targets.local import LocalTarget, NodeSpec
 from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups, NoMemoryGroupsError
 from lightning_dlrover.components.targets.target import NodeSize, NotTakenError
+from lightning_dlrover.components.targets.torchx_api import TorchXRunner
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 MakeTarget = Callable[..., LocalTarget]
@@ -118,6 +120,23 @@ def test_node_outlives_the_files_torchx_cannot_write(
     eventually(lambda: target.status(handle) not in ("pending", "running"), "the node to end", 60)
     assert target.status(handle) == status
     target.cancel([handle])
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
+def test_target_leaves_the_handlers_of_signals_as_they_are(make_target: MakeTarget, handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGINT, handler)
+    make_target("")
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_more_than_a_hundred_nodes_may_run(tmp_path: Path) -> None:
+    runner = TorchXRunner("local_cwd", {"log_dir": str(tmp_path)})
+    try:
+        app = AppDef("node", [Role("worker", image=str(tmp_path), entrypoint="/bin/sleep", args=["600"])])
+        handles = [runner.submit(app) for _ in range(101)]
+        assert runner.status(handles[0]) == runner.status(handles[100]) == "running"
+    finally:
+        runner.close()
 
 
 @pytest.mark.usefixtures("warm_nodes")
