@@ -273,15 +273,17 @@ class Meeting:
                 if (store := self._reach_store()) is not None:
                     if not has_come:
                         store.set(f"{place}/{self._rank}", "1")
+                        is_first = store.compare_set(f"{place}/first", "", str(self._rank)) == str(self._rank).encode()
                         has_come = True
-                        num_come = store.add(f"{place}/come", 1)
-                        is_first = num_come == 1
-                        if num_come == self._size:
+                        # If the answer to this is lost, nobody knows that it was the last: the first one finds all there.
+                        if store.add(f"{place}/come", 1) == self._size:
                             _decide(store, place, "all")
                     # One worker looks for those that pass the place by. If each did, a thousand would ask for a thousand.
                     if is_first and time.monotonic() >= next_look:
                         if self._is_passed_by(store, place, missing, now):
                             _decide(store, place, "passed")
+                        elif not missing:
+                            _decide(store, place, "all")
                         next_look = time.monotonic() + self._size * LOOK_PER_WORKER_S
                     if store.check([f"{place}/outcome"]):
                         return store.get(f"{place}/outcome") == b"all"

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -78,6 +79,32 @@ def meetings() -> Iterator[list[Meeting]]:
 def test_workers_that_come_to_one_place_go_on_from_it(meetings: list[Meeting]) -> None:
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(each.all_reach, "here", lambda: False, 5.0) for each in meetings]
+        assert [answer.result(5) for answer in answers] == [True, True]
+
+
+@pytest.mark.parametrize("is_applied", [True, False])
+def test_workers_go_on_from_a_place_although_the_answers_to_their_arrivals_are_lost(
+    meetings: list[Meeting], is_applied: bool
+) -> None:
+    class LossyStore:
+        """A store that loses what the workers ask it to count, or its answers."""
+
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+        def add(self, key: str, amount: int) -> int:
+            if is_applied:
+                self._store.add(key, amount)
+            raise RuntimeError("connection reset by peer")
+
+    store: Any = LossyStore(meetings[0]._connect())
+    for each in meetings:
+        each._connect = lambda: store
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(each.all_reach, "here", lambda: False, 3.0) for each in meetings]
         assert [answer.result(5) for answer in answers] == [True, True]
 
 
