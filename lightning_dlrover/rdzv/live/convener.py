@@ -60,6 +60,7 @@ class Convener:
         self._situation: tuple[object, float] | None = None  # workers or agents that are awaited, and since when
         self._cut_off_s: float | None = None  # time at which etcd was last unreachable
         self._missing_since: dict[str, float] = {}  # missing members, and when this worker first saw in office that they are
+        self._renewed: set[str] = set()  # those of them whose time began again because another one has returned
         self._answers: dict[str, Answer] = {}  # the last responses of their ports
         self._noted: tuple[View, int, bytes] | None = None  # last notice with the view and the term that it follows from
 
@@ -100,8 +101,12 @@ class Convener:
             self.interrupt()
             return None
         if any(w in view.workers for w in self._missing_since):
-            self._missing_since = {}  # a cut is over: those that come back a moment later than the first get their time, too
+            # A cut is over: those that come back a moment later than the first get their time, too. They get it once: members
+            # that are cut off again and again would keep the job waiting for one that hangs.
+            self._missing_since = {w: since for w, since in self._missing_since.items() if w in self._renewed}
+            self._renewed.update(view.missing)
         self._missing_since = {w: self._missing_since.get(w, now_s) for w in view.missing}
+        self._renewed &= self._missing_since.keys()
         self._answers = {w: answer for w, answer in self._answers.items() if w in self._missing_since}
         if dead := [w for w, answer in self._answers.items() if answer == "refuses"]:
             return self._forget(dead, entries)
@@ -122,8 +127,8 @@ class Convener:
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.
             puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))
-            # Nobody has returned that this copy does not show yet.
-            gone = (absent(self._keys.workers + worker) for worker in view.missing[:MAX_BURIED])
+            # Nobody has returned that this copy does not show yet. A key may hold another client's garbage.
+            gone = (self._unchanged(entries, self._keys.workers + worker) for worker in view.missing[:MAX_BURIED])
             return Write("round", (fence, self._unchanged(entries, self._keys.round), *gone), puts, proposal)
         last = entries.get(self._keys.notice)
         if last is None or last.value != told:
@@ -145,7 +150,7 @@ class Convener:
     def _forget(self, workers: Sequence[str], entries: Entries) -> Write:
         """Remove addresses of workers that are not registered and will not come back."""
         chosen = workers[:MAX_BURIED]
-        gone = tuple(absent(self._keys.workers + worker) for worker in chosen)
+        gone = tuple(self._unchanged(entries, self._keys.workers + worker) for worker in chosen)
         same = tuple(self._unchanged(entries, self._keys.addresses + worker) for worker in chosen)
         return Write("bury", (*gone, *same), tuple(Delete(self._keys.addresses + worker) for worker in chosen))
 
@@ -163,6 +168,7 @@ class Convener:
         """Restart the patience timers because no record could arrive for a while."""
         self._situation = None
         self._missing_since = {}
+        self._renewed = set()
 
     def was_cut_off(self, now_s: float) -> None:
         """Note that etcd is, or was until now, unreachable. Leases of healthy workers may have expired meanwhile."""

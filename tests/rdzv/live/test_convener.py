@@ -344,6 +344,38 @@ def test_first_member_that_returns_gives_the_others_more_time() -> None:
     assert purpose_after(convener, records, 19.0) == "round"
 
 
+def test_member_that_is_cut_off_again_and_again_does_not_hold_up_the_loss_of_another() -> None:
+    records, convener = job_with_addresses("a", "b", "c")
+    records.expire("b")
+    convener.hear({"b": "accepts"})  # its process is stopped
+    written_at = None
+    for second in range(0, 60, 3):
+        if second % 2:
+            records.expire("c")
+            convener.hear({"c": "accepts"})
+        else:
+            records.worker("c", "active", 1)
+        if purpose_after(convener, records, float(second)) == "round":
+            written_at = second
+            break
+    assert written_at is not None
+    assert written_at <= 2 * PATIENCE.return_s + 6
+
+
+@pytest.mark.parametrize("answer", ["refuses", "silent"])
+def test_garbage_in_the_place_of_a_lost_member_holds_up_no_round(answer: Answer) -> None:
+    records, convener = job_with_addresses("a", "b")
+    records.expire("b")
+    records.put(KEYS.workers + "b", b"garbage")
+    convener.hear({"b": answer})
+    for _ in range(2):
+        write = next_round_of(convener, records)
+        assert records.run(write)
+        if write is not None and write.purpose == "round":
+            break
+    assert records.round.members == ["a"]
+
+
 def test_addresses_of_workers_that_are_gone_for_good_are_removed() -> None:
     records, convener = job_with_addresses("a", "b")
     records.expire("b")
