@@ -146,7 +146,8 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         round_number=view.round_number,
         num_agents=len(view.agents),
         num_inside=len(inside) + len(view.returning),  # there is no room for others while these may come back
-        num_unfinished=sum(view.agents[agent].record.state != "finished" for agent in inside),
+        # Those that may come back may not have finished: the last agent to finish would close the run, and remove its store.
+        num_unfinished=sum(view.agents[agent].record.state != "finished" for agent in inside) + len(view.returning),
         num_waiting=len(waiting),
         num_members_waiting=len(set(waiting).intersection(view.round.agents)) if view.round is not None else 0,
         live=view.job is not None and view.job.live,

@@ -245,6 +245,13 @@ def test_lost_member_counts_only_when_its_time_to_return_is_over() -> None:
     assert (awaiting.num_lost, awaiting.num_inside) == (0, 2)  # a node that waits gets no room
 
 
+def test_member_that_may_return_has_not_finished() -> None:
+    round_ = AgentRound(1, ["a", "b"], "complete")
+    view = _view(round_, _agent("a", "finished", 1))
+    assert next_notice(dataclasses.replace(view, returning={"b"}), 1).num_unfinished == 1
+    assert next_notice(view, 1).num_unfinished == 0
+
+
 def test_newcomers_form_no_round_while_all_members_may_return() -> None:
     round_ = AgentRound(1, ["a", "b"], "complete")
     view = _view(round_, _agent("c", "waiting"))
