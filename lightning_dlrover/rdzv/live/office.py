@@ -38,6 +38,9 @@ MAX_SILENCE = 0.8
 KNOCK_S = 1.0
 """Seconds between two knocks at the ports of missing members."""
 
+MAX_KNOCKS = 200
+"""Ports of missing members at which this worker knocks at once. A process may often have 1,024 open files at most."""
+
 ANSWER_S = 0.3
 """Maximum seconds for which a missing member's port may take to answer."""
 
@@ -77,6 +80,7 @@ class Office:
         self._announcer = announcer
         self._reached = reached
         self._knocked_at = -KNOCK_S
+        self._num_knocks = 0
         self._told_of: list[str] = []  # missing members whose return the log says is awaited
         self._overview = Overview(client, keys, on_change, decoder)
         self._stands_at: float | None = None  # time of this worker's candidacy, while there is no convener
@@ -128,11 +132,14 @@ class Office:
     def _knock(self, view: View) -> None:
         """Find out which missing members live, and say that the next round waits for them."""
         if view.missing and time.monotonic() - self._knocked_at >= KNOCK_S:
-            found = answers([view.addresses[w] for w in view.missing], ANSWER_S)
+            first = self._num_knocks % len(view.missing) if len(view.missing) > MAX_KNOCKS else 0
+            turn = [*view.missing[first:], *view.missing[:first]][:MAX_KNOCKS]
+            found = answers([view.addresses[w] for w in turn], ANSWER_S)
             self._knocked_at = time.monotonic()
+            self._num_knocks = first + len(turn)
             self._convener.hear({w: self._judged(view, w, answer) for w, answer in found.items()})
         awaited = self._convener.awaits_return(view, time.monotonic())
-        if awaited and awaited != self._told_of:
+        if not set(awaited) <= set(self._told_of):
             log.warning(
                 "workers %s are cut off from etcd, and not known to be dead: waits for their return", ", ".join(awaited)
             )

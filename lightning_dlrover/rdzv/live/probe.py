@@ -62,7 +62,10 @@ def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> l
 
 
 def answers(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, Answer]:
-    """Connect to each worker's port, and return the responses within `timeout_s` by worker id."""
+    """Connect to each worker's port, and return the responses within `timeout_s` by worker id.
+
+    Workers for which this process cannot open a socket are left out.
+    """
     named: dict[int, Answer] = {0: "accepts", errno.ECONNREFUSED: "refuses"}
     return {worker_id: named.get(code, "silent") for worker_id, code in _knock(records, timeout_s).items()}
 
@@ -77,7 +80,10 @@ def _knock(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) ->
             except OSError:
                 answers[record.worker_id] = errno.EHOSTUNREACH
                 continue
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM)
+            except OSError:
+                continue  # this process has no room for another open file, which says nothing about the worker
             sock.setblocking(False)
             code = sock.connect_ex(target)
             if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):

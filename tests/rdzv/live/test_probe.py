@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import resource
 import socket
 import time
 from contextlib import ExitStack
@@ -15,6 +17,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.live.probe import (
     Answer,
+    answers,
     dead_beside,
     dead_workers,
     silent_workers,
@@ -44,6 +47,27 @@ def test_only_a_port_that_refuses_proves_a_death() -> None:
         assert dead_workers(records) == ["dead"]
         assert silent_workers(records) == ["silent", "unknown"]
         assert time.monotonic() - began < 5.0
+
+
+def test_process_without_room_for_open_files_says_nothing_of_workers_that_it_cannot_ask() -> None:
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port = silent.getsockname()[1]
+        for _ in range(4):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(silent.getsockname())
+        records = [WorkerRecord(f"w{i}", "agent", "host", 1, 0, "127.0.0.1", port, "active") for i in range(90)]
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(silent.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 10, limits[1]))
+        try:
+            found = answers(records, 0.1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert set(found.values()) == {"silent"}
+    assert len(found) < len(records)
 
 
 def ring(size: int) -> list[str]:
