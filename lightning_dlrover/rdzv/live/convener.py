@@ -34,6 +34,9 @@ Entries = Mapping[str, KeyValue]
 MAX_BURIED = 50
 """Addresses removed in one transaction. etcd allows 128 conditions and 128 operations (--max-txn-ops)."""
 
+MAX_GUARDED = 100
+"""Missing members of whose absence a round makes sure."""
+
 
 @dataclass(frozen=True)
 class Write:
@@ -127,9 +130,9 @@ class Convener:
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.
             puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))
-            # Nobody has returned that this copy does not show yet. A key may hold another client's garbage.
-            gone = (self._unchanged(entries, self._keys.workers + worker) for worker in view.missing[:MAX_BURIED])
-            return Write("round", (fence, self._unchanged(entries, self._keys.round), *gone), puts, proposal)
+            # Nobody has returned that this copy does not show yet, not even to be cut off again: that writes the address.
+            away = (self._unchanged(entries, self._keys.addresses + worker) for worker in view.missing[:MAX_GUARDED])
+            return Write("round", (fence, self._unchanged(entries, self._keys.round), *away), puts, proposal)
         last = entries.get(self._keys.notice)
         if last is None or last.value != told:
             return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, told),))

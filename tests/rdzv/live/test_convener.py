@@ -387,7 +387,8 @@ def test_addresses_of_workers_that_are_gone_for_good_are_removed() -> None:
     assert next_round_of(convener, records) is None
 
 
-def test_round_without_missing_members_fails_once_one_has_returned() -> None:
+@pytest.mark.parametrize("is_cut_off_again", [False, True])
+def test_round_without_missing_members_fails_once_one_has_returned(is_cut_off_again: bool) -> None:
     records, convener = job_with_addresses("a", "b")
     records.expire("b")
     convener.hear({"b": "silent"})
@@ -395,4 +396,7 @@ def test_round_without_missing_members_fails_once_one_has_returned() -> None:
     assert write is not None
     assert write.purpose == "round"
     records.worker("b", "active", 1)  # the convener's copy is late
+    records.address("b")
+    if is_cut_off_again:
+        records.expire("b")
     assert not records.run(write)
