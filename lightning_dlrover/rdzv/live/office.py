@@ -39,7 +39,7 @@ KNOCK_S = 1.0
 """Seconds between two knocks at the ports of missing members."""
 
 MAX_KNOCKS = 200
-"""Ports of missing members at which this worker knocks at once. A process may often have 1,024 open files at most."""
+"""Ports of missing members at which this worker knocks at once. Each takes an open file, and the script may need many."""
 
 ANSWER_S = 0.3
 """Maximum seconds for which a missing member's port may take to answer."""

@@ -183,15 +183,26 @@ class SharedRecords:
 
     def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> R:
         try:
-            record = self.journal.swap(record_type, key, change, fence=self._own.fence).record
+            record = self._fenced_swap(record_type, key, change)
         except FenceLostError as error:
             raise self._not_registered() from error
         if record is None:
             raise MembershipError(f"run {self._keys.run_id!r}: {key!r} does not exist")
         return record
 
+    def _fenced_swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> R | None:
+        try:
+            return self.journal.swap(record_type, key, change, fence=self._own.fence).record
+        except FenceLostError:
+            self._own.check(None)  # its lease may have ended a moment ago, as while the script held the GIL
+            return self.journal.swap(record_type, key, change, fence=self._own.fence).record
+
     def _put(self, key: str, payload: bytes) -> None:
-        if not self.journal.client.txn(self._own.fence, [Put(key, payload)]).succeeded:
+        put = [Put(key, payload)]
+        if self.journal.client.txn(self._own.fence, put).succeeded:
+            return
+        self._own.check(None)
+        if not self.journal.client.txn(self._own.fence, put).succeeded:
             raise self._not_registered()
 
     def _not_registered(self) -> Exception:

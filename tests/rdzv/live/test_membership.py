@@ -357,6 +357,28 @@ def test_worker_with_an_expired_lease_registers_again_if_still_awaited(
     assert first.membership.view.round == before
 
 
+def test_worker_whose_lease_has_just_ended_changes_the_records_of_its_job(start: Callable[..., Worker]) -> None:
+    _, second = job_of(start, 2)
+    second.stop()  # the thread that would register it again has no turn before the change
+    second.membership.own.lease.revoke()
+    second.membership.shared.update_job(lambda job: dataclasses.replace(job, started_from="a file"))
+    second.membership.own.lease.revoke()
+    second.membership.shared.put_search(1, SearchRecord("{}"))
+    second.membership.shared.outbox.write()
+    assert second.membership.shared.outbox.waiting == []
+    assert second.worker_id in second.membership.all_records().workers
+    assert second.client.get(second.membership.own.address_key) is not None
+
+
+def test_worker_that_was_buried_changes_no_record_of_its_job(start: Callable[..., Worker]) -> None:
+    first, second = job_of(start, 2)
+    second.stop()
+    first.membership.bury([second.worker_id])
+    with pytest.raises(EvictedError):
+        second.membership.shared.update_job(lambda job: dataclasses.replace(job, started_from="a file"))
+    assert second.worker_id not in first.membership.all_records().workers
+
+
 def test_late_repetition_of_a_write_restores_no_old_state(
     start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
