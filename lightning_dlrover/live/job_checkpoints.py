@@ -84,8 +84,9 @@ class JobCheckpoints:
         """
         if not self._fit.position.has_entered or self._fit.world.membership.is_still_in_force() or not exists(path):
             return path
-        stem, extension = os.path.splitext(str(path))
-        aside = f"{stem}-cut-off-{self.round_number()}{extension}"
+        folder, slash, name = str(path).rpartition("/")
+        # The name comes last: Lightning takes the newest file that begins with "last" for the newest checkpoint.
+        aside = f"{folder}{slash}cut-off-{self.round_number()}-{name}"
         step = self._fit.trainer.global_step
         log.warning("%s: checkpoint %s is not replaced; the state of step %d is in %s", self._doubt, path, step, aside)
         return aside

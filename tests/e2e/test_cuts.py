@@ -117,7 +117,7 @@ def train_and_save(recorder: Recorder, settings: Any) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     folder = Path(recorder.place.folder)
-    saving = ModelCheckpoint(folder / "saved", "only", every_n_train_steps=5, save_top_k=1, enable_version_counter=False)
+    saving = ModelCheckpoint(folder / "saved", "last", every_n_train_steps=5, save_top_k=1, enable_version_counter=False)
     trainer = L.Trainer(
         strategy=DLRoverStrategy(),
         callbacks=[saving],
@@ -139,7 +139,7 @@ def test_worker_that_trains_on_after_others_took_the_job_over_replaces_no_checkp
     job = make_job(None, script=train_and_save, min_workers=1, max_workers=1, lease_ttl_s=2)
     with EtcdProxy(etcd.endpoint) as proxy:
         ghost = job.start(endpoint=proxy.endpoint)
-        saved = job.folder / "saved" / "only.ckpt"
+        saved = job.folder / "saved" / "last.ckpt"
         job.wait_until(saved.exists, "a checkpoint")
         heir = job.start()
         job.wait_until(lambda: job.num_registered == 2, "a spare")
@@ -149,8 +149,9 @@ def test_worker_that_trains_on_after_others_took_the_job_over_replaces_no_checkp
         while ghost.step < step + 20:
             writers.add(pid_in(saved))
         assert writers == {heir.pid}
-        (aside,) = saved.parent.glob("only-cut-off-*.ckpt")
+        (aside,) = saved.parent.glob("cut-off-*-last.ckpt")
         assert pid_in(aside) == ghost.pid
+        assert list(saved.parent.glob("last*")) == [saved]  # ckpt_path="last" takes the newest of these
         proxy.heal()
         assert ghost.wait() == 1
     assert "is not replaced; the state of step" in ghost.output
