@@ -154,6 +154,8 @@ class Checks:
         limit_s = max(PATIENCE.start_s, PATIENCE.return_s) if starts_over else PATIENCE.return_s
         for worker_id in members:
             worker = job.workers[worker_id]
+            if worker.state is None and not starts_over:
+                continue  # a joiner that stepped back is left out even if it is there, and loses nothing
             is_reachable = job.connected(written.writer, worker_id) and now - job.network_changed_at > HANG_S
             has_no_record = worker.own_key not in before and job.keys.addresses + worker_id in before
             if not (worker.process.alive and has_no_record and worker_id not in new.members and (is_reachable or starts_over)):
