@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_dlrover.live.checkpoints import exists, load_own_checkpoint, unreadable
+from lightning_dlrover.live.checkpoints import load_own_checkpoint, unreadable
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.job_state import JobState
+from lightning_dlrover.live.set_aside import SetAside
 from lightning_dlrover.live.state import go_on_drawing, resume
 from lightning_dlrover.packages import ModelCheckpoint
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
@@ -37,6 +38,11 @@ class JobCheckpoints:
         self._fit = fit
         self._state = state
         self.saved_random: Mapping[str, Any] | None = None  # random generators of a checkpoint that was loaded
+        self._aside = SetAside(
+            lambda: fit.world.membership,
+            fit.world.config.run_id,
+            lambda path: fit.strategy.checkpoint_io.remove_checkpoint(path),
+        )
         self._taken = ""  # the user's `ckpt_path` that this worker has put on record
 
     # --- saving -----------------------------------------------------------------------------------------------------------
@@ -77,41 +83,20 @@ class JobCheckpoints:
         return formation.round.number if formation is not None else 0
 
     def place(self, path: Any) -> Any:
-        """Rank 0: return where a checkpoint may be written: elsewhere if what is there may be of another life of the job.
-
-        Workers that are cut off from etcd train on. If that lasts, others may have started the job again from its newest
-        checkpoint, which must not be replaced then.
-        """
-        if not self._fit.position.has_entered or self._fit.world.membership.is_still_in_force() or not exists(path):
-            return path
-        folder, slash, name = str(path).rpartition("/")
-        # The name comes last: Lightning takes the newest file that begins with "last" for the newest checkpoint.
-        aside = f"{folder}{slash}cut-off-{self.round_number()}-{name}"
-        step = self._fit.trainer.global_step
-        log.warning("%s: checkpoint %s is not replaced; the state of step %d is in %s", self._doubt, path, step, aside)
-        return aside
+        """Rank 0: return where a checkpoint may be written, see `SetAside.place`."""
+        return self._aside.place(path, self.round_number()) if self._fit.position.has_entered else path
 
     def may_remove(self, path: Any) -> bool:
-        """Rank 0: return whether a checkpoint may be removed, see `place`."""
-        if not self._fit.position.has_entered or self._fit.world.membership.is_still_in_force():
-            return True
-        log.warning("%s: checkpoint %s is not removed", self._doubt, path)
-        return False
-
-    @property
-    def _doubt(self) -> str:
-        silent_s = self._fit.world.membership.own.lease.silent_s
-        return (
-            f"run {self._fit.world.config.run_id}: etcd has not answered for {silent_s:.0f} s, so other workers may have taken "
-            "the job over"
-        )
+        """Rank 0: return whether a checkpoint may be removed, see `SetAside.may_remove`."""
+        return not self._fit.position.has_entered or self._aside.may_remove(path)
 
     def saved(self, path: str, global_step: int) -> None:
         """Rank 0: record a checkpoint, in case no living worker is left."""
         if self._fit.position.rank != 0 or not self._fit.position.has_entered:
             return
         try:
-            self._fit.world.membership.shared.put_checkpoint(CheckpointRecord(path=path, global_step=global_step))
+            record = CheckpointRecord(path=self._aside.written(path), global_step=global_step)
+            self._fit.world.membership.shared.put_checkpoint(record, self._aside.settle)
         except EtcdError as error:
             log.warning("run %s: checkpoint %s is not on record: %s", self._fit.world.config.run_id, path, error)
 

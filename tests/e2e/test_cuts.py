@@ -154,7 +154,7 @@ def test_worker_that_trains_on_after_others_took_the_job_over_replaces_no_checkp
         assert list(saved.parent.glob("last*")) == [saved]  # ckpt_path="last" takes the newest of these
         proxy.heal()
         assert ghost.wait() == 1
-    assert "is not replaced; the state of step" in ghost.output
+    assert "is not replaced before it answers; until then it is" in ghost.output
     assert "no longer part of the job" in ghost.output
     record = Journal(client, Keys(job.run_id)).get(CheckpointRecord, Keys(job.run_id).checkpoint).record
     assert record is not None

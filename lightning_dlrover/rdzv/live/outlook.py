@@ -97,7 +97,7 @@ def notice_of(view: View, term: int) -> Notice:
         is_past_start=bool(view.survivors or view.in_state("standby", "ready")),
         given_up=failed[:MAX_NAMED],
         keepers=[w for w in failed if w in holders and w not in view.drains][:MAX_NAMED],
-        lost=view.lost,
+        lost=[w for w in view.lost if w not in view.addresses],  # the others may come back
         leavers=view.in_state("active"),
         drains=sorted(view.drains),
         replacements=sorted(view.replacements),

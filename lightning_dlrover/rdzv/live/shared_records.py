@@ -81,12 +81,18 @@ class SharedRecords:
     def newest_checkpoint(self) -> CheckpointRecord | None:
         return self.journal.get(CheckpointRecord, self._keys.checkpoint).record
 
-    def put_checkpoint(self, record: CheckpointRecord) -> None:
-        """Record the newest checkpoint now, or once etcd is available."""
-        self.outbox.change(
-            f"run {self._keys.run_id}: the newest checkpoint",
-            lambda: self._swap(CheckpointRecord, self._keys.checkpoint, lambda _: record),
-        )
+    def put_checkpoint(self, record: CheckpointRecord, then: Callable[[], None] = lambda: None) -> None:
+        """Record the newest checkpoint now, or once etcd is available.
+
+        Args:
+            then: called after the record was written, maybe in another thread.
+        """
+
+        def write() -> None:
+            self._swap(CheckpointRecord, self._keys.checkpoint, lambda _: record)
+            then()
+
+        self.outbox.change(f"run {self._keys.run_id}: the newest checkpoint", write)
 
     def checkpoint_request(self) -> int:
         """Return the number of the newest checkpoint request, 0 if there is none."""
