@@ -13,7 +13,8 @@ A part's module offers `def measure(quick: bool) -> dict[str, float]`. It prints
 order of the last line. It is imported only if the part is asked for. It raises `BenchmarkError` if it cannot measure.
 
 The last line holds the figures of all parts that were run, in this order: `mb_per_worker_day` (megabytes, 10^6 bytes),
-`idle_rps_per_worker` (requests/s), `change_1000_s` (seconds), `decision_100_ms`, `decision_1000_ms` (milliseconds),
+`idle_rps_per_worker` (requests/s), `change_1000_s` (seconds), `requests_per_change_1000`, `kb_per_change_1000` (of each
+worker; kilobytes, 10^3 bytes), `decision_100_ms`, `decision_1000_ms` (milliseconds),
 `world_200_grow_s`, `world_200_loss_s` (seconds). The numbers in names are
 those of the workers, fewer with `--quick`.
 """

@@ -11,8 +11,8 @@ nothing and connects to no other worker: it enters each round as soon as it sees
 - grow: a worker is ready to join; until all N + 1 know the round that takes it in, on the machine's monotonic clock.
 - loss: a worker dies and is buried by a neighbour; until the other N know the round without it.
 - settled: after the grow, until the convener has seen all workers enter.
-- requests and notices per worker: what each change costs, by etcd's own count, without the requests of an idle job. A notice is
-  one event of a watch.
+- requests, notices and kilobytes per worker: what each change costs, by etcd's own count, without the requests of an idle job.
+  A notice is one event of a watch. Kilobytes (10^3 bytes) are those from and to all clients, an idle job's among them.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from lightning_dlrover.rdzv.live.view import Decoder
 WORKERS_PER_PROCESS = 25
 TIMEOUT_S = 600.0
 SETTLE_S = 5.0
+BYTES = ("etcd_network_client_grpc_sent_bytes_total", "etcd_network_client_grpc_received_bytes_total")
 PRELOADED = ["lightning_dlrover.rdzv.live.membership"]
 
 
@@ -145,6 +146,7 @@ class Figures:
     settled_s: float
     requests: float  # per worker, for one change of both kinds
     notices: float
+    kilobytes: float
 
 
 class Job:
@@ -223,10 +225,12 @@ class Job:
         total: float = sum(counts.values())
         return total / lasted_s / (self._num_workers + 1)
 
-    def costs(self) -> tuple[float, float]:
-        """Requests and events of watches so far."""
-        events = sum(v for name, _, v in metrics_of(self._etcd) if name == "etcd_debugging_mvcc_events_total")
-        return sum(requests_to(self._etcd).values()), events
+    def costs(self) -> tuple[float, float, float]:
+        """Requests, events of watches, and kilobytes from and to clients so far."""
+        metrics = metrics_of(self._etcd)
+        events = sum(v for name, _, v in metrics if name == "etcd_debugging_mvcc_events_total")
+        num_bytes = sum(v for name, _, v in metrics if name in BYTES)
+        return sum(requests_to(self._etcd).values()), events, num_bytes / 1000
 
     def _all_know(self, number: int) -> float:
         seen: list[float] = self._hosts.ask_all("saw", [(number,)] * len(self._hosts))
@@ -244,9 +248,10 @@ def measure_job(etcd: EmbeddedEtcd, num_workers: int, idle_s: float, writes_per_
         before, since = job.costs(), time.monotonic()
         grow_s, settled_s = job.grow()
         loss_s = job.lose_one()
-        requests, events = (after - first for after, first in zip(job.costs(), before, strict=True))
+        requests, events, kilobytes = (after - first for after, first in zip(job.costs(), before, strict=True))
         requests -= idle_rps * num_workers * (time.monotonic() - since)
-    return Figures(idle_rps, grow_s, loss_s, settled_s, requests / num_workers / 2, events / num_workers / 2)
+    costs = (each / num_workers / 2 for each in (requests, events, kilobytes))
+    return Figures(idle_rps, grow_s, loss_s, settled_s, *costs)
 
 
 def measure(
@@ -257,7 +262,7 @@ def measure(
         workers, idle_s, rounds = "25,100", 6.0, 1
     print(
         f"{'workers':>8}{'idle requests/s/worker':>24}{'grow s':>9}{'settled s':>11}{'loss s':>9}"
-        f"{'requests/worker/change':>24}{'notices/worker/change':>23}"
+        f"{'requests/worker/change':>24}{'notices/worker/change':>23}{'kB/worker/change':>18}"
     )
     found = {}
     for num_workers in map(int, workers.split(",")):
@@ -267,11 +272,17 @@ def measure(
                 runs.append(measure_job(etcd, num_workers, idle_s, writes))
         found[num_workers] = f = Figures(*map(statistics.median, zip(*map(astuple, runs), strict=True)))
         print(
-            f"{num_workers:8}{f.idle_rps:24.3f}{f.grow_s:9.3f}{f.settled_s:11.3f}{f.loss_s:9.3f}{f.requests:24.2f}{f.notices:23.2f}",
+            f"{num_workers:8}{f.idle_rps:24.3f}{f.grow_s:9.3f}{f.settled_s:11.3f}{f.loss_s:9.3f}{f.requests:24.2f}{f.notices:23.2f}"
+            f"{f.kilobytes:18.1f}",
             flush=True,
         )
     largest = found[max(found)]
-    return {"idle_rps_per_worker": largest.idle_rps, f"change_{max(found)}_s": max(largest.grow_s, largest.loss_s)}
+    return {
+        "idle_rps_per_worker": largest.idle_rps,
+        f"change_{max(found)}_s": max(largest.grow_s, largest.loss_s),
+        f"requests_per_change_{max(found)}": largest.requests,
+        f"kb_per_change_{max(found)}": largest.kilobytes,
+    }
 
 
 def main() -> int:
