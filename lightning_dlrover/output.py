@@ -68,9 +68,15 @@ def complain(text: str, prefix: str = "dlrover: ") -> None:
 
 def escape_what_cannot_be_encoded() -> None:
     """Let standard output take any character, whatever its encoding: nodes print all sorts of bytes, and no job ends by one."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            stream.reconfigure(errors="backslashreplace")
+            try:
+                stream.reconfigure(errors="backslashreplace")
+            except OSError:  # it was opened as a file, and has become a pipe since
+                buffering = 1 if stream.line_buffering else -1
+                new = open(stream.fileno(), "w", buffering, stream.encoding, "backslashreplace", closefd=False)  # noqa: SIM115
+                setattr(sys, name, new)
 
 
 def flush() -> OSError | None:

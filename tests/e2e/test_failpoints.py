@@ -28,6 +28,7 @@ CONVENER = [
     ("LeaseGrant", 1),
     ("LeaseKeepAlive", 1),
     ("LeaseRevoke", 1),
+    ("delete addresses/own", 1),
     ("delete drains/other", 1),
     ("delete drains/own", 1),
     ("delete plan", 1),
@@ -59,6 +60,7 @@ OTHERS = {
     "second": [  # trains from the start, and is asked to leave
         ("LeaseGrant", 1),
         ("LeaseRevoke", 1),
+        ("delete addresses/own", 1),
         ("delete drains/own", 1),
         ("delete workers/own", 1),
         ("put drains/own", 1),
@@ -77,6 +79,7 @@ OTHERS = {
     "fourth": [  # joins, and survives the loss
         ("LeaseGrant", 1),
         ("LeaseRevoke", 1),
+        ("delete addresses/own", 1),
         ("delete drains/other", 1),
         ("delete drains/own", 1),
         ("delete plan", 1),
@@ -90,6 +93,7 @@ OTHERS = {
 }
 
 EITHER = {
+    "delete addresses/other",
     "delete workers/other",
     "delete drains/other",
     "delete plan",

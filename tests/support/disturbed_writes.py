@@ -99,7 +99,7 @@ def _record(key: bytes, value: bytes = b"") -> str:
     if parts[0] == "live":
         parts = parts[2:] if parts[1] == "shared" else parts[1:]
     name = parts[0]
-    if name in ("workers", "drains") and len(parts) > 1:
+    if name in ("workers", "drains", "addresses") and len(parts) > 1:
         own = f"-{os.getpid()}-" in parts[1]
         name += "/own" if own else "/other"
     try:

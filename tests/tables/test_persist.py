@@ -85,6 +85,7 @@ def test_a_rollback_reads_nothing_from_disk_that_is_in_memory(tmp_path: Path, mo
     elastic = ElasticTables.__new__(ElasticTables)
     elastic._world = SimpleNamespace(worker_id="c", num_fits=1)  # type: ignore[assignment]
     elastic._fit = 1
+    elastic._first_round = 0
     elastic._snapshots = SimpleNamespace(readable=lambda: parts, stop=lambda: None)  # type: ignore[assignment]
     elastic.tables = SimpleNamespace(build=lambda *_: None, blocks=list)  # type: ignore[assignment]
     elastic._wrap_dense = lambda module, ignored: module

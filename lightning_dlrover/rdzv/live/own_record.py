@@ -198,8 +198,8 @@ class OwnRecord:
             if self._record is not None:
                 self._record = None
                 # No transaction: a full etcd takes none, but it deletes.
+                self._client.delete(self.address_key)  # first: without it nobody waits for this worker
                 self._client.delete(self.key)
-                self._client.delete(self.address_key)
                 self._client.delete(self._keys.drains + self._worker_id)
                 election = self._client.get(self._keys.convener)
                 if election is not None and election.value == self._worker_id.encode():

@@ -70,8 +70,8 @@ STACK = {"worker_id": "b", "global_rank": 1, "stack": 0}
 LINES: dict[str, Event] = {
     '"round" {"number":2,"members":["a","b"],"kind":"grow","planned":true,"reason":"b is ready",'
     + CAUSE
-    + ',"decided_s":0.01}': (
-        RoundFormed(2, ["a", "b"], "grow", True, "b is ready", json.loads("{" + CAUSE + "}")["cause"], 0.01)
+    + ',"decided_s":0.01,"num_members":2}': (
+        RoundFormed(2, ["a", "b"], "grow", True, "b is ready", json.loads("{" + CAUSE + "}")["cause"], 0.01, 2)
     ),
     '"loss" {"worker_id":"b","round":2,"evidence":"its port refuses connections","decided_s":0.02}': (
         WorkerLost("b", 2, "its port refuses connections", 0.02)

@@ -146,7 +146,7 @@ def _() -> list[Patch]:
     return [_replace(Convener, "next_write", make)]
 
 
-@bug("a lost office is not noticed", "fence", near=6900)
+@bug("a lost office is not noticed", "fence", near=11600)
 def _() -> list[Patch]:
     """Once elected, a worker convenes regardless of the election key, under the fence of the current holder."""
 
