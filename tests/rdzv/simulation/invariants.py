@@ -138,7 +138,7 @@ class Checks:
         for worker_id in members:
             if worker_id not in new.members and self.job.workers[worker_id].state is not None:
                 self._left_out[worker_id] = new.number
-        self._may_have_returned(written, new, before, members)
+        self._may_have_returned(written, new, before, [w for w in members if w not in seen.dismissals])
         self._holders[new.number] = [] if new.kind == "stop" else [w for w in members if self._holds(w)]
         self.rounds[new.number] = (new, written.at)
 
