@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_dlrover.live.checkpoints import load_own_checkpoint, unreadable
+from lightning_dlrover.live.checkpoints import absolute, load_own_checkpoint, unreadable
 from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.set_aside import SetAside
@@ -134,8 +134,7 @@ class JobCheckpoints:
                 "run %s: going back from the job's newest checkpoint %s (step %d) to ckpt_path=%s (step %d)",
                 *(self._fit.world.config.run_id, record.path, record.global_step, chosen, self._fit.trainer.global_step),
             )
-            path = chosen if "://" in chosen else os.path.abspath(chosen)
-            membership.shared.put_checkpoint(CheckpointRecord(path=path, global_step=self._fit.trainer.global_step))
+            membership.shared.put_checkpoint(CheckpointRecord(path=absolute(chosen), global_step=self._fit.trainer.global_step))
         return True
 
     def go_on_drawing(self) -> None:

@@ -111,9 +111,8 @@ class AgentConvener:
         self._thread: threading.Thread | None = None
         self._enough_since: float | None = None
         self._told_at = 0.0
-        self._missing_since: dict[
-            str, float
-        ] = {}  # members without a lease, and when this agent first saw in office that they are
+        # Members whose lease has ended, and when this agent first saw that in office.
+        self._missing_since: dict[str, float] = {}
 
     def campaign(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
         """Stand for convener unless there is one. Returns at once.

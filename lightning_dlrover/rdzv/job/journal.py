@@ -236,8 +236,9 @@ class Journal:
         """
         with self._lock:
             revision, entries = self.client.get_prefix(self.keys.events, self._read_until)
-            self._events |= {entry.key: readable(EventRecord, entry) for entry in entries}
-            self._events = dict(sorted(self._events.items())[-MAX_EVENTS:])
+            if entries:
+                self._events |= {entry.key: readable(EventRecord, entry) for entry in entries}
+                self._events = dict(sorted(self._events.items())[-MAX_EVENTS:])
             self._read_until = revision
             return [event for event in self._events.values() if event is not None]
 

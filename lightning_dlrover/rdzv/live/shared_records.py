@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
@@ -36,6 +36,7 @@ from lightning_dlrover.rdzv.live.requests import ask_for_replacement, ask_for_st
 __all__ = ["SharedRecords"]
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class SharedRecords:
@@ -113,23 +114,15 @@ class SharedRecords:
 
     def put_search(self, number: int, record: SearchRecord) -> None:
         """Queue a search's result until etcd accepts it. Joiners wait for it; the workers that found it train on."""
-        key, payload = f"{self._keys.searches}{number}", encode(record)
-        self.outbox.add_change(f"run {self._keys.run_id}: result of search {number}", lambda: self._put(key, payload))
-        self._wake()
+        self._queue(f"result of search {number}", f"{self._keys.searches}{number}", record)
 
     def put_places(self, record: PlacesRecord) -> None:
         """Queue where the loaders are; never waits for etcd. A record that etcd does not hold yet is replaced."""
-        payload = encode(record)
-        self.outbox.add_change(f"run {self._keys.run_id}: places in the data", lambda: self._put(self._keys.places, payload))
-        self._wake()
+        self._queue("places in the data", self._keys.places, record)
 
     def put_snapshot(self, record: SnapshotRecord) -> None:
         """Queue which snapshot of the tables counts; never waits for etcd."""
-        payload = encode(record)
-        self.outbox.add_change(
-            f"run {self._keys.run_id}: the newest snapshot", lambda: self.journal.client.put(self._keys.snapshot, payload)
-        )
-        self._wake()
+        self._queue("the newest snapshot", self._keys.snapshot, record)
 
     def places(self) -> PlacesRecord | None:
         """Read from etcd where the loaders were before the newest round with joiners.
@@ -188,28 +181,30 @@ class SharedRecords:
         self.journal.client.put(self._keys.profiles + self._worker_id, payload, self._own.lease)
 
     def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> R:
-        try:
-            record = self._fenced_swap(record_type, key, change)
-        except FenceLostError as error:
-            raise self._not_registered() from error
+        record = self._while_registered(lambda: self.journal.swap(record_type, key, change, fence=self._own.fence).record)
         if record is None:
             raise MembershipError(f"run {self._keys.run_id!r}: {key!r} does not exist")
         return record
 
-    def _fenced_swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> R | None:
-        try:
-            return self.journal.swap(record_type, key, change, fence=self._own.fence).record
-        except FenceLostError:
-            self._own.check(None)  # its lease may have ended a moment ago, as while the script held the GIL
-            return self.journal.swap(record_type, key, change, fence=self._own.fence).record
+    def _queue(self, what: str, key: str, record: Any) -> None:
+        put = [Put(key, encode(record))]
 
-    def _put(self, key: str, payload: bytes) -> None:
-        put = [Put(key, payload)]
-        if self.journal.client.txn(self._own.fence, put).succeeded:
-            return
-        self._own.check(None)
-        if not self.journal.client.txn(self._own.fence, put).succeeded:
-            raise self._not_registered()
+        def write() -> None:
+            if not self.journal.client.txn(self._own.fence, put).succeeded:
+                raise FenceLostError(f"{key!r} was not written: this worker is not registered")
+
+        self.outbox.add_change(f"run {self._keys.run_id}: {what}", lambda: self._while_registered(write))
+        self._wake()
+
+    def _while_registered(self, write: Callable[[], T]) -> T:
+        """Run a write that is fenced by this worker's registration."""
+        with contextlib.suppress(FenceLostError):
+            return write()
+        self._own.check(None)  # its lease may have ended a moment ago, as while the script held the GIL
+        try:
+            return write()
+        except FenceLostError as error:
+            raise self._not_registered() from error
 
     def _not_registered(self) -> Exception:
         if self._own.evicted:
