@@ -235,7 +235,7 @@ class Member:
             if self.worker_id not in target.members and self.admitting:
                 target = await self._await_admission()
             if self.worker_id not in target.members:
-                if target.planned or target.kind == "undo" or self.dismissed or self.worker_id in self._means.view.drains:
+                if _sends_away(target) or self.dismissed or self.worker_id in self._means.view.drains:
                     # The round that was planned without this worker may have been followed by one after a loss.
                     raise LeftOutError(target)
                 raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
@@ -303,8 +303,7 @@ class Member:
         """Record facts that a later view may not show any more."""
         newest = view.round
         if newest is not None and 0 < self.number < newest.number:
-            is_sent_away = newest.planned or newest.kind == "undo" or self.dismissed
-            self.dismissed = self.worker_id not in newest.members and is_sent_away
+            self.dismissed = self.worker_id not in newest.members and (_sends_away(newest) or self.dismissed)
 
     def must_cut_off(self, view: Outlook, number: int, forming: bool, evicted: bool) -> bool:
         """Whether the group of round `number` cannot complete any more collectives, so that no thread may wait for one.
@@ -317,6 +316,11 @@ class Member:
         # A group that is up stays until its members agree on a planned round.
         is_over = self.is_void(view, number) and (forming or newest.number == number or not newest.planned)
         return is_over or evicted
+
+
+def _sends_away(round_: RoundRecord) -> bool:
+    """Whether former members that a round leaves out have left the job. A start takes those that it leaves out for dead."""
+    return (round_.planned and round_.kind != "start") or round_.kind == "undo"
 
 
 def run_blocking(course: Coroutine[Any, Any, T]) -> T:
