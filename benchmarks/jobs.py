@@ -109,6 +109,7 @@ class Step:
     digest: str = ""  # digest of all parameters after the step
     samples: list[int] | None = None  # this worker's share of the batch
     settings: Sequence[int] = ()  # workers, loader workers, threads, batches ahead; see `planner.plan.Settings`
+    loss: float | None = None  # mean over this worker's share
 
     def encode(self) -> str:
         return json.dumps(asdict(self)) + "\n"

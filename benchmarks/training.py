@@ -55,6 +55,7 @@ class Options:
     checkpoint: Path | None  # written at the end, and every `checkpoint_every` steps; resumed from if it exists
     checkpoint_every: int
     digests: bool
+    losses: bool
     step_floor_s: float  # minimum duration of a step's forward pass
     gate: str  # socket at which `overhead.py` waits
     parquet: Path | None  # folder of rows by `write_rows`, read as a stream
@@ -77,6 +78,7 @@ class Options:
         parser.add_argument("--checkpoint", type=Path)
         parser.add_argument("--checkpoint-every", type=int, default=0)
         parser.add_argument("--digests", action="store_true")
+        parser.add_argument("--losses", action="store_true")
         parser.add_argument("--step-floor-s", type=float, default=0.0)
         parser.add_argument("--gate", default="")
         parser.add_argument("--parquet", type=Path)
@@ -173,12 +175,13 @@ class Recorder(L.Callback):
         waits: wait until a GPU has computed the step, before its end is recorded.
     """
 
-    def __init__(self, folder: Path, with_digests: bool, waits: bool) -> None:
+    def __init__(self, folder: Path, with_digests: bool, with_losses: bool, waits: bool) -> None:
         self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
         self._with_digests = with_digests
+        self._with_losses = with_losses
         self._waits = waits
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         if self._waits:
             wait_for_device(pl_module)
         ended_s = time.monotonic()
@@ -194,6 +197,7 @@ class Recorder(L.Callback):
             round_number=live.formation.round.number if live is not None and live.formation is not None else 0,
             digest=_digest(pl_module) if self._with_digests else "",
             samples=pl_module.samples.tolist() if self._with_digests else [],
+            loss=float(outputs["loss"]) if self._with_losses else None,
         )
         self._file.write(step.encode())
 
@@ -274,7 +278,7 @@ def main() -> None:
     if options.profiled:
         # Threads and loader workers stay as they are: a plan must not change the measured values.
         callbacks.append(DLRoverCallback(plan_every_s=options.plan_every_s, tune=["num_workers"]))
-    callbacks.append(Recorder(options.records, options.digests, waits=not options.gate))
+    callbacks.append(Recorder(options.records, options.digests, options.losses, waits=not options.gate))
     if options.checkpoint is not None:
         callbacks.append(FinalCheckpoint(options.checkpoint, options.checkpoint_every))
     if options.gate:
