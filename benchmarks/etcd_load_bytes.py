@@ -40,7 +40,7 @@ from typing import Any
 from jobs import BenchmarkError, ControlledJob, Workspace
 
 from lightning_dlrover.codec import to_json
-from lightning_dlrover.learn.allowance import DECISIONS, FIRST_WINDOWS, PROFILES, WINDOWS, Rate, stored_bytes
+from lightning_dlrover.learn.allowance import DECISIONS, FIRST_WINDOWS, PROFILES, PROGRESS, WINDOWS, Rate, stored_bytes
 from lightning_dlrover.learn.profile_log import PublishedProfile, WindowLog, rounded
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.traces import read_trace
@@ -66,8 +66,8 @@ DAY_S = 86_400.0
 ENTRY_BYTES = 16 + 17
 """Bytes of an entry's place in a page of etcd's database, and of the revision that is its key there."""
 
-WORKER_RATES, JOB_RATES = (PROFILES,), (WINDOWS, FIRST_WINDOWS, DECISIONS)
-WITH_ALLOWANCE = ("profiles/", "events/", "live/shared/plan")
+WORKER_RATES, JOB_RATES = (PROFILES,), (WINDOWS, FIRST_WINDOWS, DECISIONS, PROGRESS)
+WITH_ALLOWANCE = ("profiles/", "events/", "live/shared/plan", "progress")
 """Bounds by construction, and the keys that they hold for."""
 
 OWN_FOLDERS = ("live/workers/", "live/agents/", "profiles/", "stacks/", "live/drains/")

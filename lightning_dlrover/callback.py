@@ -32,6 +32,7 @@ from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.planner.plan import Settings
 from lightning_dlrover.planner.trial import TrialWatch
+from lightning_dlrover.rdzv.job.records import ProgressRecord
 from lightning_dlrover.strategy import DLRoverStrategy
 from lightning_dlrover.watch.seating import keep_seat, take_seat
 from lightning_dlrover.watch.watchdog import HangPatience, Watchdog
@@ -112,6 +113,7 @@ class DLRoverCallback(Callback):
         self._place_now: Place | None = None
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
+        self._loss: torch.Tensor | None = None  # of the newest batch, on its device
         self._membership: Membership | None = None  # None outside of a live job
         self._seat: Seat | None = None  # this process's place beside other jobs of a dispatcher
         self._is_seated = False
@@ -178,6 +180,8 @@ class DLRoverCallback(Callback):
         assert strategy is not None
         if self._seat is not None:
             keep_seat(self._seat, trainer, strategy.times.data_wait_s, self._membership)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        self._loss = loss.detach() if isinstance(loss, torch.Tensor) else None
         place = self._place(trainer, strategy)
         profiler.step_ended(place, batches_done(trainer))
         self._watch_trial(place, profiler.newest_step_s)
@@ -239,11 +243,13 @@ class DLRoverCallback(Callback):
         if self._watchdog is not None:
             self._watchdog.saw(profile)
         live = self._strategy.live
+        batches = remaining_batches(trainer)
         self._analyst.submit(
             profile,
-            None if (batches := remaining_batches(trainer)) is None else batches * profile.global_batch,
+            None if batches is None else batches * profile.global_batch,
             tunable=live is not None and isinstance(_loader(trainer), ElasticLoader),
             untunable={*TUNABLE} - {*self._tune} | {*(live.progress.untunable if live is not None else ())},
+            progress=_progress(trainer, profile, batches, self._loss) if trainer.is_global_zero else None,
         )
         if trainer.is_global_zero:
             metrics = {
@@ -290,6 +296,24 @@ on_import(_derive)
 def _loader(trainer: L.Trainer) -> object:
     combined = combined_loader(trainer.fit_loop)
     return combined.flattened[0] if combined is not None else None
+
+
+def _progress(
+    trainer: L.Trainer, profile: StepProfile, batches_left: float | None, loss: torch.Tensor | None
+) -> ProgressRecord:
+    num_batches = trainer.num_training_batches
+    return ProgressRecord(
+        step=trainer.global_step,
+        epoch=trainer.current_epoch,
+        batch=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+        num_workers=profile.num_workers,
+        samples_per_s=float(f"{profile.samples_per_s:.4g}"),
+        max_epochs=trainer.max_epochs if trainer.max_epochs not in (None, -1) else None,
+        num_batches=int(num_batches) if math.isfinite(num_batches) else None,
+        seconds_left=round(batches_left * profile.step_time_s, 1) if batches_left is not None else None,
+        loss=f"{float(loss):.4g}" if loss is not None and loss.numel() == 1 else "",
+        at=round(time.time(), 1),
+    )
 
 
 def _num_watched_samples(strategy: DLRoverStrategy, loader: object) -> int:

@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import os
+import shutil
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -17,9 +18,12 @@ __all__ = [
     "drop_what_cannot_be_written",
     "escape_what_cannot_be_encoded",
     "flush",
+    "has_terminal",
     "printable",
     "say",
     "show",
+    "show_transient",
+    "time_text",
 ]
 
 log = logging.getLogger(__name__)
@@ -38,15 +42,51 @@ def counted(number: object, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def time_text(seconds: float) -> str:
+    """Return a duration for people: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def say(line: str) -> None:
     """Print a line of a job's progress as it is. A line that cannot be written is dropped, and only the first is reported."""
     try:
-        print(line, flush=True)
+        print(_erased() + line, flush=True)
     except OSError as error:
         _renew("stdout")
         if error.errno != errno.EPIPE and not _State.is_reported:
             _State.is_reported = True
             complain(f"standard output cannot be written ({error.strerror}); the job goes on, its run folder has its events")
+
+
+def has_terminal() -> bool:
+    """Whether standard output is a terminal on which a line can be replaced."""
+    try:
+        return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    except (AttributeError, ValueError):  # there is no standard output, or it is closed
+        return False
+
+
+def show_transient(line: str) -> None:
+    """Show a line at the bottom of the terminal until the next output replaces it. An empty line only removes the last one.
+
+    Requires `has_terminal`. A line wider than the terminal is cut off: one that wraps could not be replaced.
+    """
+    line = printable(line)[: shutil.get_terminal_size().columns - 1]
+    if line == _State.transient:
+        return
+    try:
+        print(_erased() + line, end="", flush=True)
+        _State.transient = line
+    except OSError:
+        _renew("stdout")
+
+
+def _erased() -> str:
+    """Return the characters that remove the transient line, if one is shown."""
+    erase, _State.transient = "\r\x1b[K" if _State.transient else "", ""
+    return erase
 
 
 def show(text: str) -> None:
@@ -60,6 +100,8 @@ def show(text: str) -> None:
 
 def complain(text: str, prefix: str = "dlrover: ") -> None:
     """Print to standard error. There is nowhere to report a failure of this."""
+    if _State.transient:
+        show_transient("")
     try:
         print(prefix + printable(text), file=sys.stderr, flush=True)
     except OSError:
@@ -117,6 +159,7 @@ def _dropping(write: Callable[..., Any]) -> Callable[..., Any]:
 
 class _State:
     is_reported = False
+    transient = ""
 
 
 def _controls(character: str) -> bool:

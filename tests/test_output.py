@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from lightning_dlrover.output import counted, printable
+from lightning_dlrover.output import counted, printable, say, show_transient
 
 PRINTER = """
 import sys
@@ -134,3 +134,15 @@ def test_any_output_can_be_printed_in_any_encoding(encoding: str, tmp_path: Path
 
 def test_one_takes_no_plural() -> None:
     assert [counted(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+
+
+def test_transient_line_is_replaced_cut_and_removed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    for line in ("one of two lines", "one of twenty", "two\x1b"):  # the first nine characters of the first two are equal
+        show_transient(line)
+    say("event")
+    show_transient("three")
+    show_transient("")
+    assert capsys.readouterr().out == "one of tw\r\x1b[Ktwo\\x1b\r\x1b[Kevent\nthree\r\x1b[K"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from lightning_dlrover.brain.seen import num_alive
-from lightning_dlrover.planner.cluster.pool.waits import time_text
+from lightning_dlrover.output import time_text
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror

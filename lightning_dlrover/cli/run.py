@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ from lightning_dlrover.cli.run_options import (
     settle_workers,
     surrounding_target,
 )
-from lightning_dlrover.cli.run_output import Announcer, write_final_report
+from lightning_dlrover.cli.run_output import Announcer, ProgressLine, write_final_report
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.office import ControllerBusyError
@@ -179,6 +179,7 @@ def _run_job(
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
         announce = Announcer(log)
+        progress = ProgressLine(stack.enter_context(Mirror(client, place.keys.progress)))
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
         controller = Controller(client, place.keys, target, limits, str(folder), say, patience, hurry)
@@ -198,8 +199,9 @@ def _run_job(
             f"files in {folder}"
         )
         try:
-            end = _steer(controller, server, options.target, announce, seat)
+            end = _steer(controller, server, options.target, [announce, progress], seat)
         finally:
+            progress.end()
             controller.end_nodes()
             announce()
             log.complete(client)
@@ -272,9 +274,16 @@ def _seat(
 
 
 def _steer(
-    controller: Controller, server: EmbeddedEtcd | None, target: str, announce: Announcer, seat: Place | None = None
+    controller: Controller,
+    server: EmbeddedEtcd | None,
+    target: str,
+    shows: Sequence[Callable[[], None]],
+    seat: Place | None = None,
 ) -> Give:
     """Let the controller act until the job is over; return how it has ended.
+
+    Args:
+        shows: print what is new about the job.
 
     Raises:
         EtcdLostError: the job's own etcd has ended before the job.
@@ -285,7 +294,8 @@ def _steer(
             if server is not None and not server.is_running():
                 say("the embedded etcd has ended unasked: ending all nodes, as the job cannot go on without it")
                 raise EtcdLostError(without_etcd(server, target))
-            announce()
+            for show in shows:
+                show()
             if seat is not None:
                 seat.keep()
             controller.wait(0.2)

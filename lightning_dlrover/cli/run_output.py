@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_dlrover.output import complain, printable, say
+from lightning_dlrover.output import complain, has_terminal, printable, say, show_transient
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.events import (
     DecisionMade,
     FitResumed,
@@ -21,8 +23,10 @@ from lightning_dlrover.rdzv.job.events import (
     ValuesLost,
     WorkerLost,
 )
+from lightning_dlrover.rdzv.job.records import ProgressRecord, RecordError, decode
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 from lightning_dlrover.report.page import summary_text, write_report
+from lightning_dlrover.report.status import progress_text
 
 if TYPE_CHECKING:
     from lightning_dlrover.report.event_log import EventLog
@@ -48,6 +52,13 @@ SHOWN = {
 """Kinds of events that `dlrover run` prints."""
 
 
+PROGRESS_EVERY_S = 10.0
+"""Seconds between two lines about the progress of training, where they cannot replace each other."""
+
+BAR_WIDTH = 20
+"""Characters of the bar of an epoch's batches."""
+
+
 class Announcer:
     """Prints new events of the job. Repeated decisions to keep the same settings are printed once."""
 
@@ -64,6 +75,45 @@ class Announcer:
                 self._stays_at = chosen if chosen == current else None
             if event.kind in SHOWN and event.text:
                 say(printable(f"[{event.kind}] {event.text}"))
+
+
+class ProgressLine:
+    """Shows how far the job has trained: a line at the bottom of a terminal, elsewhere a new line every ten seconds.
+
+    Args:
+        progress: mirror of the job's record of its progress.
+    """
+
+    def __init__(self, progress: Mirror) -> None:
+        self._progress = progress
+        self._on_terminal = has_terminal()
+        self._shown: ProgressRecord | None = None
+        self._shown_at = -PROGRESS_EVERY_S
+
+    def __call__(self) -> None:
+        try:
+            newest = [decode(ProgressRecord, entry.value, entry.key) for entry in self._progress.snapshot().values()]
+        except RecordError:  # of another release, or written by hand
+            return
+        if not newest:
+            return
+        if self._on_terminal:
+            show_transient(_with_bar(newest[0]))
+        elif newest[0] != self._shown and time.monotonic() - self._shown_at >= PROGRESS_EVERY_S:
+            self._shown, self._shown_at = newest[0], time.monotonic()
+            say(f"[progress] {printable(progress_text(newest[0]))}")
+
+    def end(self) -> None:
+        """Remove the line."""
+        if self._on_terminal:
+            show_transient("")
+
+
+def _with_bar(progress: ProgressRecord) -> str:
+    if not progress.num_batches:
+        return progress_text(progress)
+    filled = min(BAR_WIDTH, BAR_WIDTH * progress.batch // progress.num_batches)
+    return f"[{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {progress_text(progress, with_batch=False)}"
 
 
 def write_final_report(run_id: str, folder: Path) -> None:

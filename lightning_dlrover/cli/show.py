@@ -15,7 +15,8 @@ from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.etcd.caller import full_text
 from lightning_dlrover.rdzv.etcd.inspection import alarms_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
-from lightning_dlrover.report.status import list_jobs, read_job, read_nodes, show_status
+from lightning_dlrover.rdzv.job.records import ProgressRecord
+from lightning_dlrover.report.status import list_jobs, progress_text, read_job, read_nodes, show_status
 from lightning_dlrover.report.surroundings import Surroundings
 from lightning_dlrover.report.text_table import text_table
 
@@ -62,6 +63,8 @@ def _status_text(status: dict[str, Any]) -> str:
         lines.append(f"changes wait: {full_text(status['endpoint'])}")
     if status["round"]:
         lines.append(f"round {status['round']['number']} ({status['round']['kind']}): {status['round']['reason']}")
+    if status["progress"]:
+        lines.append(progress_text(ProgressRecord(**status["progress"])))
     rate = status["samples_per_s"]
     lines.append(
         f"rate: {rate:.0f} samples/s, global batch {status['global_batch_size']}" if rate else "rate: not measured yet"

@@ -15,9 +15,8 @@ from lightning_dlrover.brain.watch import PoolView, Watch
 from lightning_dlrover.brain.what_if import prospect, sizes_if
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job
-from lightning_dlrover.output import show
+from lightning_dlrover.output import show, time_text
 from lightning_dlrover.planner.cluster.pool.resources import Resources
-from lightning_dlrover.planner.cluster.pool.waits import time_text
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.report.text_table import text_table
 

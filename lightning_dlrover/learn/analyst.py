@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from lightning_dlrover.learn.allowance import stored_bytes
+from lightning_dlrover.learn.allowance import PROGRESS, Allowance, stored_bytes
 from lightning_dlrover.learn.decision_log import DecisionLog
 from lightning_dlrover.learn.history_access import HistoryAccess
 from lightning_dlrover.learn.job_memory import JobMemory
@@ -55,7 +55,7 @@ from lightning_dlrover.rdzv.job.events import (
     events_of,
     record_of,
 )
-from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, PlanRecord, ProgressRecord, encode
 from lightning_dlrover.rdzv.live.membership import Membership
 
 __all__ = ["Analyst", "Intentions"]
@@ -68,6 +68,7 @@ DEFAULT_RETUNE_COST_S = 0.2
 
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3
+PROGRESS_EVERY_S = 8.0  # minimum seconds between two records of the job's progress
 WINDOWS_OF_LOAD = 5  # windows in the median of other programs' load on this machine
 
 PATIENCE_WITH_A_PLAN_S = 120.0
@@ -91,6 +92,7 @@ class _News:
     remaining_samples: float | None
     tunable: bool  # loader workers, threads and prefetching can be changed
     untunable: Collection[str]  # exceptions, by their names in `Settings`
+    progress: ProgressRecord | None  # of the job, from rank 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Analyst:
         self._windows = WindowLog()
         self._decisions = DecisionLog()
         self._planned_at = 0.0
+        self._progress_at = -PROGRESS_EVERY_S  # time of the newest record of the job's progress, on the monotonic clock
+        self._progress_allowance = Allowance(PROGRESS)
         self._place: tuple[int, Settings] | None = None  # round and settings of the newest windows
         self._num_in_place = 0
         self._history = HistoryAccess(intentions.history_url, node_cores)
@@ -163,9 +167,10 @@ class Analyst:
         *,
         tunable: bool = False,
         untunable: Collection[str] = (),
+        progress: ProgressRecord | None = None,
     ) -> None:
         self._num_submitted += 1
-        self._inbox.put(_News(profile, remaining_samples, tunable, untunable))
+        self._inbox.put(_News(profile, remaining_samples, tunable, untunable, progress))
 
     def give_up(self, trial: Decision, step_time_s: float) -> None:
         """Return from a failed trial without waiting for a window or a fit, which take seconds on a busy machine."""
@@ -213,6 +218,7 @@ class Analyst:
         profile, membership = rounded(news.profile), self._membership
         if membership is not None:
             self._publish_window(membership, profile)
+            self._publish_progress(membership, news.progress)
         was_rank_0, self._is_rank_0 = self._is_rank_0, profile.global_rank == 0
         if not self._is_rank_0:
             if was_rank_0:
@@ -252,6 +258,13 @@ class Analyst:
             except EtcdError:
                 self._published.was_lost()
                 raise
+
+    def _publish_progress(self, membership: Membership, progress: ProgressRecord | None) -> None:
+        now = time.monotonic()
+        is_due = progress is not None and now - self._progress_at >= PROGRESS_EVERY_S
+        if is_due and self._progress_allowance.take(stored_bytes(encode(progress)), now):
+            membership.shared.put_progress(progress)
+            self._progress_at = now
 
     def _log(self, windows: Sequence[StepProfile]) -> None:
         if self._membership is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_dlrover import variables
+from lightning_dlrover.output import counted, time_text
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.agents import rounds as agent_rounds
 from lightning_dlrover.rdzv.agents.rounds import AgentView, SeenAgent
@@ -36,6 +37,7 @@ from lightning_dlrover.rdzv.job.records import (
     NodeRecord,
     NodesRecord,
     PlanRecord,
+    ProgressRecord,
     RecordError,
     RoundRecord,
     SnapshotRecord,
@@ -60,6 +62,7 @@ __all__ = [
     "find_job",
     "is_locked",
     "list_jobs",
+    "progress_text",
     "read_job",
     "read_job_file",
     "read_nodes",
@@ -319,6 +322,7 @@ class FoundJob:
     controller: ControllerRecord | None
     nodes: NodesRecord | None
     snapshot: SnapshotRecord | None  # of sharded tables
+    progress: ProgressRecord | None
     problems: list[str]  # unreadable records; a running job ignores them, but users should see them
 
 
@@ -352,11 +356,26 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
         notice=record(AgentNotice, keys.agent_notice),
         job=view.job,
     )
-    by_key |= {entry.key: entry for entry in (client.get(keys.snapshot),) if entry is not None}
-    snapshot = record(SnapshotRecord, keys.snapshot)
+    by_key |= {entry.key: entry for entry in (client.get(keys.snapshot), client.get(keys.progress)) if entry is not None}
     return FoundJob(
-        view, agents, record(ControllerRecord, keys.controller), record(NodesRecord, keys.nodes), snapshot, problems
+        view,
+        agents,
+        record(ControllerRecord, keys.controller),
+        record(NodesRecord, keys.nodes),
+        record(SnapshotRecord, keys.snapshot),
+        record(ProgressRecord, keys.progress),
+        problems,
     )
+
+
+def progress_text(progress: ProgressRecord, with_batch: bool = True) -> str:
+    """Describe how far a job has trained, in one line."""
+    parts = [f"epoch {progress.epoch + 1}" + (f" of {progress.max_epochs}" if progress.max_epochs else "")]
+    parts += [f"batch {progress.batch}" + (f" of {progress.num_batches}" if progress.num_batches else "")] if with_batch else []
+    parts += [f"{time_text(progress.seconds_left)} left"] if progress.seconds_left is not None else []
+    parts += [f"loss {progress.loss}"] if progress.loss else []
+    parts += [f"{progress.samples_per_s:,.0f} samples/s with {counted(progress.num_workers, 'worker')}"]
+    return ", ".join(parts)
 
 
 def show_status(
@@ -400,6 +419,7 @@ def show_status(
         "controller": _show_controller(found),
         "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
+        "progress": dataclasses.asdict(found.progress) if found.progress else None,
         "streams": [
             *([_show_stream(each, events) for each in streams.streams] if (streams := read_streams(events)) else []),
             *map(described_sequence, read_sequences(events)),

@@ -31,6 +31,7 @@ __all__ = [
     "Notice",
     "PlacesRecord",
     "PlanRecord",
+    "ProgressRecord",
     "RecordError",
     "RoundRecord",
     "SearchRecord",
@@ -117,6 +118,7 @@ class Keys:
     profiles = _Key("profiles/")
     stacks = _Key("stacks/")  # one key per worker, with its newest stack traces
     snapshot = _Key("snapshot")  # read by people only
+    progress = _Key("progress")  # read by people only
     places = _Key("places")  # read by joiners only
     windows = _Key("windows/")  # one key per window of a stream, by stream, fit and epoch
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
@@ -456,6 +458,22 @@ class CheckpointRecord:
 
     path: str
     global_step: int
+
+
+@dataclass(frozen=True)
+class ProgressRecord:
+    """How far the job has trained, for people. Key `progress`, written by rank 0 every few seconds, bound to its lease."""
+
+    step: int  # optimizer steps so far, as Lightning counts them
+    epoch: int  # from 0
+    batch: int  # batches of this epoch so far
+    num_workers: int
+    samples_per_s: float  # of all workers
+    max_epochs: int | None = None  # None: unlimited
+    num_batches: int | None = None  # in an epoch; None: unknown
+    seconds_left: float | None = None  # until the end of training at this rate, without validation; None: unknown
+    loss: str = ""  # of rank 0's share of the newest batch, as it may be `nan`; empty: the script returns none
+    at: float = 0.0  # seconds since the epoch
 
 
 @dataclass(frozen=True)

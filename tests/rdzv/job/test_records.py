@@ -62,6 +62,7 @@ ALL_RECORDS: list[Any] = [
     records.DrainRecord("w", "asked for"),
     records.ControllerRecord("host", 7, "local", {"n0": "app"}, "/runs/job"),
     records.CheckpointRecord("/a/b.ckpt", 7),
+    records.ProgressRecord(7, 0, 7, 2, 100.5, 10, 100, 93.0, "nan", 1.5),
     records.SearchRecord('{"lr": [0.1], "loss": [NaN]}'),
 ]
 

@@ -9,7 +9,7 @@ from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, held_by
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.planner.cluster.pool.sizes import in_queue_order
 
-__all__ = ["Wait", "queue_of", "time_text"]
+__all__ = ["Wait", "queue_of"]
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,3 @@ def _wait_of(
 
 def _positive(resources: Resources) -> Resources:
     return Resources(max(0.0, resources.cores), max(0.0, resources.gpus), max(0.0, resources.memory_mb))
-
-
-def time_text(seconds: float) -> str:
-    """A duration for people: `40 s`, `12 min`, `3.5 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
