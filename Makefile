@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Each test starts many processes. They share compiled modules, even where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run quick test all-but-on-demand test-all test-versions test-torchx-nightly lint gpu-bundle release clean
+.PHONY: setup run docs quick test all-but-on-demand test-all test-versions test-torchx-nightly lint gpu-bundle release clean
 
 setup: $(VENV)/.ready
 
@@ -18,12 +18,17 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0 numpy
-	$(BIN)/python -m pip install --quiet --editable '.[torchrec,dev]' torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[torchrec,dev,docs]' torch==2.13.0
 	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0
 	touch $@
 
 run: setup
 	$(BIN)/python examples/demo.py $(ARGS)
+
+# The documentation site, in build/docs.
+docs: setup
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 # Beside the tests, which have the first claim to the cores.
 lint: setup
