@@ -261,8 +261,9 @@ class Analyst:
 
     def _publish_progress(self, membership: Membership, progress: ProgressRecord | None) -> None:
         now = time.monotonic()
-        is_due = progress is not None and now - self._progress_at >= PROGRESS_EVERY_S
-        if is_due and self._progress_allowance.take(stored_bytes(encode(progress)), now):
+        if progress is None or now - self._progress_at < PROGRESS_EVERY_S:
+            return
+        if self._progress_allowance.take(stored_bytes(encode(progress)), now):
             membership.shared.put_progress(progress)
             self._progress_at = now
 
