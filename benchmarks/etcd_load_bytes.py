@@ -118,7 +118,8 @@ class Revision:
         """Folder of its key, or the key itself if it is the only one of its kind."""
         if self.owner:
             return self.key.removesuffix(self.owner)
-        return self.key if self.key.startswith("live/") else self.key[: self.key.find("/") + 1]
+        is_single = self.key.startswith("live/") or "/" not in self.key
+        return self.key if is_single else self.key[: self.key.find("/") + 1]
 
     @property
     def owner(self) -> str:

@@ -21,7 +21,7 @@ from lightning_dlrover.characterize.users_model import check_users_model
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.learn.history import HistoryError, JobHistory, history_url
-from lightning_dlrover.output import complain, show
+from lightning_dlrover.output import complain, counted, show
 
 MIN_BUDGET_S = 10.0
 COMPARISON = "comparison.html"
@@ -87,8 +87,8 @@ def _write(
         if (url := history_url(options.history)) is not None:
             with JobHistory(url) as history:
                 count = record_in_history(history, machine, store.found.visits)
-            show(f"history: {count} reference models recorded, from which later jobs start")
+            show(f"history: {counted(count, 'reference model')} recorded, from which later jobs start")
     except HistoryError as error:  # the measurements are safe, and the history is a convenience
         complain(str(error))
     num_points = len({point for study in studies for point in study.points} & results.keys())
-    show(f"{num_points} points in {took_s / 60:.1f} min; report: {report}")
+    show(f"{counted(num_points, 'point')} in {took_s / 60:.1f} min; report: {report}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
-from lightning_dlrover.output import show
+from lightning_dlrover.output import counted, show
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
@@ -207,7 +207,7 @@ def _step_text(answer: dict[str, Any]) -> str:
     unit = "step" if answer["counts"] == "updates" else "batch"
     state = "done" if answer["is_done"] else "to come"
     where = f"epoch {answer['epoch']}, {batches}, {state}"
-    lines = [f"{unit} {answer['step']}: {where}: {num_rows} rows of {answer['source']:.100}"]
+    lines = [f"{unit} {answer['step']}: {where}: {counted(num_rows, 'row')} of {answer['source']:.100}"]
     for each in answer["rows"]:
         lines.append(f"{each['file']}:" + ",".join(f"{a}-{b}" if a != b else str(a) for a, b in each["ranges"]))
     return "\n".join(lines)

@@ -31,7 +31,16 @@ def _list_jobs(options: argparse.Namespace) -> int:
     for job in jobs:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at))
         lasted = f"{job.updated_at - job.started_at:.0f} s"
-        rows.append((job.key, when, lasted, job.outcome, job.descriptor.device, f"{job.num_settings} measured settings"))
+        rows.append(
+            (
+                job.key,
+                when,
+                lasted,
+                job.outcome,
+                job.descriptor.device,
+                f"{job.num_settings} measured " + ("setting" if job.num_settings == 1 else "settings"),
+            )
+        )
     show("\n".join(text_table("<<><<<", rows)) or "no jobs are remembered yet")
     return EXIT_OK
 
@@ -57,7 +66,10 @@ def _export(options: argparse.Namespace) -> int:
         jobs = [find_in_history(history, name)[0] for name in options.job] or history.jobs()
         output = stack.enter_context(options.output.open("w", newline="", encoding="utf-8")) if options.output else sys.stdout
         count = export_windows(history, jobs, options.format, output)
-    print(f"{count} windows of {len(jobs)} jobs" + (f" in {options.output}" if options.output else ""), file=sys.stderr)
+    print(
+        f"{counted(count, 'window')} of {counted(len(jobs), 'job')}" + (f" in {options.output}" if options.output else ""),
+        file=sys.stderr,
+    )
     return EXIT_OK
 
 

@@ -42,7 +42,7 @@ from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.office import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
-from lightning_dlrover.output import complain, say
+from lightning_dlrover.output import complain, counted, say
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
@@ -364,8 +364,9 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, 
     is_others = found.view.workers and not is_resumed and client.get(place.keys.controller) is None
     if job is not None and job.phase == "training" and is_others:
         raise UsageError(
-            f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with {len(found.view.workers)} workers "
-            "that others have started; choose another --rdzv-id, or use `dlrover scale` to resize it"
+            f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with "
+            f"{counted(len(found.view.workers), 'worker')} that others have started; choose another --rdzv-id, or use "
+            "`dlrover scale` to resize it"
         )
     if job is not None and job.phase in ("finished", "failed"):
         raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")

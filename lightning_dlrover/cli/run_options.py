@@ -32,7 +32,7 @@ from lightning_dlrover.components.targets.kubernetes_api import is_in_pod
 from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
 from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.learn.history import history_url
-from lightning_dlrover.output import say
+from lightning_dlrover.output import counted, say
 from lightning_dlrover.planner.objective import objective_from
 from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
 
@@ -165,11 +165,12 @@ def _check_this_machine(options: argparse.Namespace) -> None:
     fewest, most = options.workers
     if fewest > limit:
         raise UsageError(
-            f"--workers {fewest}:{most}: this machine has {cores} cores, which is enough for {limit} workers at most "
-            f"({LOCAL_WORKERS_PER_CORE} per core); ask for fewer, or use --target slurm or kubernetes"
+            f"--workers {fewest}:{most}: this machine has {cores} cores, which is enough for "
+            f"{counted(limit, 'worker')} at most ({LOCAL_WORKERS_PER_CORE} per core); ask for fewer, or use "
+            "--target slurm or kubernetes"
         )
     if most > limit:
-        say(f"at most {limit} workers, not {most}: this machine has {cores} cores")
+        say(f"at most {counted(limit, 'worker')}, not {most}: this machine has {cores} cores")
         options.workers = fewest, limit
     low, high = options.cpus or (0, 0)
     if high > cores:

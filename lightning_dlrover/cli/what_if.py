@@ -15,7 +15,7 @@ from lightning_dlrover.brain.watch import PoolView, Watch
 from lightning_dlrover.brain.what_if import prospect, sizes_if
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job
-from lightning_dlrover.output import show, time_text
+from lightning_dlrover.output import counted, show, time_text
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.report.text_table import text_table
@@ -59,8 +59,8 @@ def _of_job(place: JobPlace, seen: SeenJob | None, learned: Learned, num_workers
         if expected is None:
             known = f"{job.rates[0].num_workers} to {job.rates[-1].num_workers}" if job.rates else "none"
             raise UsageError(
-                f"job {place.run_id!r} has no prediction for {size} workers; its planner has looked at {known}, within the "
-                "--workers of its start"
+                f"job {place.run_id!r} has no prediction for {counted(size, 'worker')}; its planner has looked at {known}, "
+                "within the --workers of its start"
             )
         found.append(expected)
         rows.append(_row(expected))

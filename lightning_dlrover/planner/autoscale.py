@@ -311,16 +311,16 @@ def expected_improvement(step_s: Floats, sigma: Floats, factor: Floats, best: fl
 
 
 def describe_change(now: Settings, then: Settings) -> str:
-    """Describe a change in words: `1 -> 2 workers, 0 -> 1 loader workers each`."""
+    """Describe a change in words: `1 -> 2 workers, 0 -> 1 loader worker each`."""
     names = {
-        "num_workers": "workers",
-        "loader_workers": "loader workers each",
-        "intra_op_threads": "threads each",
-        "prefetch_factor": "batches prefetched",
+        "num_workers": ("worker", "workers"),
+        "loader_workers": ("loader worker each", "loader workers each"),
+        "intra_op_threads": ("thread each", "threads each"),
+        "prefetch_factor": ("batch prefetched", "batches prefetched"),
     }
     changed = [
-        f"{getattr(now, name)} -> {getattr(then, name)} {words}"
-        for name, words in names.items()
+        f"{getattr(now, name)} -> {getattr(then, name)} {one if getattr(then, name) == 1 else more}"
+        for name, (one, more) in names.items()
         if getattr(now, name) != getattr(then, name)
     ]
     return ", ".join(changed) or f"{_workers(now.num_workers)} as now"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.perf import Configuration, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Settings
@@ -150,7 +151,7 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
     if settings.num_workers > global_batch:
         return f"a global batch of {global_batch} leaves workers without a sample"
     if limits.workers_per_node and settings.num_workers % limits.workers_per_node:
-        return f"nodes start {limits.workers_per_node} workers each"
+        return f"nodes start {counted(limits.workers_per_node, 'worker')} each"
     if asked == now or not asked.node_cores:
         return ""
     threads = asked.workers_on_node * asked.threads
@@ -164,7 +165,7 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
         return f"{threads:g} threads on {cores:g} cores of a node, of which others keep {limits.foreign_cores:.1f} busy"
     loaders = asked.workers_on_node * asked.loader_workers
     if asked.loader_workers > 1 and loaders > 2 * cores:
-        return f"{loaders} loader workers on {cores:g} cores of a node"
+        return f"{counted(loaders, 'loader worker')} on {cores:g} cores of a node"
     return ""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.explain import cost_text
 from lightning_dlrover.report.story import JobStory, outcome_of, tell
@@ -117,7 +118,7 @@ def _remarks(story: JobStory) -> list[str]:
     remarks = list(story.missing)
     if story.errors:
         last_line = (story.errors[-1].text.strip().splitlines() or ["(no text)"])[-1]
-        remarks.append(_clip(f"last of {len(story.errors)} errors: {_one_line(last_line)}", MAX_COLUMNS - 2))
+        remarks.append(_clip(f"last of {counted(len(story.errors), 'error')}: {_one_line(last_line)}", MAX_COLUMNS - 2))
     if story.num_skipped:
         remarks.append(f"{story.num_skipped} events could not be read and were left out.")
     return remarks

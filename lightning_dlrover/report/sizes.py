@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.story import Profile
@@ -53,7 +54,7 @@ def sizes_text(sizes: Sequence[GivenSize], started_at: float) -> str:
         lines += [
             "",
             f"size by the brain of pool {given.pool} (policy {given.policy}), {size.at - started_at:.0f} s after the start: "
-            f"{given.workers_before} -> {given.workers_after} workers",
+            f"{given.workers_before} -> {counted(given.workers_after, 'worker')}",
             *_wrapped(_for_whom(given)),
             *_wrapped(_prediction(given)),
             *_wrapped(_outcome(size)),
@@ -81,7 +82,7 @@ def _prediction(given: SizeGiven) -> str:
 def _outcome(size: GivenSize) -> str:
     given, pause = size.given, f", after a pause of {size.pause_s:.2g} s" if size.pause_s is not None else ""
     if size.measured_per_s is None:
-        return f"came out: never measured with {given.workers_after} workers{pause}"
+        return f"came out: never measured with {counted(given.workers_after, 'worker')}{pause}"
     text = f"came out: {size.measured_per_s:,.4g} samples/s"
     if given.samples_per_s_after:
         where = "inside" if given.low_per_s <= size.measured_per_s <= given.high_per_s else "outside"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.events import RowsSkipped, StreamOpened, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord
 
@@ -82,7 +83,7 @@ def described_skipped(skipped: SkippedRows) -> str:
         return ""
     least = "" if skipped.is_complete else "at least "
     where = f"in {len(skipped.files)} files" if len(skipped.files) > 1 else f"in {skipped.files[0].file}"
-    return f"{least}{skipped.num_rows} rows skipped {where}"
+    return f"{least}{counted(skipped.num_rows, 'row')} skipped {where}"
 
 
 def shown_ranges(ranges: Ranges) -> str:

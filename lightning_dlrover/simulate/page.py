@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.report.page import render_page
 from lightning_dlrover.simulate.figures import completions_figure, costs_figure, sizes_figure, use_figure
 from lightning_dlrover.simulate.records import Simulated
@@ -55,7 +56,7 @@ def _facts(inputs: Inputs, simulations: Sequence[Simulated]) -> list[tuple[str, 
     jobs = {(s.trace, name) for s in simulations for name in s.jobs}
     return [
         ("Cluster", f"{inputs.cluster.num_nodes} x {inputs.cluster.per_node}", "nodes x devices"),
-        ("Traces", str(len({s.trace for s in simulations})), f"{len(jobs)} jobs"),
+        ("Traces", str(len({s.trace for s in simulations})), counted(len(jobs), "job")),
         ("Seeds", str(len({s.seed for s in simulations})), "0: arrivals as in the trace"),
         ("Simulations", str(len(simulations)), ""),
     ]

@@ -13,6 +13,7 @@ from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.progress import remaining_batches
 from lightning_dlrover.observe.gpu_memory import gpu_bytes
 from lightning_dlrover.observe.seat import Seat, SeatReport
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.records import PlanRecord
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _shrink(membership: Membership, num_workers: int) -> None:
     def fewer(plan: PlanRecord | None) -> PlanRecord | None:
         if plan is not None and plan.binding and plan.num_workers <= num_workers:
             return None
-        reason = f"no memory for more than {num_workers} workers beside the other jobs of this machine"
+        reason = f"no memory for more than {counted(num_workers, 'worker')} beside the other jobs of this machine"
         unplanned = PlanRecord(num_workers, "user", reason, binding=True)
         return replace(
             plan or unplanned,

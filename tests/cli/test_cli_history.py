@@ -33,7 +33,7 @@ def test_export_writes_the_measurements_of_all_jobs_or_of_one(history: str, dlro
     _, text, _ = dlrover("history", "export", "--history", history)
     assert len(list(csv.DictReader(io.StringIO(text)))) == 5
     code, _, said = dlrover("history", "export", "ctr@1", "--format", "jsonl", "--output", "out.jsonl", "--history", history)
-    assert (code, said) == (0, "2 windows of 1 jobs in out.jsonl\n")
+    assert (code, said) == (0, "2 windows of 1 job in out.jsonl\n")
     assert [StepProfile(**json.loads(line)).at for line in Path("out.jsonl").read_text().splitlines()] == [950.0, 960.0]
 
 

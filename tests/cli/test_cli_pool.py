@@ -118,7 +118,7 @@ def test_explain_shows_for_whom_a_job_was_made_smaller_and_what_came_of_it(
     assert f"size by the brain of pool {jobs.pool.pool} (policy ours)" in output
     assert f"changes in the same decision: {jobs.keys('b').run_id} 0 -> 3" in " ".join(output.split())
     assert "predicted: 17 -> 10 samples/s" in output
-    assert "came out: never measured with 1 workers, after a pause of 0.3 s" in output
+    assert "came out: never measured with 1 worker, after a pause of 0.3 s" in output
 
 
 def test_outcome_of_a_size_is_the_median_of_its_windows() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,6 +27,8 @@ from lightning_dlrover.report.story import (
     outcome_of,
     tell,
 )
+
+PACKAGE = Path(__file__).resolve().parents[2] / "lightning_dlrover"
 
 BEGIN = 1_800_000_000.0
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&\"$\\frac$"
@@ -348,3 +351,34 @@ def test_users_style_of_matplotlib_does_not_reach_the_report(tmp_path: Path) -> 
         write_report("job", events, styled)
         assert matplotlib.rcParams["lines.linewidth"] == 9.0
     assert styled.read_text() == plain.read_text()
+
+
+class HeadTexts(HTMLParser):
+    """Collects texts in a page's head that are no title and no style."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag != "meta":
+            self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.tags.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "head" in self.tags and self.tags[-1] not in ("title", "style") and data.strip():
+            self.texts.append(data)
+
+
+@pytest.mark.parametrize("page", sorted(PACKAGE.glob("*/*page.html.j2")), ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_head_of_a_page_is_whole_and_shows_no_text(page: Path) -> None:
+    style = (PACKAGE / "report" / "style.html.j2").read_text()
+    source = page.read_text().replace('{% include "style.html.j2" %}', style)
+    head = re.search(r"<head>.*</head>", re.sub(r"\{[%{#].*?[%}#]\}", "", source, flags=re.DOTALL), flags=re.DOTALL)
+    assert head
+    parser = HeadTexts()
+    parser.feed(head.group(0))
+    assert (parser.tags, parser.texts) == ([], [])

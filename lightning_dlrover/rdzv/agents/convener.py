@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.agents.rounds import AgentView, Limits, SeenAgent, is_urgent, members_of_next_round, next_notice
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError
@@ -230,7 +231,7 @@ class AgentConvener:
             agents=members,
             state="complete",
             written_by=self._agent_id,
-            reason=f"{len(members)} nodes were waiting",
+            reason=f"{counted(len(members), 'node')} {'was' if len(members) == 1 else 'were'} waiting",
             created_at=time.time(),
         )
         if self._write(self._keys.agent_round, round_, entries, term):

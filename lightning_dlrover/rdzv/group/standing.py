@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import FitFinished, StateClosed
 from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, RecordError
@@ -185,7 +186,7 @@ class JobStanding:
             )
             self._has_finished = self._has_ended = True  # the view may lag behind when this process ends
             if formation is not None and formation.rank == 0:
-                self._membership.shared.event(FitFinished(num_steps), f"finished after {num_steps} steps")
+                self._membership.shared.event(FitFinished(num_steps), f"finished after {counted(num_steps, 'step')}")
                 if self.is_recorded:
                     self._membership.shared.outbox.write()
         except (EtcdError, RecordError) as error:
