@@ -45,6 +45,9 @@ MIN_LANE_ROWS = 65_536
 OF_A_PROCESS = ("_readers", "_reading_threads", "_left_out", "_pid")
 """Attributes that belong to one process and are not pickled."""
 
+MAX_THREADS = 1024
+"""Maximum number of reading threads: more is a mistake, and each takes memory."""
+
 NUM_READERS = 2
 """Orders that a process reads at once: loader workers prepare the next epoch's batches before the last one's are used."""
 
@@ -112,6 +115,12 @@ class Stream(Dataset[Any]):
             raise ValueError(f"shuffle_rows={shuffle_rows} shuffles, and keep_order=True asks for the order of the shards")
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
             raise ValueError(f"threads={threads!r} is no number of threads: give 0 for none, or for example 2")
+        if threads > MAX_THREADS:
+            raise ValueError(f"threads={threads} is above {MAX_THREADS}: give a few for each core that the process may use")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"seed={seed!r}: give a whole number, or None for that of seed_everything")
+        if transform is not None and not callable(transform):
+            raise TypeError(f"transform={transform!r:.80} cannot be called: give a function of one row, or None")
         if threads and not getattr(source, "reads_in_threads", False):
             raise ValueError(
                 f"threads={threads}: {source!r:.80} cannot be read in threads, only parquet(...) can, and sources of your own "

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from lightning_dlrover.data.counted_files import Count, counted
 from lightning_dlrover.data.lane_plan import BLOCK_ROWS, rows_of_block
-from lightning_dlrover.data.locations import Location, located
+from lightning_dlrover.data.locations import Location, as_columns, as_paths, located
 from lightning_dlrover.data.source import DataError, Shard, check_extra
 
 __all__ = ["Files", "files"]
@@ -62,9 +62,9 @@ class Files:
     ) -> None:
         if format is not None and format not in FORMATS:
             raise ValueError(f"format={format!r}: give one of {', '.join(FORMATS)}, or leave it out to go by the files' names")
-        self._paths = paths
+        self._paths = as_paths(paths)
         self._given_format = format
-        self._given_columns = list(columns) if columns is not None else None
+        self._given_columns = as_columns(columns)
         self._types = dict(types or {})
         self._header = header
         self._locations: dict[str, Location] = {}
@@ -76,7 +76,8 @@ class Files:
 
     def __repr__(self) -> str:
         options = f", {self._given_format!r}" if self._given_format is not None else ""
-        return f"files({self._paths!r}{options}{'' if self._header else ', header=False'})"
+        paths = self._paths[0] if len(self._paths) == 1 else self._paths
+        return f"files({paths!r}{options}{'' if self._header else ', header=False'})"
 
     def shards(self) -> Sequence[Shard]:
         """Return the files, counted.
@@ -241,7 +242,8 @@ def files(
         header: whether the first line of each CSV or TSV file has the names of the columns.
 
     Raises:
-        ValueError: there is no such format.
+        TypeError: `paths` or `columns` is of another type.
+        ValueError: there is no such format, or no path or column is given.
         ModuleNotFoundError: pyarrow is missing.
     """
     check_extra()

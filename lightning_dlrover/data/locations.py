@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from lightning_dlrover.data.source import DataError
 
-__all__ = ["GIVE_UP_S", "Location", "Store", "located", "patiently"]
+__all__ = ["GIVE_UP_S", "Location", "Store", "as_columns", "as_paths", "located", "patiently"]
 
 log = logging.getLogger(__name__)
 
@@ -316,6 +316,38 @@ def _text(error: Exception) -> str:
     cause = error.__cause__
     text = str(error) if not isinstance(error, FileNotFoundError) or cause is None else str(cause) or type(cause).__name__
     return text or type(error).__name__
+
+
+def as_paths(paths: object) -> list[str]:
+    """Return the paths that a user gave as one path or as several.
+
+    Raises:
+        TypeError: they are neither.
+        ValueError: there are none.
+    """
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, Sequence) or not all(isinstance(path, str | os.PathLike) for path in given):
+        raise TypeError(f"paths={paths!r:.200}: give a file, a folder, a pattern, or a list of them")
+    if not given:
+        raise ValueError("paths is empty: give a file, a folder, a pattern, or a list of them")
+    return [os.fspath(path) for path in given]
+
+
+def as_columns(columns: object) -> list[str] | None:
+    """Return the names of columns that a user gave as one name or as several; None: all columns.
+
+    Raises:
+        TypeError: they are no names.
+        ValueError: there are none.
+    """
+    if columns is None:
+        return None
+    given = [columns] if isinstance(columns, str) else columns
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"columns={columns!r:.200}: give a list of names, or None for all columns")
+    if not given:
+        raise ValueError("columns is empty, so rows would be, too: give names, or None for all columns")
+    return list(given)
 
 
 def located(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], suffix: str = "") -> list[Location]:

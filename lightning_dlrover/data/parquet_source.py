@@ -14,7 +14,7 @@ import numpy as np
 from lightning_dlrover.data.agreed_columns import AgreedColumns, agreed_columns
 from lightning_dlrover.data.counted_files import Count, counted
 from lightning_dlrover.data.lane_plan import BLOCK_BYTES, BLOCK_ROWS, rows_of_block
-from lightning_dlrover.data.locations import Location, located
+from lightning_dlrover.data.locations import Location, as_columns, as_paths, located
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
 __all__ = ["Parquet", "parquet"]
@@ -64,8 +64,8 @@ class Parquet:
     ) -> None:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
-        self._paths = paths
-        self._columns = list(columns) if columns is not None else None
+        self._paths = as_paths(paths)
+        self._columns = as_columns(columns)
         self._on_error = on_error
         self._types = dict(types or {})
         self._locations: dict[str, Location] = {}
@@ -87,7 +87,8 @@ class Parquet:
         self._begin_in_process()
 
     def __repr__(self) -> str:
-        return f"parquet({self._paths!r})"
+        paths = self._paths[0] if len(self._paths) == 1 else self._paths
+        return f"parquet({paths!r})"
 
     def shards(self) -> Sequence[Shard]:
         # Here, or each loader worker would import them while a step waits for its first batch.
@@ -273,12 +274,13 @@ def parquet(
 
     Args:
         paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
-        columns: names of the columns to read; None: all.
+        columns: names of the columns to read, or the name of one; None: all.
         on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and count them.
         types: Arrow's names of types by column, such as ``"float64"``, where those of the files differ or do not fit.
 
     Raises:
-        ValueError: `on_error` is neither, or there is no such type.
+        TypeError: `paths` or `columns` is of another type.
+        ValueError: `on_error` is neither, there is no such type, or no path or column is given.
         ModuleNotFoundError: pyarrow is missing.
     """
     check_extra()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from stream_schedules import Action, Numbered, SimulatedJob, Tally, follow, rows
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
-from lightning_dlrover.data import DataError, Shard, Stream, stream
+from lightning_dlrover.data import DataError, Shard, Stream, files, parquet, stream
 from lightning_dlrover.data.dataset import OBJECTS_PER_BLOCK
 from lightning_dlrover.data.lane_plan import LanePlan, Layout, share
 from lightning_dlrover.live.loader import ElasticLoader, LoaderState
@@ -377,3 +378,26 @@ def test_wrong_number_of_rows_to_shuffle_is_refused(shuffle_rows: Any) -> None:
 def test_kept_order_and_shuffling_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="keep_order"):
         stream(Numbered([1]), shuffle_rows=10, keep_order=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "refusal"),
+    [
+        (lambda: parquet(None), "paths=None: give a file, a folder"),  # type: ignore[arg-type]
+        (lambda: files([5]), r"paths=\[5\]: give a file"),  # type: ignore[list-item]
+        (lambda: parquet([]), "paths is empty"),
+        (lambda: parquet("a", columns=[]), "columns is empty"),
+        (lambda: files("a.csv", columns=7), "columns=7: give a list of names"),  # type: ignore[arg-type]
+        (lambda: stream(parquet("a"), seed="abc"), "seed='abc': give a whole number"),  # type: ignore[arg-type]
+        (lambda: stream(parquet("a"), transform=5), "transform=5 cannot be called"),  # type: ignore[arg-type]
+        (lambda: stream(parquet("a"), threads=100_000), "threads=100000 is above 1024"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(make: Callable[[], object], refusal: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=refusal):
+        make()
+
+
+def test_name_of_one_column_reads_that_column(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [1, 2], "price": [0.5, 1.5]}), tmp_path / "a.parquet")
+    assert next(iter(stream(parquet(str(tmp_path), columns="label"), keep_order=True))) == {"label": 1}
