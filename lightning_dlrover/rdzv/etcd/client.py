@@ -17,7 +17,7 @@ from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import PermissionDeniedError
 from lightning_dlrover.rdzv.etcd.lease import CLOSE_DEADLINE_S, Lease, Leases, SharedLease
 from lightning_dlrover.rdzv.etcd.messages import compare_message, key_value, op_message, range_end
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, Txn
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, DeletePrefix, KeyValue, Op, Put, Txn
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
 __all__ = ["EtcdClient"]
@@ -240,9 +240,12 @@ class EtcdClient:
             found = self.get(put.key)
             if found is not None and found.mod_revision > before and (found.value, found.lease_id) == (put.value, put.lease_id):
                 return found.mod_revision
-        deletes = [op for op in ops if isinstance(op, Delete)]
-        are_gone = not puts and bool(deletes) and all(self.get(op.key) is None for op in deletes)
+        deletes = [op for op in ops if isinstance(op, Delete | DeletePrefix)]
+        are_gone = not puts and bool(deletes) and not any(self._is_there(op) for op in deletes)
         return self.caller.last_revision if are_gone else 0
+
+    def _is_there(self, deleted: Delete | DeletePrefix) -> bool:
+        return bool(self.count(deleted.key)) if isinstance(deleted, DeletePrefix) else self.get(deleted.key) is not None
 
     def lease(self, ttl_s: float) -> Lease:
         """Create a lease, which expires after `ttl_s` unless kept alive (etcd: whole seconds, at least 2)."""
