@@ -76,11 +76,27 @@ class EtcdClient:
         response = self.caller.call(f"read {key!r}", "KV", "Range", etcdrpc.RangeRequest(key=key.encode()))
         return key_value(response.kvs[0]) if response.kvs else None
 
-    def get_prefix(self, prefix: str, newer_than: int = 0) -> tuple[int, list[KeyValue]]:
-        """Return the revision of the read, and all keys under a prefix that were written after another revision, in order."""
-        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), min_mod_revision=newer_than + 1)
-        response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
-        return int(response.header.revision), [key_value(kv) for kv in response.kvs]
+    def get_prefix(self, prefix: str, newer_than: int = 0, per_answer: int = 0) -> tuple[int, list[KeyValue]]:
+        """Return the revision of the read, and all keys under a prefix that were written after another revision, in order.
+
+        Args:
+            per_answer: maximum number of keys in one answer. With several answers, keys that are written meanwhile may be
+                among them, and the revision is that of the first answer. 0: all keys in one.
+        """
+        first, revision, found = prefix.encode(), 0, []
+        while True:
+            request = etcdrpc.RangeRequest(
+                key=first,
+                range_end=range_end(prefix),
+                min_mod_revision=newer_than + 1 if newer_than else 0,  # with a condition etcd reads all keys for each answer
+                limit=per_answer,
+            )
+            response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
+            revision = revision or int(response.header.revision)
+            found += [key_value(kv) for kv in response.kvs]
+            if not response.more:
+                return revision, found
+            first = response.kvs[-1].key + b"\0"
 
     def entries(self, prefix: str) -> dict[str, KeyValue]:
         """Return the entries under a prefix by key, in order."""
