@@ -640,6 +640,7 @@ def test_running_round_survives_its_convener_and_admits_a_late_node(
         ("join_timeout", "0"),
         ("join_timeout", "nan"),
         ("lease_ttl", "-1"),
+        ("lease_ttl", "2.5"),
         ("wait_timeout", "10m"),
         ("form_timeout", "inf"),
         ("last_call_timeout", "-1"),
