@@ -257,11 +257,9 @@ class EtcdClient:
             if found is not None and found.mod_revision > before and (found.value, found.lease_id) == (put.value, put.lease_id):
                 return found.mod_revision
         deletes = [op for op in ops if isinstance(op, Delete | DeletePrefix)]
-        are_gone = not puts and bool(deletes) and not any(self._is_there(op) for op in deletes)
+        left = [self.count(op.key) if isinstance(op, DeletePrefix) else self.get(op.key) for op in deletes if not puts]
+        are_gone = bool(left) and not any(left)
         return self.caller.last_revision if are_gone else 0
-
-    def _is_there(self, deleted: Delete | DeletePrefix) -> bool:
-        return bool(self.count(deleted.key)) if isinstance(deleted, DeletePrefix) else self.get(deleted.key) is not None
 
     def lease(self, ttl_s: float) -> Lease:
         """Create a lease, which expires after `ttl_s` unless kept alive (etcd: whole seconds, at least 2)."""
