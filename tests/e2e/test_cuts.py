@@ -132,8 +132,7 @@ def test_longer_cut_may_cost_a_worker_its_place_but_never_the_jobs_state(
             healed = job.step
             job.wait_for_step(healed + 20)
             assert step < healed
-            ids = {worker.pid for worker in of_job(job)}
-            job.wait_until(lambda ids=ids: pid_in(saved) in ids, "a checkpoint of a member")
+            job.wait_until(lambda: pid_in(saved) in {worker.pid for worker in of_job(job)}, "a checkpoint of a member")
             assert list(saved.parent.glob("last*")) == [saved]
         starts = [event.text for event in job.events("round") if event.data["kind"] == "start"]
         assert len(starts) == 1, job.report()

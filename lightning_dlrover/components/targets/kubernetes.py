@@ -279,7 +279,8 @@ class KubernetesTarget:
         if not self._makes_secret or self._has_made_secret:
             return
         try:
-            password = read_password(EtcdConfig(self._spec.endpoint, **self._spec.access)) or ""
+            access = self._spec.access
+            password = read_password(EtcdConfig(self._spec.endpoint, access["user"], access["password_file"])) or ""
             owner = self._api.pod_named(self._namespace, name) if (name := own_pod()) else None
             self._api.create_secret(self._namespace, secret_manifest(self._spec.run_id, self._mark, password, owner))
         except (ApiError, EtcdError) as error:
