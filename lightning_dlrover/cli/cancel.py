@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lightning_dlrover.brain.place import member_key
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
+from lightning_dlrover.components.targets.kubernetes_api import ApiError
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.output import show
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
@@ -20,6 +21,7 @@ from lightning_dlrover.report.event_log import JobNotFoundError
 from lightning_dlrover.report.status import JOB_FILE, connect, is_locked, read_job, read_job_file
 
 if TYPE_CHECKING:
+    from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
     from lightning_dlrover.components.targets.target import Target
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.report.status import JobPlace
@@ -147,6 +149,7 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
     """
     spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
     target: Target
+    cluster: KubernetesTarget | None = None
     if kind == "slurm":
         from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
@@ -154,7 +157,7 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
     elif kind.startswith("kubernetes"):
         from lightning_dlrover.components.targets.kubernetes import known_target
 
-        target = known_target(spec, kind, None, poll_s=0.5)
+        target = cluster = known_target(spec, kind, None, poll_s=0.5)
     else:
         return 0  # nodes on this machine end with their `dlrover run`
     target.open(mark)
@@ -166,6 +169,13 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
             target.cancel(due)
             cancelled |= dict.fromkeys(due, time.monotonic())
         time.sleep(0.1)
+    if cluster is not None:
+        # Its `dlrover run` may have been killed. Who may not remove Secrets has no job that made one.
+        try:
+            cluster.remove_secret()
+        except ApiError as error:
+            if error.status != 403:
+                raise
     return len(cancelled)
 
 

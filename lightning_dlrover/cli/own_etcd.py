@@ -3,7 +3,7 @@
 target        reachable by
 local         processes of this user on this host, through a Unix socket
 slurm         whoever reads the password file in the run folder, that is this user on all hosts
-kubernetes    whoever reaches the port: pods have no file in common with this process
+kubernetes    whoever reads that file, or the Secret that the target makes of it for the pods
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
     access: dict[str, Any] = {}
     try:
         # A job of a release without passwords goes on as its nodes expect it.
-        if options.target == "slurm" and (password.exists() or not data.exists()):
+        if password.exists() or not data.exists():
             _protect(data, password)
             access = {"user": USER, "password_file": str(password)}
         with _started(data, host, port) as server:
             if not access and not host.startswith("127."):
                 say(
-                    f"etcd listens on {server.endpoint} without authentication, and ends with this process; --endpoint names "
-                    "a permanent one, and docs/security.md describes authentication"
+                    f"etcd listens on {server.endpoint} without authentication, as the release that has started this job had "
+                    "none; a new job has a password of its own"
                 )
             if "VC_TASK_INDEX" in os.environ:
                 # TorchX requests Volcano's plugin `svc`, whose network policy admits only pods of the same Job.

@@ -138,7 +138,7 @@ def _add_run(commands: Commands) -> None:
         help="restarts of a worker by its own agent before the node fails (default 0)",
     )
     for name, text in TIMEOUTS.items():
-        run.add_argument(flag(name), type=values.duration, metavar="TIME", help=text)
+        run.add_argument(flag(name), type=values.lease if name == "lease_ttl" else values.duration, metavar="TIME", help=text)
     run.add_argument(
         "--target",
         choices=(*TARGETS, "auto"),

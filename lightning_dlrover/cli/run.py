@@ -175,7 +175,7 @@ def _run_job(
         _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
         # Before the target: its nodes end before the place is given back.
         seat = stack.enter_context(_seat(client, place, *asked, options)) if asked is not None else None
-        target = _make_target(options, spec, folder / "logs", hurry)
+        target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
         announce = Announcer(log)
@@ -326,7 +326,9 @@ def _poll_s(options: argparse.Namespace) -> float:
     return POLL_S if options.poll_interval is None else float(options.poll_interval)
 
 
-def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event) -> Target:
+def _make_target(
+    options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event, has_own_etcd: bool
+) -> Target:
     if options.log_dir is not None:
         # TorchX gives each run a folder of its own. At a scheduler, nodes of several jobs would overwrite each other's files.
         log_dir = options.log_dir if options.target == "local" else options.log_dir / spec.run_id
@@ -338,7 +340,7 @@ def _make_target(options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hur
     if options.target == "kubernetes":
         from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
 
-        return KubernetesTarget(spec, kubernetes_options(options), log_dir, _poll_s(options))
+        return KubernetesTarget(spec, kubernetes_options(options), log_dir, _poll_s(options), has_own_etcd=has_own_etcd)
     from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in (*SLURM_OPTIONS, *NODE_OPTIONS)}

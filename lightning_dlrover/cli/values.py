@@ -45,9 +45,9 @@ def duration(text: str) -> float:
 
 
 def lease(text: str) -> float:
-    """Seconds of a lease, as `duration`. etcd knows no shorter ones than 2 s."""
-    if (ttl_s := duration(text)) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is too short: a lease of etcd lasts for 2 s at least")
+    """Seconds of a lease, as `duration`. etcd counts them as a whole, and grants at least 2 s."""
+    if (ttl_s := duration(text)) < 2 or ttl_s != int(ttl_s):
+        raise argparse.ArgumentTypeError(f"{text!r} is no lease of etcd: whole seconds, at least 2, such as 5s")
     return ttl_s
 
 

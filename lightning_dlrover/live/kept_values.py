@@ -8,6 +8,9 @@ weights change: there the message follows each batch, and arrives during the nex
 After a loss the survivors compare their newest `Table`, by what they publish on entering the round. The first worker in rank
 order inherits the lost workers' parts. Parts are named, and a worker adds each of them once, however often a round breaks.
 
+Before a planned change only the workers that leave send their part once more, as it is at that boundary: what they have logged
+since the update would be lost. All workers do so if their tables are not those of the newest update and epoch.
+
 While no worker has such values, nothing is sent: each vote asks for them. The first values of all, of 0.1 s at most, are then
 lost with their worker. A fit, and each round, begins with messages.
 
@@ -293,10 +296,27 @@ class KeptValues:
 
     # --- when the round changes ----------------------------------------------------------------------------------------------
 
-    def exchanged(self, formation: Formation, parts: Sequence[Partial]) -> None:
-        """Take the parts that all members of a round have exchanged before a planned change."""
+    @property
+    def is_current(self) -> bool:
+        """Whether this worker holds all workers' parts of the epoch's values as of the newest update."""
+        if self._fit.strategy.elastic_tables is not None:
+            return False
+        of_epoch = isinstance(self._table, _Message) or not self._table.version[1]
+        return of_epoch and self._updates == self._fit.position.updates
+
+    @property
+    def _updates(self) -> int:
+        return self._table.updates if isinstance(self._table, _Message) else self._table.version[0]
+
+    def exchanged(self, formation: Formation, parts: Mapping[str, Partial]) -> None:
+        """Take the parts that members of a round have sent to all before a planned change: all that leave, or all at all.
+
+        Args:
+            parts: by worker. Those of the others are in all workers' tables, which are current.
+        """
         updates, members = self._fit.position.updates, formation.round.members
-        named = {w: [((w, updates), part)] for w, part in zip(members, parts, strict=True)}
+        held = self._settled().parts if len(parts) < len(members) else {}
+        named = {w: [((w, updates), parts[w])] if w in parts else held.get(w, []) for w in members}
         self._table = Table((updates, 0, formation.round.number, 1), named)
 
     def settle(self, formation: Formation, standing: Mapping[str, Position]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -104,6 +104,14 @@ class ResilientCollectives:
     def gathered(self, mine: Any) -> list[Any]:
         """Return all workers' values by rank. A failure is the caller's to handle."""
         return transfer.all_gather(mine) if self._position.size > 1 else [mine]
+
+    def gathered_from(self, ranks: Sequence[int], mine: Any) -> dict[int, Any]:
+        """Return the values of some workers by rank; all name the same ones. A failure is the caller's to handle."""
+        return transfer.gather_from(ranks, mine) if self._position.size > 1 else dict.fromkeys(ranks, mine)
+
+    def largest(self, mine: Sequence[int]) -> list[int]:
+        """Return, for each place, the largest number of all workers. A failure is the caller's to handle."""
+        return transfer.largest(mine) if self._position.size > 1 else [*mine]
 
     def attempt(self, run: Callable[..., T], *args: Any) -> tuple[T] | None:
         """Return the result of a function with collectives; None if one failed, after which the caller has to `recover`."""

@@ -239,22 +239,28 @@ class LiveTraining:
         round_ = self.world.membership.view.round
         assert round_ is not None  # the workers have voted for it
         is_leaving = self.world.worker_id not in round_.members
-        # The set of leavers may change until the round has formed, so every worker's values are kept at hand.
-        values = self._state.partial_values(with_large=is_leaving)
-        has_joiners = not {*round_.members} <= {*former.round.members}
-        said = self.collectives.gathered(((round_.number, round_.kind, has_joiners), values))
         # Some workers may already see a newer round than the one voted for. All decide by the union of the rounds they see.
-        seen, parts = [each for each, _ in said], [part for _, part in said]
+        flags = [
+            (round_.number, round_.kind) == (number, "stop"),
+            not {*round_.members} <= {*former.round.members},
+            not self.kept.is_current,
+            *(worker not in round_.members for worker in former.round.members),
+        ]
+        stops, is_joined, is_any_behind, *leaves = self.collectives.largest([int(flag) for flag in flags])
+        # All workers hold the values of those that stay as of the newest update, lest one of them is lost or leaves, too.
+        senders = [rank for rank, is_leaver in enumerate(leaves) if is_leaver or is_any_behind]
+        values = self._state.partial_values(with_large=is_leaving) if former.rank in senders else None
+        found = self.collectives.gathered_from(senders, values)
+        parts = {former.round.members[rank]: part for rank, part in found.items()}
         if self.tables.elastic is None:
             self.kept.exchanged(former, parts)
-        if any((its_number, kind) == (number, "stop") for its_number, kind, _ in seen):  # the state in memory would be lost
+        if stops:  # the state in memory would be lost
             if self.tables.elastic is None:
-                self._successors.keep(parts)
+                self._successors.keep([*parts.values()])
             if self._trainer.checkpoint_callbacks:
                 self.checkpoints.save()
         self._pace.held_up()
         # By all workers, while the former group exists: a user's `on_save_checkpoint` may hold a collective.
-        is_joined = any(has_joiners for _, _, has_joiners in seen)
         if is_joined and self.tables.elastic is None:
             self._state.pack_for_joiners()
         else:
@@ -265,7 +271,6 @@ class LiveTraining:
             return
         position.collective += 1  # a worker that reaches this line has the results of all collectives above
         published = self._published
-        by_worker = dict(zip(former.round.members, parts, strict=True))
         try:
             formation = self.world.switch(number, published.encode())
         except LeftOutError as left_out:
@@ -273,7 +278,7 @@ class LiveTraining:
                 self.tables.elastic.hand_over(left_out.round)
             self.leaving.leave(left_out)
         if formation.rank == 0 and self.tables.elastic is not None:
-            self._state.add_partials([part for w, part in by_worker.items() if w not in formation.round.members])
+            self._state.add_partials([part for w, part in parts.items() if w not in formation.round.members])
         self._settle(formation, published)
 
     # --- entering -----------------------------------------------------------------------------------------------------------

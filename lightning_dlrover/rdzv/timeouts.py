@@ -60,7 +60,7 @@ def seconds(name: str, text: str) -> float:
     """Parse the value of a timeout.
 
     Raises:
-        ValueError: the text is not a number, or out of range.
+        ValueError: the text is not a number, out of range, or a fraction where etcd counts whole seconds.
     """
     try:
         value = float(text)
@@ -68,4 +68,7 @@ def seconds(name: str, text: str) -> float:
         raise ValueError(f"it must be a number of seconds without a unit, such as {name}=60") from None
     if not 0 < value <= _LONGEST_S or math.isnan(value):
         raise ValueError(f"it must be a number of seconds above 0, and at most {_LONGEST_S:.0f} (30 days)")
+    if name == "lease_ttl" and value != int(value):
+        # All waits for a silent worker are multiples of the lease, so it must be the one that etcd grants.
+        raise ValueError(f"it must be a whole number of seconds, as etcd counts leases in them, such as {math.ceil(value)}")
     return value

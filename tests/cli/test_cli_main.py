@@ -207,5 +207,6 @@ def test_times_have_units(text: str, seconds: float) -> None:
 
 def test_lease_is_at_least_etcds_shortest() -> None:
     assert values.lease("2s") == 2.0
-    with pytest.raises(argparse.ArgumentTypeError, match="'1s' is too short"):
-        values.lease("1s")
+    for text in ("1s", "2.5s"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no lease of etcd: whole seconds, at least 2"):
+            values.lease(text)

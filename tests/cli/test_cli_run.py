@@ -182,7 +182,7 @@ def test_jobs_on_slurm_do_not_share_a_folder_of_output(
     monkeypatch.setenv("PATH", str(tmp_path))
     options = build_parser().parse_args(["run", "--target", "slurm", "--log-dir", str(tmp_path), "script.py"])
     spec = NodeSpec("script.py", (), "h:1", "job", "/dlrover", 1, 1)
-    target = run._make_target(options, spec, tmp_path / "default", threading.Event())
+    target = run._make_target(options, spec, tmp_path / "default", threading.Event(), has_own_etcd=False)
     assert isinstance(target, SlurmTarget)
     assert target._log_dir == tmp_path / "job"
     assert target._options == SlurmOptions()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,16 @@ from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, Keys
 
 LEASE_S, CUTS_S = (5, [0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0]) if os.environ.get("DLROVER_ALL_FAULTS") else (2, [1.2, 3.2])
+
+LONG_CUTS = (
+    list(itertools.product((0, 1), (10.0, 12.0, 25.0), (False, True)))
+    if LEASE_S == 5
+    else [(0, 7.0, False), (0, 4.8, True), (1, 4.8, False), (1, 10.0, True)]
+)
+"""Number of spares, seconds of a cut for more than two leases, and whether it is of all members.
+
+After four leases nothing but the wait for missing members keeps a spare from starting the job again.
+"""
 
 SETTINGS = PlainSettings(num_steps=1_000_000)  # runs until the test ends it
 
@@ -94,9 +105,58 @@ def test_cut_for_less_than_two_leases_costs_no_worker_its_place(cut: Cut, etcd: 
     history.close()
 
 
-def train_and_save(recorder: Recorder, settings: Any) -> None:
+@pytest.mark.timeout(420)
+def test_longer_cut_may_cost_a_worker_its_place_but_never_the_jobs_state(
+    make_job: Callable[..., Job], etcd: EmbeddedEtcd, client: EtcdClient
+) -> None:
+    """First without a spare, then with one that is never cut off."""
+    job = make_job(None, script=train_and_save, min_workers=1, max_workers=2, lease_ttl_s=LEASE_S)
+    history = History(etcd.endpoint, job.run_id)
+    saved = job.folder / "saved" / "last.ckpt"
+    with contextlib.ExitStack() as stack:
+        cut = Cut(job, lambda: stack.enter_context(EtcdProxy(etcd.endpoint)))
+        for num_spares, seconds, is_of_all in LONG_CUTS:
+            while len(of_job(job)) < 2 + num_spares:
+                cut.start()
+                job.wait_until(lambda: job.num_registered == len(of_job(job)), "a worker")
+            job.wait_for_world(2)
+            members = [worker for worker in of_job(job) if any(f"-{worker.pid}-" in member for member in job.members)]
+            # The convener has to find that it was cut off itself; anyone else is the one that is missed.
+            off = members if is_of_all else [next(w for w in members if f"-{w.pid}-" not in job.convener)]
+            step = job.step
+            with cut.off(off):
+                end = time.monotonic() + seconds
+                while time.monotonic() < end:
+                    job.wait_for_step(job.step + 5)
+            job.wait_until(lambda: job.num_registered == len(of_job(job)), "each that was cut off to return or to end")
+            healed = job.step
+            job.wait_for_step(healed + 20)
+            assert step < healed
+            job.wait_until(lambda: pid_in(saved) in {worker.pid for worker in of_job(job)}, "a checkpoint of a member")
+            assert list(saved.parent.glob("last*")) == [saved]
+        starts = [event.text for event in job.events("round") if event.data["kind"] == "start"]
+        assert len(starts) == 1, job.report()
+        assert_steps_were_made_once(job)
+        assert history_violations(history.finish(), history.keys) == []
+        history.close()
+
+
+def of_job(job: Job) -> list[Worker]:
+    return [worker for worker in job.workers if worker.exit_code is None]
+
+
+def assert_steps_were_made_once(job: Job) -> None:
+    """No worker has made a step that others had made before it: the state was at the newest one all the time."""
+    for worker in job.workers:
+        steps = [record["step"] for record in worker.records("done")]
+        assert steps == sorted(set(steps)), worker.name
+    assert {record["step"] for record in job.records("done")} == set(range(1, job.step + 1))
+
+
+def train_and_save(recorder: Recorder, start_timeout: str | None) -> None:
     """Save every fifth step under one name; the file names the process that wrote it."""
-    os.environ[variables.timeout("start_timeout")] = "1"  # two leases are the least
+    if start_timeout is not None:
+        os.environ[variables.timeout("start_timeout")] = start_timeout
 
     class Saving(L.LightningModule):
         def __init__(self) -> None:
@@ -108,7 +168,7 @@ def train_and_save(recorder: Recorder, settings: Any) -> None:
             return self.layer(batch[0]).mean()
 
         def on_train_batch_end(self, *_: Any) -> None:
-            recorder.write("done", step=self.global_step)
+            recorder.write("done", step=self.global_step, world=self.trainer.world_size)
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["pid"] = os.getpid()
@@ -136,7 +196,7 @@ def pid_in(path: Path) -> int:
 def test_worker_that_trains_on_after_others_took_the_job_over_replaces_no_checkpoint(
     make_job: Callable[..., Job], etcd: EmbeddedEtcd, client: EtcdClient
 ) -> None:
-    job = make_job(None, script=train_and_save, min_workers=1, max_workers=1, lease_ttl_s=2)
+    job = make_job("1", script=train_and_save, min_workers=1, max_workers=1, lease_ttl_s=2)  # two leases are the least
     with EtcdProxy(etcd.endpoint) as proxy:
         ghost = job.start(endpoint=proxy.endpoint)
         saved = job.folder / "saved" / "last.ckpt"

@@ -6,6 +6,9 @@ tests/e2e/tiny_loop.py as /work/tiny_loop.py. DLROVER_TEST_ENDPOINT is an etcd t
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import os
 import re
 import socket
@@ -13,6 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from dlrover_process import Dlrover, Run
 from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
@@ -20,10 +24,13 @@ from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
 from waiting import eventually
 
-from lightning_dlrover.components.targets.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS
+from lightning_dlrover.components.targets.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS, secret_name
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
+from lightning_dlrover.report.status import JOB_FILE, read_job_file
 
 pytestmark = pytest.mark.usefixtures("warm_nodes")  # the kubelet is in this process
 
@@ -113,17 +120,34 @@ def test_torchx_job_has_a_controller_and_nodes_as_volcano_apps(
     assert "trained for 20 steps" in dlrover.process(torchx("log", f"{handle}/controller/0")).stdout
 
 
-@pytest.mark.on_demand
 @pytest.mark.timeout(120)
-def test_a_controller_in_a_pod_finds_its_cluster_and_needs_no_etcd(
-    dlrover: Dlrover, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+def test_a_controller_in_a_pod_needs_no_etcd_and_gives_its_nodes_a_password_that_only_a_secret_holds(
+    dlrover: Dlrover, cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # set in every pod
-    run = dlrover.start("--target", "auto", "--image", "trainer:1", "--partition", "main", SCRIPT, "--steps", 20)
+    until = tmp_path / "enough"
+    run = dlrover.start("--target", "auto", "--image", "trainer:1", "--partition", "main", SCRIPT, "--until", until)
+    wait_for_first_round(run)
+    password = (run.folder / "etcd.password").read_text().strip()
+    endpoint = read_job_file(run.folder / JOB_FILE).place.endpoint
+    with EtcdClient(EtcdConfig(endpoint)) as stranger, pytest.raises(EtcdError, match="user name is empty"):
+        stranger.put("/dlrover/job/a", b"1")
+    with cluster.lock:
+        [secret] = cluster.objects["secrets"].values()
+        public = json.dumps([cluster.objects[kind] for kind in ("jobs", "pods", "events")])
+    assert base64.b64decode(secret["data"]["password"]).decode() == password
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            public += f"{process.cmdline()} {process.environ()}"
+    assert password not in public
+    until.touch()
     assert run.wait_for_exit(60) == 0, run.output
     assert "nodes run on Kubernetes, where these mean nothing: --partition" in run.output
     assert run.events[-1].kind == "finished"
-    assert not (run.folder / "etcd").exists()
+    written = "".join(f.read_text(errors="replace") for f in run.folder.rglob("*") if f.is_file())
+    assert password not in run.output + written
+    assert cluster.objects["secrets"] == {}
+    assert not any((run.folder / name).exists() for name in ("etcd", "etcd.password"))
     dlrover.wait_for_end()
 
 
@@ -157,9 +181,11 @@ def test_kubernetes_job_without_a_controller_is_cancelled(
     assert dlrover("logs", run_id, *elsewhere).stdout == "[node1] here\n[node2] here\n"  # read from the pods
     eventually(lambda: client.get(keys.controller) is None, "the end of the controller's lease")
     assert "controller: none; nodes on kubernetes/training train on" in dlrover("status", run_id, *elsewhere).stdout
+    # As the killed process of a job with an etcd of its own leaves it.
+    cluster.objects["secrets"][secret_name(run_id, read_job_file(run.folder / JOB_FILE).mark)] = {"metadata": {}}
     done = dlrover("cancel", run_id, *elsewhere)
     assert done.returncode == 0, done.stderr
-    assert cluster.objects["jobs"] == {}
+    assert cluster.objects["jobs"] == cluster.objects["secrets"] == {}
     dlrover.wait_for_end()
 
 

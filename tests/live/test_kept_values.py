@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dlrover.live.kept_values import Layout, Table, row_bytes, values_in
+from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.kept_values import KeptValues, Layout, Table, Version, row_bytes, values_in
+from lightning_dlrover.rdzv.live.member import Formation
 
 CPU = torch.device("cpu")
 
@@ -84,3 +87,33 @@ def test_each_part_has_one_owner_through_several_losses() -> None:
 
 def test_a_later_update_counts_before_a_later_round() -> None:
     assert Table((7, 0, 2, 0)).version < Table((8, 0, 1, 0)).version
+
+
+def kept_values(updates: int, tables: object = None) -> KeptValues:
+    fit = SimpleNamespace(position=SimpleNamespace(updates=updates), strategy=SimpleNamespace(elastic_tables=tables))
+    return KeptValues(cast(FitContext, fit))
+
+
+FORMER = cast(Formation, SimpleNamespace(round=SimpleNamespace(number=3, members=["a", "b", "c"])))
+
+
+def test_before_a_change_only_leavers_send_their_values_if_the_others_are_held_by_all() -> None:
+    kept = kept_values(7)
+    kept._table = Table((7, 0, 3, 0), {"a": [part("a"), part("lost")], "b": [part("b")]})
+    assert kept.is_current
+    kept.exchanged(FORMER, {"b": {"logged": {"x": 1}}})
+    parts = {"a": [part("a"), part("lost")], "b": [(("b", 7), {"logged": {"x": 1}})], "c": []}
+    assert kept._table == Table((7, 0, 3, 1), parts)
+
+
+@pytest.mark.parametrize(
+    ("version", "tables"),
+    [((6, 0, 3, 0), None), ((7, 1, 3, 0), None), ((7, 0, 3, 0), object())],
+    ids=["another update", "computed for the former epoch", "tables"],
+)
+def test_before_a_change_all_send_their_values_if_others_do_not_hold_them(version: Version, tables: object) -> None:
+    kept = kept_values(7, tables)
+    kept._table = Table(version, {"a": [part("old")]})
+    assert not kept.is_current
+    kept.exchanged(FORMER, {worker: {} for worker in "abc"})
+    assert kept._table == Table((7, 0, 3, 1), {worker: [part(worker)] for worker in "abc"})

@@ -7,6 +7,7 @@ Volcano is optional. A test may let the next requests fail (`answer_next`), and 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import http.server
@@ -96,7 +97,7 @@ class KubernetesCluster:
         self.lock = threading.RLock()
         self.has_volcano = has_volcano
         # Jobs of both kinds under one name: no test gives two of them the same name.
-        self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "events": {}, "podgroups": {}}
+        self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "events": {}, "podgroups": {}, "secrets": {}}
         self.requests: list[tuple[str, str]] = []  # method, path with query
         self.max_jobs = 1000
         self.has_room_for_pods = True  # if false, a Job gets no pod
@@ -237,13 +238,13 @@ class KubernetesCluster:
 
     def _resources(self, group: str) -> list[str]:
         of_volcano = {_VOLCANO: ["jobs"], _SCHEDULING: ["podgroups"]} if self.has_volcano else {}
-        return {"": ["pods", "events"], _PLAIN: ["jobs"], **of_volcano}.get(group, [])
+        return {"": ["pods", "events", "secrets"], _PLAIN: ["jobs"], **of_volcano}.get(group, [])
 
     def _carry_out(
         self, verb: str, group: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object
     ) -> Answer:
         if verb == "create":
-            return _json(201, self._create_job(group, body, query))
+            return _json(201, self._create_secret(body) if kind == "secrets" else self._create_job(group, body, query))
         objects = {n: o for n, o in self.objects[kind].items() if kind != "jobs" or o["apiVersion"] == group}
         if verb == "list":
             found = [o for o in objects.values() if _is_selected(o, query)]
@@ -259,6 +260,16 @@ class KubernetesCluster:
         if verb == "delete":
             self.delete(kind, name, body.get("gracePeriodSeconds"))
         return _json(200, objects[name])
+
+    def _create_secret(self, secret: Object) -> Object:
+        name = secret["metadata"]["name"]
+        assert not kubernetes_models.problems(secret)
+        if name in self.objects["secrets"]:
+            raise _Refused(409, "AlreadyExists", f'secrets "{name}" already exists')
+        text = secret.pop("stringData", {})
+        secret["data"] = {key: base64.b64encode(value.encode()).decode() for key, value in text.items()}
+        self.objects["secrets"][name] = secret
+        return secret
 
     def _create_job(self, group: str, job: Object, query: Mapping[str, str]) -> Object:
         name, labels = job["metadata"]["name"], job["metadata"].get("labels", {})
@@ -322,7 +333,12 @@ class KubernetesCluster:
     def _create_pod(self, pod: Object) -> None:
         name = pod["metadata"]["name"]
         self.objects["pods"][name] = {
-            "metadata": {**pod["metadata"], "namespace": self.namespace, "creationTimestamp": _now()},
+            "metadata": {
+                **pod["metadata"],
+                "namespace": self.namespace,
+                "uid": str(uuid.uuid4()),
+                "creationTimestamp": _now(),
+            },
             "spec": {**pod["spec"], "nodeName": "host-1"},
             "status": {"phase": "Pending"},
         }
@@ -332,6 +348,9 @@ class KubernetesCluster:
     def delete(self, kind: str, name: str, grace_s: int | None = None) -> None:
         with self.lock:
             found = self.objects[kind][name]
+            if kind == "secrets":
+                del self.objects["secrets"][name]
+                return
             if kind == "jobs":
                 del self.objects["jobs"][name]
                 owned = [p for p in self.objects["pods"].values() if _job_of(p) == name]
@@ -360,6 +379,9 @@ class KubernetesCluster:
 
     def _remove(self, pod: Object) -> None:
         del self.objects["pods"][pod["metadata"]["name"]]
+        for name, secret in list(self.objects["secrets"].items()):
+            if any(owner["uid"] == pod["metadata"]["uid"] for owner in secret["metadata"].get("ownerReferences", ())):
+                del self.objects["secrets"][name]
         self._count(pod)
 
     def _count(self, pod: Object) -> None:
@@ -382,12 +404,24 @@ class KubernetesCluster:
         for variable in container.get("env", []):
             variables[variable["name"]] = _expanded(_value(variable, pod), variables)
         command = [_expanded(word, variables) for word in [*container["command"], *container.get("args", [])]]
+        # A process has no mounts of its own: its arguments name the folder in place of the mount.
+        volumes = {volume["name"]: volume["secret"] for volume in pod["spec"].get("volumes", ()) if "secret" in volume}
+        for mount in container.get("volumeMounts", ()):
+            if mount["name"] in volumes:
+                folder = self._mounted(volumes[mount["name"]], pod["metadata"]["name"])
+                command = [word.replace(mount["mountPath"], str(folder)) for word in command]
         # All pods use this machine as their image, with our interpreter first in PATH.
         path = f"{Path(sys.executable).parent}:{self.environment.get('PATH', '')}"
         process = subprocess.Popen(
             command,
             cwd=container.get("workingDir"),
-            env={**self.environment, **variables, "PATH": path, POD_VARIABLE: pod["metadata"]["name"]},
+            env={
+                **self.environment,
+                **variables,
+                "PATH": path,
+                POD_VARIABLE: pod["metadata"]["name"],
+                "HOSTNAME": pod["metadata"]["name"],
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -399,6 +433,15 @@ class KubernetesCluster:
         self._processes[pod["metadata"]["name"]] = entry
         pod["status"] = {"phase": "Running", "podIP": "127.0.0.1"}
         self._count(pod)
+
+    def _mounted(self, volume: Object, pod: str) -> Path:
+        """Write the files of a Secret's volume; return their folder."""
+        folder = self.folder / "mounts" / pod
+        folder.mkdir(parents=True)
+        data = self.objects["secrets"][volume["secretName"]]["data"]
+        for item in volume["items"]:
+            (folder / item["path"]).write_bytes(base64.b64decode(data[item["key"]]))
+        return folder
 
     def _watch_processes(self) -> None:
         while not self._stopped.wait(0.05):

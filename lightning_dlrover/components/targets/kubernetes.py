@@ -9,6 +9,7 @@ A failed API call never means that a node has ended. It is repeated with growing
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi
+from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, own_pod
 from lightning_dlrover.components.targets.kubernetes_pod import (
     CONTAINER,
     MARK_LABEL,
@@ -30,10 +31,14 @@ from lightning_dlrover.components.targets.kubernetes_pod import (
     KubernetesOptions,
     job_manifest,
     job_name,
+    secret_manifest,
+    secret_name,
 )
 from lightning_dlrover.components.targets.logs import set_aside
 from lightning_dlrover.components.targets.polling import Polling
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.rdzv.etcd.config import EtcdConfig, read_password
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["KubernetesOptions", "KubernetesTarget", "known_target"]
@@ -94,6 +99,8 @@ class KubernetesTarget:
             Jobs.
         output_since: RFC 3339; earlier output of the pods is skipped.
         clock: time of queries and of all waits for nodes.
+        has_own_etcd: the job's etcd serves this job alone. Its password reaches the pods in a Secret that is removed with the
+            last node.
 
     Raises:
         TargetError: the cluster is not configured or does not answer, the package is missing, or the options are invalid.
@@ -111,7 +118,12 @@ class KubernetesTarget:
         api_version: str = "",
         output_since: str = "",
         clock: Callable[[], float] = time.monotonic,
+        has_own_etcd: bool = False,
     ) -> None:
+        self._makes_secret = has_own_etcd and "password_file" in spec.access
+        self._has_made_secret = False
+        if self._makes_secret:
+            options = dataclasses.replace(options, secret=secret_name(spec.run_id, ""))  # the mark follows in `open`
         job_manifest(spec, options, ANY_SIZE, "node0", "")  # fail on invalid options now, once, instead of for every node
         self._spec = spec
         self._options = options
@@ -138,11 +150,14 @@ class KubernetesTarget:
 
     def open(self, mark: str) -> None:
         self._mark = mark
+        if self._makes_secret:
+            self._options = dataclasses.replace(self._options, secret=secret_name(self._spec.run_id, mark))
 
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         manifest = job_manifest(self._spec, self._options, size, node, self._mark, self._api_version)
         name = manifest["metadata"]["name"]
         self._set_former_output_aside(node)
+        self._make_secret()  # before the first pod that mounts it
         try:
             self._api.create_job(self._namespace, manifest)
         except ApiError as error:
@@ -236,7 +251,44 @@ class KubernetesTarget:
     def close(self) -> None:
         if self._logs is not None:
             self._logs.close()
+        if self._makes_secret and self._mark:
+            try:
+                # Nodes that outlive this process read the password again whenever they need a token.
+                if not any(self._state(seen).status in ("pending", "running") for seen in self._list().values()):
+                    self.remove_secret()
+            except ApiError as error:
+                log.warning(
+                    "run %s: Secret %s could not be removed: %s; `dlrover cancel %s` removes it",
+                    *(self._spec.run_id, self._options.secret, error, self._spec.run_id),
+                )
         self._api.close()
+
+    def remove_secret(self) -> None:
+        """Remove the Secret with the password of the job's own etcd. A missing one is no error.
+
+        Raises:
+            ApiError: it may still be there.
+        """
+        self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
+
+    def _make_secret(self) -> None:
+        """
+        Raises:
+            NotTakenError: there may be no Secret, so no node can start.
+        """
+        if not self._makes_secret or self._has_made_secret:
+            return
+        try:
+            access = self._spec.access
+            password = read_password(EtcdConfig(self._spec.endpoint, access["user"], access["password_file"])) or ""
+            owner = self._api.pod_named(self._namespace, name) if (name := own_pod()) else None
+            self._api.create_secret(self._namespace, secret_manifest(self._spec.run_id, self._mark, password, owner))
+        except (ApiError, EtcdError) as error:
+            raise NotTakenError(
+                f"Secret {self._options.secret} with the password of the job's own etcd was not created: {error}; allow it as "
+                "in examples/kubernetes/rbac.yaml, or name a permanent etcd with --endpoint"
+            ) from error
+        self._has_made_secret = True
 
     def _set_former_output_aside(self, node: str) -> None:
         """Keep the output of an earlier job of this name, already gone from etcd, apart from that of a new node."""

@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from lightning_dlrover.components.targets.target import TargetError
 
-__all__ = ["ApiError", "KubernetesApi", "has_cluster", "is_in_pod"]
+__all__ = ["ApiError", "KubernetesApi", "has_cluster", "is_in_pod", "own_pod"]
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -27,6 +27,11 @@ _MAX_PAUSE_S = 15.0
 def is_in_pod() -> bool:
     """Whether this process runs in a cluster with access to its API: with a service account or a kubeconfig of its own."""
     return _has_service_account() and (_NAMESPACE_FILE.exists() or _has_config(_config_file()))
+
+
+def own_pod() -> str:
+    """Return the name of the pod that this process runs in, which is its host name there; empty outside of a cluster."""
+    return os.environ.get("HOSTNAME", "") if is_in_pod() else ""
 
 
 def _has_service_account() -> bool:
@@ -146,6 +151,11 @@ class KubernetesApi:
     def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
         return _items(self._object("GET", _path(namespace, "pods"), {"labelSelector": selector}))
 
+    def pod_named(self, namespace: str, name: str) -> dict[str, Any] | None:
+        """Return a pod by its name; None if there is none. A list of one, as targets need no permission to get pods."""
+        query = {"fieldSelector": f"metadata.name={name}"}
+        return next(iter(_items(self._object("GET", _path(namespace, "pods"), query, is_repeated=True))), None)
+
     def pod_groups(self, namespace: str, selector: str) -> list[dict[str, Any]]:
         path = _path(namespace, "podgroups", group="scheduling.volcano.sh/v1beta1")
         return _items(self._object("GET", path, {"labelSelector": selector}))
@@ -160,6 +170,18 @@ class KubernetesApi:
 
     def delete_pod(self, namespace: str, name: str, grace_s: int) -> None:
         self._delete(_path(namespace, "pods", name), {"gracePeriodSeconds": grace_s})
+
+    def create_secret(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        """Create a Secret. One of that name is kept."""
+        try:
+            self._object("POST", _path(namespace, "secrets"), {"fieldValidation": "Strict"}, manifest, is_repeated=True)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+
+    def delete_secret(self, namespace: str, name: str) -> None:
+        """Delete a Secret. A missing one is no error."""
+        self._delete(_path(namespace, "secrets", name), {})
 
     def pod_log(self, namespace: str, pod: str, container: str, since: str) -> str:
         """Return the log, with a timestamp before each line. `since` is such a timestamp."""

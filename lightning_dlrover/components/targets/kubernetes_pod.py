@@ -23,6 +23,8 @@ __all__ = [
     "Mount",
     "job_manifest",
     "job_name",
+    "secret_manifest",
+    "secret_name",
 ]
 
 PLAIN_JOBS, VOLCANO_JOBS = "batch/v1", "batch.volcano.sh/v1alpha1"
@@ -84,6 +86,39 @@ def job_name(run_id: str, node: str, mark: str) -> str:
     return f"{_slug(run_id)[:30].rstrip('-')}-{node}-{mark}"
 
 
+def secret_name(run_id: str, mark: str) -> str:
+    """Return the name of the Secret with the password of a job's own etcd."""
+    return job_name(run_id, "etcd", mark)
+
+
+def secret_manifest(run_id: str, mark: str, password: str, owner: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the Secret with the password of a job's own etcd.
+
+    Args:
+        owner: the pod that etcd runs in. The cluster removes the Secret with it.
+    """
+    metadata: dict[str, Any] = {"name": secret_name(run_id, mark), **_labelled(run_id, mark)}
+    if owner is not None:
+        reference = {"apiVersion": "v1", "kind": "Pod", **{name: owner["metadata"][name] for name in ("name", "uid")}}
+        metadata["ownerReferences"] = [reference]
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "immutable": True,
+        "stringData": {SECRET_KEYS["password_file"]: password},
+    }
+
+
+def _labelled(run_id: str, mark: str) -> dict[str, Any]:
+    labels = {
+        "app.kubernetes.io/name": "lightning-dlrover",
+        JOB_LABEL: _slug(run_id)[:63].strip("-"),
+        MARK_LABEL: mark,
+    }
+    return {"labels": labels, "annotations": {JOB_LABEL: run_id}}
+
+
 def job_manifest(
     spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str, mark: str, api_version: str = PLAIN_JOBS
 ) -> dict[str, Any]:
@@ -95,13 +130,8 @@ def job_manifest(
     Raises:
         TargetError: etcd needs credential files, and no Secret is set.
     """
-    labels = {
-        "app.kubernetes.io/name": "lightning-dlrover",
-        JOB_LABEL: _slug(spec.run_id)[:63].strip("-"),
-        NODE_LABEL: node,
-        MARK_LABEL: mark,
-    }
-    metadata = {"labels": labels, "annotations": {JOB_LABEL: spec.run_id}}
+    metadata = _labelled(spec.run_id, mark)
+    metadata["labels"][NODE_LABEL] = node
     template = _laid_over(options.template, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})
     return {
         "apiVersion": api_version,

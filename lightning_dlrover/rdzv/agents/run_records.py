@@ -16,7 +16,7 @@ from lightning_dlrover.rdzv.agents.convener import RecordReader
 from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
-from lightning_dlrover.rdzv.etcd.operations import Delete, KeyValue, absent
+from lightning_dlrover.rdzv.etcd.operations import Delete, DeletePrefix, KeyValue, absent, none_under
 from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
     AddressRecord,
@@ -146,11 +146,13 @@ class RunRecords:
                         self._client.txn(write.compare, write.ops)
 
     def tidy_up(self, is_live: bool) -> None:
-        """Remove the records that only agents need, if this was the last agent."""
-        if not self._client.count(self._keys.agents):
-            # Runs in the last agent, and possibly in several that leave at once. If all were killed before, the records expire.
-            self._client.delete_prefix(self._keys.store)
-            self._client.delete_prefix(self._keys.agents_left)
-            self._client.txn([absent(self._keys.agent_convener)], [Delete(self._keys.agent_notice)])
+        """Remove the records that only agents need, if this was the last agent.
+
+        Runs in the last agent, and possibly in several that leave at once. If all were killed before, the records expire.
+        """
+        keys = self._keys
+        is_last = none_under(keys.agents)  # an agent may register at any time, and keeps what it then writes
+        if self._client.txn([is_last], [DeletePrefix(keys.store), DeletePrefix(keys.agents_left)]).succeeded:
+            self._client.txn([is_last, absent(keys.agent_convener)], [Delete(keys.agent_notice)])
             if is_live and self.why_over():
-                self._client.delete(self._keys.agent_round)
+                self._client.txn([is_last], [Delete(keys.agent_round)])

@@ -17,7 +17,7 @@ from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.errors import PermissionDeniedError
 from lightning_dlrover.rdzv.etcd.lease import CLOSE_DEADLINE_S, Lease, Leases, SharedLease
 from lightning_dlrover.rdzv.etcd.messages import compare_message, key_value, op_message, range_end
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, Txn
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, DeletePrefix, KeyValue, Op, Put, Txn
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
 __all__ = ["EtcdClient"]
@@ -76,11 +76,27 @@ class EtcdClient:
         response = self.caller.call(f"read {key!r}", "KV", "Range", etcdrpc.RangeRequest(key=key.encode()))
         return key_value(response.kvs[0]) if response.kvs else None
 
-    def get_prefix(self, prefix: str, newer_than: int = 0) -> tuple[int, list[KeyValue]]:
-        """Return the revision of the read, and all keys under a prefix that were written after another revision, in order."""
-        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), min_mod_revision=newer_than + 1)
-        response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
-        return int(response.header.revision), [key_value(kv) for kv in response.kvs]
+    def get_prefix(self, prefix: str, newer_than: int = 0, per_answer: int = 0) -> tuple[int, list[KeyValue]]:
+        """Return the revision of the read, and all keys under a prefix that were written after another revision, in order.
+
+        Args:
+            per_answer: maximum number of keys in one answer. With several answers, keys that are written meanwhile may be
+                among them, and the revision is that of the first answer. 0: all keys in one.
+        """
+        first, revision, found = prefix.encode(), 0, []
+        while True:
+            request = etcdrpc.RangeRequest(
+                key=first,
+                range_end=range_end(prefix),
+                min_mod_revision=newer_than + 1 if newer_than else 0,  # with a condition etcd reads all keys for each answer
+                limit=per_answer,
+            )
+            response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
+            revision = revision or int(response.header.revision)
+            found += [key_value(kv) for kv in response.kvs]
+            if not response.more:
+                return revision, found
+            first = response.kvs[-1].key + b"\0"
 
     def entries(self, prefix: str) -> dict[str, KeyValue]:
         """Return the entries under a prefix by key, in order."""
@@ -240,8 +256,9 @@ class EtcdClient:
             found = self.get(put.key)
             if found is not None and found.mod_revision > before and (found.value, found.lease_id) == (put.value, put.lease_id):
                 return found.mod_revision
-        deletes = [op for op in ops if isinstance(op, Delete)]
-        are_gone = not puts and bool(deletes) and all(self.get(op.key) is None for op in deletes)
+        deletes = [op for op in ops if isinstance(op, Delete | DeletePrefix)]
+        left = [self.count(op.key) if isinstance(op, DeletePrefix) else self.get(op.key) for op in deletes if not puts]
+        are_gone = bool(left) and not any(left)
         return self.caller.last_revision if are_gone else 0
 
     def lease(self, ttl_s: float) -> Lease:

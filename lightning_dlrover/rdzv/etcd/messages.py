@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, DeletePrefix, KeyValue, Op, Put
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
 __all__ = ["compare_message", "key_value", "op_message", "range_end"]
@@ -30,15 +30,16 @@ def key_value(kv: Any) -> KeyValue:
 
 
 def compare_message(compare: Compare) -> Any:
-    result = etcdrpc.Compare.EQUAL if compare.result == "equal" else etcdrpc.Compare.GREATER
+    message = etcdrpc.Compare(
+        key=compare.key.encode(),
+        range_end=range_end(compare.key) if compare.is_prefix else b"",
+        result=etcdrpc.Compare.EQUAL if compare.result == "equal" else etcdrpc.Compare.GREATER,
+    )
     if compare.target == "create":
-        return etcdrpc.Compare(
-            key=compare.key.encode(),
-            target=etcdrpc.Compare.CREATE,
-            result=result,
-            create_revision=compare.revision,
-        )
-    return etcdrpc.Compare(key=compare.key.encode(), target=etcdrpc.Compare.MOD, result=result, mod_revision=compare.revision)
+        message.target, message.create_revision = etcdrpc.Compare.CREATE, compare.revision
+    else:
+        message.target, message.mod_revision = etcdrpc.Compare.MOD, compare.revision
+    return message
 
 
 def op_message(op: Op) -> Any:
@@ -46,6 +47,7 @@ def op_message(op: Op) -> Any:
     if isinstance(op, Put):
         put = etcdrpc.PutRequest(key=key, value=op.value, lease=op.lease_id)
         return etcdrpc.RequestOp(request_put=put)
-    if isinstance(op, Delete):
-        return etcdrpc.RequestOp(request_delete_range=etcdrpc.DeleteRangeRequest(key=key))
+    if isinstance(op, Delete | DeletePrefix):
+        end = range_end(op.key) if isinstance(op, DeletePrefix) else b""
+        return etcdrpc.RequestOp(request_delete_range=etcdrpc.DeleteRangeRequest(key=key, range_end=end))
     return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key))

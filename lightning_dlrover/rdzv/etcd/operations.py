@@ -5,7 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-__all__ = ["Compare", "Delete", "Get", "KeyValue", "Op", "OpT", "Put", "Txn", "absent", "created", "exists", "modified"]
+__all__ = [
+    "Compare",
+    "Delete",
+    "DeletePrefix",
+    "Get",
+    "KeyValue",
+    "Op",
+    "OpT",
+    "Put",
+    "Txn",
+    "absent",
+    "created",
+    "exists",
+    "modified",
+    "none_under",
+]
 
 
 @dataclass(frozen=True)
@@ -20,15 +35,16 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Compare:
-    """One condition of a transaction; build it with `created`, `modified`, `absent` or `exists`."""
+    """One condition of a transaction; build it with `created`, `modified`, `absent`, `exists` or `none_under`."""
 
     key: str
     target: Literal["create", "mod"]
     result: Literal["equal", "greater"]
     revision: int
+    is_prefix: bool = False  # the condition is about each key that begins with `key`
 
     def holds(self, entry: KeyValue | None) -> bool:
-        """Whether it is true of the key's entry, None if there is none."""
+        """Whether it is true of the key's entry, None if there is none. Not for a prefix."""
         found = (entry.create_revision if self.target == "create" else entry.mod_revision) if entry is not None else 0
         return found > self.revision if self.result == "greater" else found == self.revision
 
@@ -58,6 +74,10 @@ def absent(key: str) -> Compare:
     return Compare(key, "create", "equal", 0)
 
 
+def none_under(prefix: str) -> Compare:
+    return Compare(prefix, "create", "equal", 0, is_prefix=True)
+
+
 def exists(key: str) -> Compare:
     return Compare(key, "create", "greater", 0)
 
@@ -75,11 +95,16 @@ class Delete:
 
 
 @dataclass(frozen=True)
+class DeletePrefix:
+    key: str  # of all keys that begin with it
+
+
+@dataclass(frozen=True)
 class Get:
     key: str
 
 
-Op = Put | Delete | Get
+Op = Put | Delete | DeletePrefix | Get
 OpT = TypeVar("OpT", bound=Op)
 
 

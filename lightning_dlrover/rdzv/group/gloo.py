@@ -75,17 +75,15 @@ class RoundSockets:
 
     Args:
         member: holds the round that is formed or being formed; this class changes it under the lock.
-        server: this worker's store; its connections are spared.
-        etcd: etcd's endpoints; connections to them are spared.
+        server: this worker's store. Others may be connected to it for a newer round than the severed one.
         timeout_s: timeout of the groups, by which gloo's sockets are recognised.
     """
 
-    def __init__(self, member: Member, server: StoreServer, etcd: str, timeout_s: float) -> None:
+    def __init__(self, member: Member, server: StoreServer, timeout_s: float) -> None:
         self.are_severed = False
         self.end: RoundEnd | None = None  # of the round's groups, if their backend is abortable; set while they are in use
         self._member = member
         self._server = server
-        self._etcd_ports = {port for _, port in parse_endpoints(etcd)} - {0}  # 0 stands for a Unix socket
         self._timeout_s = timeout_s
         self._store_port = 0  # of the round's store
         self._connects_late = False  # gloo opens sockets during the round, too
@@ -127,13 +125,13 @@ class RoundSockets:
         with self._lock:
             self._connects_late = connects_late
             # Both change together: a thread that severs the group in between would find no sockets, and not try again.
-            self._sockets = [each for each in _sockets_beside(self._known_inodes) if self._is_of_round(*each)]
+            self._sockets = self._opened_since(self._known_inodes)
             self._member.forming = False
 
     def add_beside(self, known_inodes: set[int]) -> None:
         """Add sockets opened since all inodes were `known_inodes` to the round."""
         with self._lock:
-            self._sockets += [each for each in _sockets_beside(known_inodes) if self._is_of_round(*each)]
+            self._sockets += self._opened_since(known_inodes)
 
     def follow(self, view: Outlook, evicted: bool) -> None:
         """Sever the group if it cannot complete any more collectives.
@@ -159,11 +157,11 @@ class RoundSockets:
             if not quietly and not self.are_severed:
                 self.are_severed, self._severed_at = True, time.monotonic()
             if self._member.forming:
-                doomed = _sockets_beside(self._known_inodes)
+                doomed = self._opened_since(self._known_inodes)
             else:
                 doomed, self._sockets = [*self._sockets, *self._opened_late()], []
             for fd, inode in doomed:
-                if shut_down(fd, inode, self._etcd_ports, self._server.port):
+                if shut_down(fd, inode):
                     self.severed.append((fd, inode))
         if end is not None and not quietly:
             end.abort()
@@ -171,13 +169,18 @@ class RoundSockets:
     def _opened_late(self) -> list[tuple[int, int]]:
         if not self._connects_late:
             return []
-        known = self._known_inodes.union(inode for _, inode in self._sockets)
-        return [each for each in _sockets_beside(known) if self._is_of_round(*each)]
+        return self._opened_since(self._known_inodes.union(inode for _, inode in self._sockets))
 
-    def _is_of_round(self, fd: int, inode: int) -> bool:
-        """Whether a socket is one of gloo's, or leads to the round's store. Other threads open sockets while a round forms."""
+    def _opened_since(self, known_inodes: set[int]) -> list[tuple[int, int]]:
+        """Return the round's sockets, but those with `known_inodes`. Other threads open sockets while a round forms."""
+        return [(fd, inode) for fd, inode in inet_sockets().items() if inode not in known_inodes and self._is_of_round(fd)]
+
+    def _is_of_round(self, fd: int) -> bool:
+        """Whether a socket is one of gloo's, or leads to the round's store. One that still connects is neither."""
         try:
             with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                    return False
                 seconds: int = struct.unpack("ll", sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))[0]
                 return seconds == int(self._timeout_s) or sock.getpeername()[1] == self._store_port
         except OSError:
@@ -208,10 +211,6 @@ class RoundSockets:
             end.abort()
         torch_names.forget_groups()
         return end
-
-
-def _sockets_beside(known_inodes: set[int]) -> list[tuple[int, int]]:
-    return [(fd, inode) for fd, inode in inet_sockets().items() if inode not in known_inodes]
 
 
 @functools.cache
@@ -259,26 +258,14 @@ def inet_sockets() -> dict[int, int]:
     return found
 
 
-def shut_down(fd: int, inode: int, spared_peer_ports: set[int], store_port: int) -> bool:
-    """Shut down a connection, if it still is the one with this inode and has to be. Return whether it is down."""
+def shut_down(fd: int, inode: int) -> bool:
+    """Shut down a connection, if it still is the one with this inode. Return whether it is down."""
     try:
         if os.stat(fd).st_ino != inode:
             return False  # the descriptor belongs to something else by now
         with socket.socket(fileno=os.dup(fd)) as sock:
-            if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                return False
-            # A listening gloo socket must stay: shutting it down ends the process (uncaught in gloo's listener).
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False
-            try:
-                if sock.getpeername()[1] in spared_peer_ports:
-                    return False
-            except OSError:
-                return True  # the peer is gone
-            # Others may already be connected to our store for a newer round than the severed one.
-            if sock.getsockname()[1] == store_port:
-                return False
-            sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the peer is gone
+                sock.shutdown(socket.SHUT_RDWR)
             return True
     except OSError:
         return False  # closed meanwhile

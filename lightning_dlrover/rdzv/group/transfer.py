@@ -20,6 +20,7 @@ import datetime
 import enum
 import fractions
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -47,7 +48,9 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "dumps",
+    "gather_from",
     "is_plain_class",
+    "largest",
     "loaded",
     "loads",
     "names_in",
@@ -176,6 +179,41 @@ def all_gather(obj: Any) -> list[Any]:
     bodies = [torch.empty_like(padded) for _ in sizes]
     waits.wait_for(group.allgather([bodies], [padded]))
     return [_unpacked(b[: int(s.item())].numpy().tobytes(), ()) for b, s in zip(bodies, sizes, strict=True)]
+
+
+def gather_from(ranks: Sequence[int], obj: Any) -> dict[int, Any]:
+    """Return the small objects of some workers of the default group, by rank. All workers must call this with the same ranks.
+
+    A worker moves about twice the bytes of these objects, however many workers there are.
+
+    Raises:
+        TransferError: one of them holds a class that is not allowed.
+    """
+    if not ranks:
+        return {}
+    me = round_group().rank()
+    body = dumps(obj) if me in ranks else b""
+    sizes = largest([len(body) if rank == me else 0 for rank in ranks])
+    ends = [*itertools.accumulate(sizes)]
+    bodies = torch.zeros(ends[-1], dtype=torch.uint8)
+    places = {rank: slice(end - size, end) for rank, size, end in zip(ranks, sizes, ends, strict=True)}
+    if body:
+        bodies[places[me]] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    _take_largest(bodies)  # the others have zeros there
+    return {rank: _unpacked(bodies[place].numpy().tobytes(), ()) for rank, place in places.items()}
+
+
+def largest(numbers: Sequence[int]) -> list[int]:
+    """Return, for each place, the largest number of all workers of the default group. All of them must call this."""
+    found = torch.tensor(numbers, dtype=torch.int64)
+    _take_largest(found)
+    return [int(each) for each in found]
+
+
+def _take_largest(tensor: torch.Tensor) -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    waits.wait_for(round_group().allreduce([tensor], options))
 
 
 def broadcast(tensor: torch.Tensor) -> None:

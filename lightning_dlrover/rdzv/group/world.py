@@ -138,7 +138,7 @@ class World:
         self._member = Member(
             BlockingMeans(config, self.membership, reach.silent, self._form, self._destroy, self._reports.wait)
         )
-        self._sockets = RoundSockets(self._member, server, config.etcd.endpoints, config.collective_timeout_s)
+        self._sockets = RoundSockets(self._member, server, config.collective_timeout_s)
         self._device_wait = DeviceWait(config.collective_timeout_s, lambda: self._sockets.sever(self._member.number))
         self._neighbour = Neighbour(self.membership, self._member, self._sockets.sever)
         self._forming = Forming(

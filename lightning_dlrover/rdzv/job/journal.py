@@ -36,6 +36,9 @@ RETRY_PAUSE_S = 0.1
 MAX_EVENTS = 4000
 """Maximum number of events kept per job; the oldest are removed first."""
 
+LINES_PER_ANSWER = 500
+"""Events that etcd returns at once, so that many readers of a long history do not hold it up."""
+
 TRIM_EVERY = 50
 """Events that a process writes between two removals of the oldest ones. It also trims with its first event, because many
 processes write only a few."""
@@ -235,7 +238,10 @@ class Journal:
         etcd of a job whose workers all look for the same line.
         """
         with self._lock:
-            revision, entries = self.client.get_prefix(self.keys.events, self._read_until)
+            revision, entries = self.client.get_prefix(self.keys.events, self._read_until, LINES_PER_ANSWER)
+            if revision < self._read_until:  # etcd was restored from a backup, and counts from there
+                self._events = {}
+                revision, entries = self.client.get_prefix(self.keys.events, per_answer=LINES_PER_ANSWER)
             if entries:
                 self._events |= {entry.key: readable(EventRecord, entry) for entry in entries}
                 self._events = dict(sorted(self._events.items())[-MAX_EVENTS:])

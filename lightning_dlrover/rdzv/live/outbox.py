@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.operations import Put
 from lightning_dlrover.rdzv.job.journal import MAX_EVENTS, Journal
 from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
 from lightning_dlrover.rdzv.live.member import MembershipError
@@ -31,6 +32,7 @@ class Outbox:
         self._journal = journal
         self._worker_id = worker_id
         self._events: deque[EventRecord] = deque()
+        self._sent: list[Put] = []  # the oldest lines as they were sent: etcd may hold them although it did not answer
         self._changes: dict[str, Callable[[], object]] = {}  # writes by name, oldest first
         self._lock = threading.Lock()
 
@@ -87,11 +89,12 @@ class Outbox:
 
     def _write_lines(self, most: int) -> int:
         """Write or drop the oldest lines; return how many."""
-        lines = list(itertools.islice(self._events, most))
+        lines = list(itertools.islice(self._events, len(self._sent) or most))
         while True:
             try:
-                puts = self._journal.puts(lines, self._worker_id)
+                puts = self._sent or self._journal.puts(lines, self._worker_id)
                 if len(lines) == 1 or sum(len(put.value) for put in puts) <= MAX_BYTES:
+                    self._sent = puts  # another attempt writes the same keys again, and no line twice
                     self._journal.append_all(puts)
                     break
             except EtcdUnavailableError:
@@ -100,7 +103,9 @@ class Outbox:
                 if len(lines) == 1:
                     log.error("a line of the job's history is not recorded: %s: %s", lines[0].text[:200], error)
                     break
+            self._sent = []
             lines = lines[: len(lines) // 2]
+        self._sent = []
         for _ in lines:
             self._events.popleft()
         return len(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import logging
 import re
@@ -86,10 +87,16 @@ def clock() -> ShiftedClock:
 def make_target(cluster: KubernetesCluster, tmp_path: Path, clock: ShiftedClock) -> Iterator[MakeTarget]:
     made: list[KubernetesTarget] = []
 
-    def make(options: KubernetesOptions = PLAIN, spec: NodeSpec = SPEC, poll_s: float = 0.0, **api: Any) -> KubernetesTarget:
+    def make(
+        options: KubernetesOptions = PLAIN,
+        spec: NodeSpec = SPEC,
+        poll_s: float = 0.0,
+        has_own_etcd: bool = False,
+        **api: Any,
+    ) -> KubernetesTarget:
         api = {"request_s": 5.0, "pause_s": 0.01, **api}
-        logs = tmp_path / "logs"
-        made.append(KubernetesTarget(spec, options, logs, poll_s=poll_s, api=KubernetesApi(**api), clock=clock))
+        logs, client = tmp_path / "logs", KubernetesApi(**api)
+        made.append(KubernetesTarget(spec, options, logs, poll_s=poll_s, api=client, clock=clock, has_own_etcd=has_own_etcd))
         made[-1].open(MARK)
         return made[-1]
 
@@ -180,6 +187,62 @@ def test_etcd_credentials_come_from_a_secret_and_not_the_manifest(tmp_path: Path
     assert sorted(item["key"] for item in volume["secret"]["items"]) == sorted(paths.values())
     with pytest.raises(TargetError, match="put them into a Secret"):  # before any start
         KubernetesTarget(spec, PLAIN, tmp_path)
+
+
+SECRET = f"run-etcd-{MARK}"
+
+
+@pytest.fixture
+def own_spec(tmp_path: Path) -> NodeSpec:
+    """A job whose etcd serves it alone and has a password."""
+    (tmp_path / "etcd.password").write_text("hunter2\n")
+    return dataclasses.replace(SPEC, access={"user": "root", "password_file": str(tmp_path / "etcd.password")})
+
+
+@with_and_without_volcano
+def test_password_of_a_jobs_own_etcd_is_in_one_secret_until_its_last_node_has_ended(
+    make_target: MakeTarget, cluster: KubernetesCluster, own_spec: NodeSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    cluster.answer_next("POST", "secrets", Answer(is_carried_out=True))  # the answer to the first request is lost
+    first = make_target(spec=own_spec, has_own_etcd=True)
+    handles = [first.start("node1"), first.start("node2")]
+    [(name, secret)] = cluster.objects["secrets"].items()
+    assert (name, base64.b64decode(secret["data"]["password"])) == (SECRET, b"hunter2")
+    for pod in cluster.objects["pods"].values():
+        [volume] = [v["secret"] for v in pod["spec"]["volumes"] if "secret" in v]
+        assert volume == {"secretName": SECRET, "items": [{"key": "password", "path": "password"}]}
+    assert "hunter2" not in f"{cluster.objects['jobs']} {cluster.objects['pods']} {cluster.requests} {caplog.text}"
+    first.close()  # its nodes train on, and ask for the password again
+    assert list(cluster.objects["secrets"]) == [SECRET]
+    second = make_target(spec=own_spec, has_own_etcd=True)
+    second.cancel(handles)
+    second.close()
+    assert cluster.objects["secrets"] == cluster.objects["pods"] == {}
+
+
+def test_no_node_starts_without_the_secret_that_it_mounts(
+    make_target: MakeTarget, cluster: KubernetesCluster, own_spec: NodeSpec
+) -> None:
+    cluster.forbidden = {("create", "secrets")}
+    target = make_target(spec=own_spec, has_own_etcd=True)
+    with pytest.raises(NotTakenError, match=rf"Secret {SECRET} .* cannot create resource .* examples/kubernetes/rbac\.yaml"):
+        target.start("node1")
+    assert cluster.objects["jobs"] == {}
+    cluster.forbidden = set()
+    assert target.start("node1") == HANDLE
+
+
+def test_secret_goes_with_the_pod_of_the_etcd_that_it_is_for(
+    make_target: MakeTarget, cluster: KubernetesCluster, own_spec: NodeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_target(spec=dataclasses.replace(SPEC, run_id="other")).start("controller")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("HOSTNAME", cluster.pod_of("controller")["metadata"]["name"])
+    make_target(spec=own_spec, has_own_etcd=True).start("node1")
+    assert list(cluster.objects["secrets"]) == [SECRET]
+    cluster.remove_pod("controller")
+    assert cluster.objects["secrets"] == {}
 
 
 def test_template_adds_fields_without_an_option() -> None:
@@ -956,7 +1019,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def test_example_role_allows_exactly_the_targets_requests(
-    make_target: MakeTarget, cluster: KubernetesCluster, clock: ShiftedClock
+    make_target: MakeTarget, cluster: KubernetesCluster, clock: ShiftedClock, own_spec: NodeSpec
 ) -> None:
     [role] = [d for d in documents("rbac.yaml") if d["kind"] == "Role"]
     own_groups = {"": "", "batch": ""}
@@ -969,11 +1032,11 @@ def test_example_role_allows_exactly_the_targets_requests(
     }
     verbs = ("create", "list", "get", "delete", "watch", "patch")
     groups = {"jobs.batch.volcano.sh": VOLCANO_JOBS, "podgroups.scheduling.volcano.sh": "scheduling.volcano.sh/v1beta1"}
-    resources = ("jobs", "pods", "pods/log", "events", *groups)
+    resources = ("jobs", "pods", "pods/log", "events", "secrets", *groups)
     cluster.forbidden = {(verb, resource) for verb in verbs for resource in resources} - allowed
     for has_volcano in (False, True):
         cluster.has_volcano, cluster.has_room_for_pods = has_volcano, True
-        target = make_target(poll_s=0.01)
+        target = make_target(poll_s=0.01, spec=own_spec, has_own_etcd=True)
         target.open(f"{MARK}{has_volcano:d}")
         handle = target.start("node1")
         assert target.start("node1") == handle
@@ -987,6 +1050,7 @@ def test_example_role_allows_exactly_the_targets_requests(
         assert target.status(waiting) == "pending"  # requests its events, too
         target.cancel([handle, waiting])
         cluster.remove_pod("node1")
+        target.remove_secret()
     asked = set()
     for method, path in cluster.requests:
         place, _, rest = path.partition("?")[0].partition("/namespaces/training/")

@@ -38,6 +38,7 @@ from lightning_dlrover.rdzv.agents.handler import (
     create_backend,
 )
 from lightning_dlrover.rdzv.etcd import start_check
+from lightning_dlrover.rdzv.etcd.caller import Caller
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -360,6 +361,27 @@ def test_every_round_has_its_own_store_and_port(make_handler: MakeHandler, clien
     assert client.get_prefix(keys.store)[1] == []
 
 
+def test_agent_that_registers_while_the_last_one_tidies_up_keeps_what_it_has_written(
+    make_handler: MakeHandler, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = make_handler()
+    handler.next_rendezvous().store.set("k", "1")
+    call = Caller.call
+
+    def late_call(caller: Caller, what: str, *arguments: Any) -> Any:
+        if f"{keys.store!r}" in what and ("delete" in what or "transaction" in what):
+            monkeypatch.undo()
+            client.put(f"{keys.agents}late", encode(AgentRecord("late", "h", 1, 1, "waiting")))
+            client.put(f"{keys.store}1/key/torchelastic%2Fassigned_ranks%2F0", b"1")
+        return call(caller, what, *arguments)
+
+    monkeypatch.setattr(Caller, "call", late_call)
+    handler.shutdown()
+    assert Caller.call is call  # it did tidy up
+    assert [entry.value for entry in client.get_prefix(keys.store)[1] if "assigned_ranks" in entry.key] == [b"1"]
+    assert client.get(keys.agent_round) is not None
+
+
 def test_ranks_of_a_round_are_distinct_and_all_agree_on_the_master(make_handler: MakeHandler) -> None:
     handlers = [make_handler(3, 3) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -618,6 +640,7 @@ def test_running_round_survives_its_convener_and_admits_a_late_node(
         ("join_timeout", "0"),
         ("join_timeout", "nan"),
         ("lease_ttl", "-1"),
+        ("lease_ttl", "2.5"),
         ("wait_timeout", "10m"),
         ("form_timeout", "inf"),
         ("last_call_timeout", "-1"),

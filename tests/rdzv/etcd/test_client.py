@@ -22,6 +22,7 @@ from lightning_dlrover.rdzv.etcd.errors import (
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import (
     Delete,
+    DeletePrefix,
     Get,
     KeyValue,
     Put,
@@ -29,6 +30,7 @@ from lightning_dlrover.rdzv.etcd.operations import (
     created,
     exists,
     modified,
+    none_under,
 )
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
@@ -68,6 +70,8 @@ def test_a_transaction_acts_only_when_all_its_conditions_hold(client: EtcdClient
         ([created(key) == revision - 1], False),
         ([modified(key) == revision], True),
         ([modified(other) == 0], True),
+        ([none_under(keys.root)], False),
+        ([none_under(other)], True),
     ]:
         result = client.txn(conditions, [Get(key)], [Get(other)])
         assert result.succeeded == holds
@@ -138,6 +142,16 @@ def test_transaction_with_a_lost_answer_is_not_reported_as_failed(
     found = client.get(key)
     assert found is not None
     assert found.version == 1
+
+
+def test_deletion_of_a_prefix_with_a_lost_answer_is_not_reported_as_failed(
+    client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = keys.root + "a/1"
+    client.put(key, b"1")
+    with one_lost_answer(client, monkeypatch):
+        assert client.txn([exists(key)], [DeletePrefix(keys.root + "a/")]).succeeded
+    assert client.get(key) is None
 
 
 def test_lost_answer_does_not_hide_that_another_writer_was_first(

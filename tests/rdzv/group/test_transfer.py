@@ -51,6 +51,11 @@ else:
 assert transfer.all_gather({"rank": rank, "t": torch.full((2000,), rank)}) == [
     {"rank": r, "t": test_transfer.Same(torch.full((2000,), r))} for r in range(2)
 ]
+of_ranks = [{"rank": r, "t": test_transfer.Same(torch.full((2000,), r))} for r in range(2)]
+for ranks in ([], [0], [1], [1, 0]):
+    found = transfer.gather_from(ranks, {"rank": rank, "t": torch.full((2000,), rank)})
+    assert found == {r: of_ranks[r] for r in ranks}, found
+assert transfer.largest([rank, -rank, 2**40 * rank, 5]) == [1, 0, 2**40, 5]
 for source in range(2):
     for message in test_transfer.broadcast():
         test_transfer.assert_equal(transfer.broadcast_object(message if rank == source else None, source), message)

@@ -4,8 +4,10 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from counted_requests import counted
 from full_etcd import full
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -244,6 +246,30 @@ def test_lines_of_several_writers_are_read_in_their_order(journal: Journal, clie
         (journal if number % 2 else other).append(event(str(number)), f"writer-{number % 2}")
     client.put(keys.events + "9-foreign", b"garbage")
     assert [each.text for each in journal.events()] == list("012345")
+
+
+def test_a_long_history_is_read_in_answers_of_a_limited_size(journal: Journal, client: EtcdClient, keys: Keys) -> None:
+    for first in range(0, 1200, 100):
+        journal.append_all(journal.puts([event(str(first + n)) for n in range(100)], "writer"))
+    with counted(client) as requests:
+        assert [each.text for each in journal.events()] == [str(n) for n in range(1200)]
+        assert requests == ["Range"] * 3
+        journal.append(event("newest"), "writer")
+        del requests[:]
+        assert journal.events()[-1].text == "newest"
+        assert requests == ["Range"]
+
+
+def test_lines_written_after_etcd_was_restored_from_a_backup_are_read(tmp_path: Path, keys: Keys) -> None:
+    with EmbeddedEtcd(tmp_path / "lost") as lost, EtcdClient(EtcdConfig(lost.endpoint)) as client:
+        journal = Journal(client, keys)
+        for number in range(20):
+            journal.append(event(str(number)), "writer")
+        assert len(journal.events()) == 20
+        lost.stop()
+        with EmbeddedEtcd(tmp_path / "restored", port=lost.port):  # from a backup that is older than the job
+            journal.append(event("new"), "writer")
+            assert [each.text for each in journal.events()] == ["new"]
 
 
 def test_a_line_is_not_added_once_the_fence_is_lost(journal: Journal, keys: Keys) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.operations import Put
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys
 from lightning_dlrover.rdzv.live.outbox import BATCH, Outbox
@@ -31,6 +35,30 @@ def test_lines_of_an_outage_are_written_in_few_transactions(journal: Journal) ->
     assert journal.client.get_prefix(journal.keys.events)[0] == before + 3
 
 
+@pytest.mark.parametrize("is_long", [False, True], ids=["one batch", "too long for one"])
+def test_lines_whose_answer_was_lost_are_in_the_history_once(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
+    outbox = Outbox(journal, "w")
+    lines = [f"{number}{'x' * 300_000 * is_long}" for number in range(3)]
+    for line in lines:
+        outbox.add(EventRecord("note", 1.0, line))
+    append_all = journal.append_all
+
+    def lost(puts: Sequence[Put]) -> None:
+        monkeypatch.setattr(journal, "append_all", append_all)
+        append_all(puts)
+        raise EtcdUnavailableError("the answer was lost")
+
+    monkeypatch.setattr(journal, "append_all", lost)
+    with pytest.raises(EtcdUnavailableError):
+        outbox.write(BATCH)
+    outbox.add(EventRecord("note", 1.0, "later"))
+    outbox.write(1)
+    outbox.write()
+    assert texts(journal) == [*lines, "later"]
+
+
 def test_line_that_is_too_long_is_dropped_and_holds_up_no_other(journal: Journal) -> None:
     outbox = Outbox(journal, "w")
     for text in ("first", "x" * (1 << 20), "y" * 400_000, "z" * 400_000, "last"):
@@ -48,8 +76,8 @@ def test_history_is_read_once_and_then_only_what_is_new(journal: Journal, monkey
     outbox.write()
     read, asked = EtcdClient.get_prefix, []
 
-    def counted(self: EtcdClient, prefix: str, newer_than: int = 0) -> object:
-        found = read(self, prefix, newer_than)
+    def counted(self: EtcdClient, prefix: str, newer_than: int = 0, per_answer: int = 0) -> object:
+        found = read(self, prefix, newer_than, per_answer)
         asked.append(len(found[1]))
         return found
 
