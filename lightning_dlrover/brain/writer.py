@@ -54,7 +54,7 @@ class Writer:
             reason,
             since=now,
             submitted_at=seen.job.submitted_s,
-            served_worker_s=seen.job.served_worker_s + max(0.0, now - seen.job.since_s) * move.before,
+            served_worker_s=seen.job.served_by(now),
             cores=seen.job.needs.cores,
             gpus=int(seen.job.needs.gpus),
             memory_mb=int(seen.job.needs.memory_mb),

@@ -116,7 +116,7 @@ def _divided(
     devices = tuple(Device(f"{unit}{number}", unit, NODE, MEMORY_BYTES, places=1) for number in range(num_devices))
     running, waiting, used = [], [], 0
     for job in jobs:
-        made = _job(job, units[job.name], unit)
+        made = _job(job, units[job.name], unit, now_s)
         if size := present[job.name] * units[job.name]:
             running.append(Running(made, tuple(device.name for device in devices[used : used + size]), job.since_s))
             used += size
@@ -140,7 +140,7 @@ def _present(jobs: Sequence[PoolJob], units: Mapping[str, int], num_devices: int
     return sizes if excess() <= 0 else None
 
 
-def _job(job: PoolJob, units: int, kind: str) -> Job:
+def _job(job: PoolJob, units: int, kind: str, now_s: float) -> Job:
     scaling = _scaling(job.rates, units, job.max_workers)
     one = scaling.speeds(np.array([job.min_workers * units]), np.array([1])).steps_per_s[0]
     return Job(
@@ -154,7 +154,7 @@ def _job(job: PoolJob, units: int, kind: str) -> Job:
         num_devices=job.max_workers * units,
         min_devices=job.min_workers * units,
         max_devices=job.max_workers * units,
-        served_device_s=job.served_worker_s * units,
+        served_device_s=job.served_by(now_s) * units,
         scaling=scaling,
         change_s=job.change_s,
         deadline_s=job.deadline_s,

@@ -40,7 +40,7 @@ class PoolJob:
         samples_left: None where the end is unknown.
         change_s: expected pause of the job when its size changes.
         submitted_s: on the clock of decisions, as all times.
-        served_worker_s: seconds times workers that it has had.
+        served_worker_s: seconds times workers that it had before `since_s`.
         deadline_s: None: any.
     """
 
@@ -70,6 +70,10 @@ class PoolJob:
         if self.is_by_hand:
             return max(self.planned, self.alive)  # a person may also make it smaller than it was granted
         return max(self.granted, self.planned, self.alive)
+
+    def served_by(self, now_s: float) -> float:
+        """Return the seconds times workers that it has had by now."""
+        return self.served_worker_s + max(0.0, now_s - self.since_s) * self.held
 
     @property
     def is_waiting(self) -> bool:

@@ -68,6 +68,14 @@ def test_new_size_stays_for_a_while_unless_a_job_waits() -> None:
     assert sizes([long, short, waiting("fresh", most=1)], 4)["fresh"] == 1
 
 
+def test_endless_job_counts_with_all_that_it_has_had() -> None:
+    """After 9 hours on 4 cores, as much again is more than the hour that the other job has left."""
+    curve, hour_s = [10 * workers**0.8 for workers in range(1, 9)], 3600.0
+    stream = running("stream", 4, curve, most=8)
+    short = running("short", 4, curve, most=8, since_s=9 * hour_s, samples_left=10 * hour_s)
+    assert sizes([stream, short], 8, now_s=10 * hour_s) == {"stream": 1, "short": 7}
+
+
 def test_memory_is_kept_though_the_policy_divides_cores() -> None:
     needs = Resources(1.0, memory_mb=1000)
     jobs = [running("a", 1, [10, 20, 30, 40], needs=needs), running("b", 1, [10, 20, 30, 40], needs=needs)]
