@@ -55,6 +55,7 @@ class Writer:
             since=now,
             submitted_at=seen.job.submitted_s,
             served_worker_s=seen.job.served_by(now),
+            owner=seen.job.owner,
             cores=seen.job.needs.cores,
             gpus=int(seen.job.needs.gpus),
             memory_mb=int(seen.job.needs.memory_mb),

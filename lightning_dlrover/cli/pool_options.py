@@ -23,9 +23,17 @@ def add_place_in_pool(run: argparse.ArgumentParser) -> None:
         "pool", "Only with --pool: the job waits for a place in a budget that `dlrover brain` divides."
     )
     group.add_argument("--pool", metavar="NAME", help="pool to run in; needs an etcd that its jobs share (--endpoint)")
-    group.add_argument("--priority", type=values.setting, metavar="N", help="jobs with a higher one start first (default 0)")
     group.add_argument(
-        "--weight", type=values.positive, metavar="X", help="importance of this job's speed beside that of others (default 1)"
+        "--priority",
+        type=values.setting,
+        metavar="N",
+        help="jobs of an owner with a higher one start first (default 0)",
+    )
+    group.add_argument(
+        "--weight",
+        type=values.positive,
+        metavar="X",
+        help="importance of this job's speed among its owner's jobs (default 1)",
     )
     group.add_argument("--owner", metavar="NAME", help="user or team that the job counts for (default: the current user)")
     group.add_argument(
@@ -83,7 +91,15 @@ def add_brain(commands: Commands) -> None:
         default=[],
         type=values.owner_weight,
         metavar="OWNER=X",
-        help="weight of all jobs of an owner together; repeatable (default: each job has its own weight)",
+        help="part of an owner in the pool beside those of the others, which its jobs share; repeatable (default: 1 each)",
+    )
+    brain.add_argument(
+        "--quota",
+        action="append",
+        default=[],
+        type=values.quota,
+        metavar="OWNER=LIST",
+        help="most resources of all jobs of an owner together, such as ads=cores=16,memory=64G; repeatable (default: none)",
     )
     brain.add_argument(
         "--pool-only",

@@ -154,6 +154,14 @@ def owner_weight(text: str) -> tuple[str, float]:
     return owner, positive(weight)
 
 
+def quota(text: str) -> tuple[str, dict[str, float]]:
+    """An owner and the most that its jobs may have together, from `OWNER=LIST` with a list as `pool_budget` takes it."""
+    owner, given, amounts = text.partition("=")
+    if not given or not owner or "=" not in amounts:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OWNER=LIST, such as ads=cores=16,gpus=4")
+    return owner, pool_budget(amounts)
+
+
 def pool_budget(text: str) -> dict[str, float]:
     """Amounts of `Resources` by name, from `cores=64,gpus=8,memory=256G`; those left out are infinite."""
     amounts = {"cores": math.inf, "gpus": math.inf, "memory_mb": math.inf}

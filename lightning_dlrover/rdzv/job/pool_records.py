@@ -105,7 +105,8 @@ class GrantRecord:
     since: float = 0.0  # start of this state, or of this size
     submitted_at: float = 0.0
     served_worker_s: float = 0.0  # seconds times workers that it had before `since`
-    # Needs of a worker, for as long as the job has processes though its `dlrover run` is gone.
+    # The owner, and the needs of a worker, for as long as the job has processes though its `dlrover run` is gone.
+    owner: str = ""
     cores: float = 1.0
     gpus: int = 0
     memory_mb: int = 0
@@ -119,6 +120,9 @@ class BrainRecord:
     pid: int
     policy: str = ""
     budget: dict[str, float] = field(default_factory=dict)  # cores, gpus, memory_mb; a resource that is absent is unlimited
+    max_wait_s: float = 3600.0
+    owner_weights: dict[str, float] = field(default_factory=dict)
+    quotas: dict[str, dict[str, float]] = field(default_factory=dict)  # by owner, each as `budget`
     number: int = 0  # decisions of this process so far
 
 

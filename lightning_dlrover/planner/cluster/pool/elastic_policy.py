@@ -19,11 +19,12 @@ from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES, make_ela
 from lightning_dlrover.planner.cluster.jobs import Device, Job, Profile, Running, State
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
+from lightning_dlrover.planner.cluster.pool.owners import Owners
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.planner.cluster.pool.sizes import Divider
 from lightning_dlrover.planner.cluster.scaling import Speeds
 
-__all__ = ["RateScaling", "elastic_divider"]
+__all__ = ["RateScaling", "as_asked", "elastic_divider"]
 
 GUESSED_EXPONENT = 0.8
 """Throughput of a job with unknown speed: the number of its workers to this power."""
@@ -58,6 +59,21 @@ def elastic_divider(name: str, max_wait_s: float) -> Divider:
         return sizes | _divided(policy, others, "cores", free.cores, now_s, waits_longer_s)
 
     return divide
+
+
+def as_asked(jobs: Sequence[PoolJob], budget: Resources, owners: Owners) -> list[PoolJob]:
+    """Return jobs as a rigid policy treats them: one that waits needs its most workers, and one that runs gives none back.
+
+    Where its most workers are too many for the budget, or the quota of its owner, a job needs its fewest.
+    """
+
+    def asked(job: PoolJob) -> int:
+        if not job.is_waiting:
+            return max(job.min_workers, min(job.held, job.max_workers))
+        most = job.needs.times(job.max_workers)
+        return job.max_workers if most.fits(budget) and most.fits(owners.quota(job.owner)) else job.min_workers
+
+    return [replace(job, min_workers=asked(job)) for job in jobs]
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,7 @@ def _divided(
             used += size
         elif not job.held:
             since_s = job.submitted_s - (0.0 if job.rates else waits_longer_s)
-            waiting.append(replace(made, waiting_since_s=since_s))
+            waiting.append(replace(made, waiting_since_s=since_s, turn=len(waiting)))
     allocation = policy(State(now_s, devices, tuple(waiting), tuple(running)))
     return {job.name: len(allocation.get(job.name, ())) // units[job.name] for job in jobs}
 

@@ -84,6 +84,11 @@ class PoolJob:
         """Whether a decision may change its size: it runs, its speed by size is known, and no person has set it."""
         return self.is_present and bool(self.held and self.rates) and not self.is_by_hand
 
+    @property
+    def least_held(self) -> int:
+        """Workers that it cannot be made to give back."""
+        return self.min_workers if self.is_flexible else self.held
+
     def rate(self, num_workers: int) -> Rate | None:
         """Return the throughput with a number of workers, in a straight line between known ones; None if it is unknown."""
         below = max((r for r in self.rates if r.num_workers <= num_workers), key=lambda r: r.num_workers, default=None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_dlrover.planner.cluster.pool.elastic_policy import elastic_divider
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
+from lightning_dlrover.planner.cluster.pool.owners import Owners
 from lightning_dlrover.planner.cluster.pool.resources import UNLIMITED, Resources
 from lightning_dlrover.planner.cluster.pool.sizes import wanted_sizes, why_never
 from lightning_dlrover.planner.cluster.pool.waits import queue_of
@@ -122,7 +123,7 @@ def test_job_that_can_never_start_is_refused_with_its_needs() -> None:
 
 def test_queue_predicts_starts_from_the_ends_of_running_jobs() -> None:
     runs = running("runs", 2, [10, 20], most=2, min_workers=2, samples_left=600.0)
-    first, second = queue_of([runs, waiting("a", 2), waiting("b", 1, submitted_s=1.0)], Resources(2.0), 10.0, 100.0)
+    first, second = queue_of([runs, waiting("a", 2), waiting("b", 1, submitted_s=1.0)], Resources(2.0), 10.0, 100.0, Owners())
     assert (first.name, first.place, first.expected_s) == ("a", 1, 30.0)
     assert "runs has ended" in first.reason
     assert (second.name, second.place, second.expected_s) == ("b", 2, None)
