@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POOL = "default"
 
-POOL_POLICIES = ("ours", "user", "tuned", "srtf", "las", "dlrover", "autopilot", "optimus", "pollux", "sia")
-"""Policies of `dlrover brain`, as `planner/cluster/elastic/` has them; the default first."""
+POOL_POLICIES = ("ours", "sia", "user")
+"""Policies of `dlrover brain`, the default first. `dlrover simulate` has those that are only there to be compared with."""
 
 
 def add_place_in_pool(run: argparse.ArgumentParser) -> None:
@@ -59,9 +59,10 @@ def add_brain(commands: Commands) -> None:
     _add_pool(brain)
     brain.add_argument(
         "--policy",
-        choices=POOL_POLICIES,
+        type=values.pool_policy(POOL_POLICIES),
         default=POOL_POLICIES[0],
-        help=f"how the budget is divided (default {POOL_POLICIES[0]})",
+        metavar="NAME",
+        help=f"how the budget is divided: {', '.join(POOL_POLICIES)} (default {POOL_POLICIES[0]})",
     )
     brain.add_argument(
         "--every",

@@ -107,7 +107,6 @@ class Job:
         scaling: speed by number of devices as far as it is known; None for a job that is not elastic.
         change_s: expected time without a step when the job starts or its devices change.
         deadline_s: time by which it should have ended, on the clock of `State.now_s`; None: any.
-        turn: place in a queue that the caller has ordered, from 0; such jobs start before all others. None: policies order.
     """
 
     name: str
@@ -129,7 +128,6 @@ class Job:
     scaling: Scaling | None = None
     change_s: float = 0.0
     deadline_s: float | None = None
-    turn: int | None = None
 
     def __post_init__(self) -> None:
         if not self.profiles:

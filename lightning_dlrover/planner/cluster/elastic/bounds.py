@@ -1,8 +1,7 @@
 """Rules of every policy of sizes: turns, the bound on waiting, deadlines, and which jobs are not paused.
 
-Jobs take turns. Jobs that a caller has ordered come first, as those of a pool with several owners. A job that has waited longer
-than `max_wait_s` comes before all others, the longest wait first. Then come those whose deadlines can still be met, the
-earliest first, then priorities, then the time of submission.
+Jobs take turns. A job that has waited longer than `max_wait_s` comes before all others, the longest wait first. Then come those
+whose deadlines can still be met, the earliest first, then priorities, then the time of submission.
 
 A policy that preempts gets floors: devices that it must give.
 - A job that was started because of its wait keeps its fewest devices for `max_wait_s`, or it would be paused again at once.
@@ -41,8 +40,6 @@ def turns(share: Share) -> list[int]:
 
     def key(index: int) -> tuple[float, ...]:
         job = share.jobs[index]
-        if share.present[index] == 0 and job.turn is not None:
-            return (-1.0, job.turn)
         if share.present[index] == 0 and is_overdue(job, share.now_s, max_wait_s):
             return (0.0, job.waits_since_s)
         if needed[index] > 0 and job.deadline_s is not None:

@@ -138,7 +138,7 @@ def _divided(
             used += size
         elif not job.held:
             since_s = job.submitted_s - (0.0 if job.rates else waits_longer_s)
-            waiting.append(replace(made, waiting_since_s=since_s, turn=len(waiting)))
+            waiting.append(replace(made, waiting_since_s=since_s))
     allocation = policy(State(now_s, devices, tuple(waiting), tuple(running)))
     return {job.name: len(allocation.get(job.name, ())) // units[job.name] for job in jobs}
 
