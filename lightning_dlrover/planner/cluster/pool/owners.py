@@ -112,7 +112,7 @@ def weighed(jobs: Sequence[PoolJob], owners: Owners) -> list[PoolJob]:
     """
     of_owner = _by_owner(jobs)
     total = math.fsum(map(owners.weight, of_owner))
-    found = {}
+    found: dict[str, PoolJob] = {}
     for owner, of in of_owner.items():
         levels = sorted({job.priority for job in of}, reverse=True)
         scale = owners.weight(owner) * len(jobs) / (total * math.fsum(job.weight for job in of))

@@ -11,7 +11,7 @@ from pool_of_owners import Flood, PoolOfOwners
 
 from lightning_dlrover.brain.decisions import Rules, choose
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
-from lightning_dlrover.planner.cluster.pool.owners import Owners, queue_in_order
+from lightning_dlrover.planner.cluster.pool.owners import Owners, queue_in_order, weighed
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 
 CORE = Resources(1.0)
@@ -80,6 +80,15 @@ def test_owner_with_jobs_that_wait_gets_its_part_of_the_device_time(
 def test_owner_of_many_or_urgent_jobs_gets_no_more_of_the_room_that_is_left() -> None:
     several = [job(f"a{number}", "a", 1, priority=9) for number in range(4)]
     assert sizes([*several, job("b", "b", 1, most=8)], Rules(Resources(8.0)))["b"] == 4
+
+
+def test_owner_with_many_jobs_has_the_weight_of_one_with_few() -> None:
+    jobs = [job("a1", "a", weight=2.0), job("a2", "a", priority=5), job("b", "b", priority=1), job("c", "c", weight=9.0)]
+    seen = weighed(jobs, Owners({"b": 2.0}))
+    assert [(each.name, each.weight, each.priority) for each in seen] == [
+        *(("a1", pytest.approx(2 / 3), -1), ("a2", pytest.approx(1 / 3), 0)),
+        *(("b", pytest.approx(2.0), 0), ("c", pytest.approx(1.0), 0)),
+    ]
 
 
 def test_priority_takes_back_all_but_the_fewest_workers_of_its_owners_jobs_and_stops_none() -> None:
