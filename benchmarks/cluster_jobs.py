@@ -1,8 +1,13 @@
-"""A job for `cluster_real.py`: a perceptron that computes, for a number of steps, and goes on from its newest checkpoint."""
+"""A job for `cluster_real.py`: a perceptron that computes, for a number of steps, and goes on from its newest checkpoint.
+
+With `--step-s` and `--sample-s` it sleeps in each step: a fixed time, and one that its workers share. So its speed depends on
+their number as that of a job that scales, and hardly on the machine.
+"""
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 import lightning as L
@@ -18,12 +23,14 @@ NUM_FEATURES = 256
 
 
 class Perceptron(L.LightningModule):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, step_s: float, sample_s: float) -> None:
         super().__init__()
+        self.step_s, self.sample_s = step_s, sample_s
         hidden = [part for _ in range(3) for part in (nn.Linear(width, width), nn.ReLU())]
         self.net = nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(self.step_s + self.sample_s * len(batch[0]))
         return nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :8].sum(1, keepdim=True))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -34,6 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--sample-s", type=float, default=0.0)
     parser.add_argument("--checkpoints", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -58,7 +67,9 @@ def main() -> None:
     newest = given.checkpoints / "newest.ckpt"
     data = TensorDataset(torch.randn(9600, NUM_FEATURES))
     loader = DataLoader(data, batch_size=GLOBAL_BATCH, shuffle=True)
-    trainer.fit(Perceptron(given.width), loader, ckpt_path=str(newest) if newest.exists() else None)
+    trainer.fit(
+        Perceptron(given.width, given.step_s, given.sample_s), loader, ckpt_path=str(newest) if newest.exists() else None
+    )
 
 
 if __name__ == "__main__":
