@@ -3,6 +3,8 @@
     members/{run_id}   a job that has, or waits for, a place. Written by its `dlrover run`, bound to that process's lease.
     grants/{run_id}    the size that the job has, or its place in the queue. Written by the brain, fenced on `brain`.
                        Removed by the run when it ends in order, or by the brain once nothing is left of the job.
+    ../.gpus/{gpu}/holder  the run that uses a GPU of its machine, whatever its pool. Written by that run, bound to the lease of
+                       its place, and fenced on it.
     others             jobs in no pool that the brain counts. Written by the brain, bound to its lease; for commands only.
     brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
                        after its answer was lost, is refused.
@@ -19,7 +21,7 @@ from typing import Literal
 
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
 
-__all__ = ["POOLS_FOLDER", "BrainRecord", "GrantRecord", "MemberRecord", "OthersRecord", "PoolKeys"]
+__all__ = ["POOLS_FOLDER", "BrainRecord", "GpuRecord", "GrantRecord", "MemberRecord", "OthersRecord", "PoolKeys"]
 
 POOLS_FOLDER = ".pools"
 """Folder of all pools below the prefix of all jobs. No job has this name: names of jobs begin with a letter, digit or `_`."""
@@ -65,6 +67,19 @@ class PoolKeys:
     @property
     def grants(self) -> str:
         return f"{self.root}grants/"
+
+    def gpu(self, name: str) -> str:
+        """The key of a GPU, the same for all pools. No pool has a name that begins with a dot."""
+        return f"{self.pools}.gpus/{name}/holder"
+
+
+@dataclass(frozen=True)
+class GpuRecord:
+    """The run that uses a GPU of its machine."""
+
+    run_id: str
+    host: str
+    pid: int
 
 
 @dataclass(frozen=True)
