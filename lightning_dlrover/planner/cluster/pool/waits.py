@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
 from lightning_dlrover.planner.cluster.pool.owners import Owners, queue_in_order
@@ -44,12 +44,24 @@ def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_
     for place, job in enumerate(queue.jobs, start=1):
         need = job.needs.times(job.min_workers)
         wait, free, ends = _wait_of(job, place, need, free, ends)
-        waits.append(wait)
+        waits.append(_behind(waits, wait, {each.name: each.owner for each in queue.jobs}))
     for place, job in enumerate(queue.beyond_quota, start=len(waits) + 1):
         need, quota = job.needs.times(job.min_workers), owners.quota(job.owner)
         reason = f"it needs {need.text}, and with the jobs before it owner {job.owner} has its quota of {quota.text}"
         waits.append(Wait(job.name, place, None, reason))
     return waits
+
+
+def _behind(before: Sequence[Wait], wait: Wait, owner_of: Mapping[str, str]) -> Wait:
+    """Return a wait that ends no sooner than those of other owners' jobs with an earlier turn: no job passes these."""
+    if wait.expected_s is None:
+        return wait
+    for other in reversed(before):
+        is_later = other.expected_s is None or other.expected_s > wait.expected_s
+        if is_later and owner_of[other.name] != owner_of[wait.name]:
+            reason = f"owner {owner_of[other.name]} has its turn first, with {other.name}"
+            return replace(wait, expected_s=other.expected_s, reason=reason)
+    return wait
 
 
 @dataclass(frozen=True)

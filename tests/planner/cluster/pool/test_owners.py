@@ -105,6 +105,14 @@ def test_job_whose_owner_has_its_turn_holds_back_those_of_others_but_not_smaller
     assert sizes([runs, large, other, small], Rules(Resources(4.0))) == {"runs": 3, "large": 0, "other": 0, "small": 1}
 
 
+def test_queue_tells_a_job_that_could_start_whose_turn_is_before_it() -> None:
+    runs = job("runs", "b", 3, most=3, min_workers=3, samples_left=3**0.9 * 60)
+    large, other = job("large", "a", fewest=2, most=2), job("other", "b", most=1)
+    waits = choose([runs, large, other], Rules(Resources(4.0)), 50.0, may_grow=True).waits
+    assert [(wait.name, wait.expected_s) for wait in waits] == [("large", pytest.approx(60.0)), ("other", pytest.approx(60.0))]
+    assert waits[1].reason == "owner a has its turn first, with large"
+
+
 def test_job_larger_than_its_owners_part_starts_after_the_bound_in_a_flood_of_two_others() -> None:
     floods = {owner: Flood(most_fewest=1, longest_s=LONGEST_S) for owner in ("b", "c")}
     pool = PoolOfOwners(Rules(Resources(9.0), "user", 30.0), floods)
