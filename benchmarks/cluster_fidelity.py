@@ -18,6 +18,7 @@ much faster two workers are, and how many changes of size there were, real and s
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -34,12 +35,13 @@ from lightning_dlrover.planner.cluster.jobs import Allocation
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, events_of
+from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 
 __all__ = ["JOBS", "Inputs", "fidelity", "simulated_times"]
 
 CORES = 2
-SHORT, LONG = 150, 900
+SHORT, LONG = 150, 750
 STEP_S, SAMPLE_S = 0.003, 0.03 / 240  # one worker sleeps 33 ms in a step of 240 samples, two 18 ms
 WIDTH = 64
 
@@ -83,7 +85,7 @@ def fidelity() -> dict[str, float]:
             flush=True,
         )
         ends = _run(space, endpoint, "pool", JOBS, "ours")
-        changes = sum(len(_changes(space.folder / "pool", job.name)) for job in JOBS)
+        changes = sum(len(_sizes(space.folder / "pool", job.name)) for job in JOBS)
     real = {end.name: end.jct_s for end in ends}
     expected, expected_changes = simulated_times(inputs)
     errors = []
@@ -134,7 +136,9 @@ def _measure_changes(space: Workspace, endpoint: str) -> tuple[list[tuple[float,
         for name in ("first", "second"):
             pool.submit(_job(name, 0.0, SHORT, "1"))
             pool.wait_for(f"the end of {name}", lambda name=name: any(e.name == name for e in pool.ended()), END_TIMEOUT_S)
-            pool.wait_for("growth", lambda: pool.workers().get("changes") == CORES, END_TIMEOUT_S)
+            pool.wait_for(
+                "growth", lambda: any(after == CORES for _, after, *_ in _changes(folder, "changes")[-1:]), END_TIMEOUT_S
+            )
             time.sleep(LEARNS_S)
         pool.wait_for("the end of the job", lambda: len(pool.ended()) == 3, END_TIMEOUT_S)
     changes = _changes(folder, "changes")
@@ -145,19 +149,25 @@ def _measure_changes(space: Workspace, endpoint: str) -> tuple[list[tuple[float,
     return grows, shrinks
 
 
-def _changes(folder: Path, name: str) -> list[tuple[int, int, float, float]]:
-    """Return the changes of a job: workers before and after, seconds from the decision to the pause, and of the pause."""
+def _sizes(folder: Path, name: str) -> list[tuple[EventRecord, SizeGiven]]:
+    """Return the decisions of the brain to change the size of a job that ran."""
     records = read_event_file(folder / "runs" / name / EVENTS_FILE)
-    stalls = [(record.at, stall) for record, stall in events_of(records, TrainingStalled)]
+    return [(record, given) for record, given in events_of(records, SizeGiven) if given.workers_before]
+
+
+def _changes(folder: Path, name: str) -> list[tuple[int, int, float, float]]:
+    """Return the changes of a job: workers before and after, seconds from the decision to the pause, and of the pause.
+
+    A change that the next decision has come before is left out.
+    """
+    given = _sizes(folder, name)
+    ends = [*(record.at for record, _ in given[1:]), math.inf]
     found = []
-    for record, given in events_of(records, SizeGiven):
-        after = [
-            (at - stall.seconds - record.at, stall.seconds)
-            for at, stall in stalls
-            if at > record.at and stall.workers_after == given.workers_after
-        ]
-        if given.workers_before and after:
-            found.append((given.workers_before, given.workers_after, max(0.0, after[0][0]), after[0][1]))
+    for record, stall in events_of(read_event_file(folder / "runs" / name / EVENTS_FILE), TrainingStalled):
+        for (decided, size), end in zip(given, ends, strict=True):
+            if decided.at < record.at < end and stall.workers_after == size.workers_after:
+                delay_s = max(0.0, record.at - stall.seconds - decided.at)
+                found.append((size.workers_before, size.workers_after, delay_s, stall.seconds))
     return found
 
 
