@@ -328,7 +328,7 @@ def _poll_s(options: argparse.Namespace) -> float:
 
 
 def _make_target(
-    options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event, claims: GpuClaims | None
+    options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event, claims: GpuClaims | None = None
 ) -> Target:
     if options.log_dir is not None:
         # TorchX gives each run a folder of its own. At a scheduler, nodes of several jobs would overwrite each other's files.
