@@ -4,8 +4,8 @@
 
 The jobs scale: most of a step is a sleep that their workers share, so two workers are faster than one on two cores.
 
-First the inputs are measured. Jobs of two lengths: the difference is the time of steps, and the rest is the start; two jobs of
-one worker side by side, and one job of two workers. Then one job grows and shrinks while others end and come: its history
+First the inputs are measured: two jobs of one worker side by side, and one job of two workers, each of which tells its steps/s.
+The rest of its completion time is the start. Then one job grows and shrinks while others end and come: its history
 shows how long a worker takes to join, and to leave, and how long training pauses for each.
 
 Then eight jobs come one after the other and `dlrover brain` divides two cores among them. The simulator gets the arrivals, the
@@ -19,6 +19,7 @@ much faster two workers are, and how many changes of size there were, real and s
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 __all__ = ["JOBS", "Inputs", "fidelity", "simulated_times"]
 
 CORES = 2
-SHORT, LONG = 150, 750
+MEASURED, BRIEF = 600, 150  # steps
 STEP_S, SAMPLE_S = 0.003, 0.03 / 240  # one worker sleeps 33 ms in a step of 240 samples, two 18 ms
 WIDTH = 64
 
@@ -109,22 +110,30 @@ def _arrival(name: str) -> Arrival:
 
 
 def _measure(space: Workspace, endpoint: str) -> Inputs:
-    def mean_s(name: str, steps: int, workers: str, count: int) -> float:
-        jobs = [_job(f"{name}-{number}", 0.0, steps, workers) for number in range(count)]
-        return statistics.fmean(end.jct_s for end in _run(space, endpoint, name, jobs, "user"))
+    def measured(name: str, workers: str, count: int) -> tuple[float, float]:
+        """Mean completion time and mean steps/s."""
+        ends = _run(space, endpoint, name, [_job(f"{name}-{n}", 0.0, MEASURED, workers) for n in range(count)], "user")
+        return statistics.fmean(end.jct_s for end in ends), statistics.fmean(_speed(space.folder / name, e.name) for e in ends)
 
-    side_by_side = [mean_s(f"two-{steps}", steps, "1", CORES) for steps in (SHORT, LONG)]
-    together = [mean_s(f"one-{steps}", steps, str(CORES), 1) for steps in (SHORT, LONG)]
-    slow, fast = ((LONG - SHORT) / (long_s - short_s) for short_s, long_s in (side_by_side, together))
+    jct_s, slow = measured("side-by-side", "1", CORES)
+    _, fast = measured("together", str(CORES), 1)
     grows, shrinks = _measure_changes(space, endpoint)
     pauses_s = [pause_s for _, pause_s in (*grows, *shrinks)]
     return Inputs(
-        side_by_side[0] - SHORT / slow,
+        jct_s - MEASURED / slow,
         (slow, fast),
         statistics.median(delay_s for delay_s, _ in grows),
         statistics.median(delay_s for delay_s, _ in shrinks),
         statistics.median(pauses_s),
     )
+
+
+def _speed(folder: Path, name: str) -> float:
+    """Return the steps/s that a job has told."""
+    told = re.findall(r"([\d.]+) steps/s", (folder / f"{name}.log").read_text(errors="replace"))
+    if not told:
+        raise BenchmarkError(f"job {name} has not told its steps/s: see {folder / name}.log")
+    return statistics.fmean(map(float, told))
 
 
 def _measure_changes(space: Workspace, endpoint: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
@@ -134,7 +143,7 @@ def _measure_changes(space: Workspace, endpoint: str) -> tuple[list[tuple[float,
         pool.start_brain("ours")
         pool.submit(_job("changes", 0.0, 2600))
         for name in ("first", "second"):
-            pool.submit(_job(name, 0.0, SHORT, "1"))
+            pool.submit(_job(name, 0.0, BRIEF, "1"))
             pool.wait_for(f"the end of {name}", lambda name=name: any(e.name == name for e in pool.ended()), END_TIMEOUT_S)
             pool.wait_for(
                 "growth", lambda: any(after == CORES for _, after, *_ in _changes(folder, "changes")[-1:]), END_TIMEOUT_S

@@ -26,12 +26,20 @@ class Perceptron(L.LightningModule):
     def __init__(self, width: int, step_s: float, sample_s: float) -> None:
         super().__init__()
         self.step_s, self.sample_s = step_s, sample_s
+        self.first_at: float | None = None
+        self.first_step = 0
         hidden = [part for _ in range(3) for part in (nn.Linear(width, width), nn.ReLU())]
         self.net = nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         time.sleep(self.step_s + self.sample_s * len(batch[0]))
+        if batch_idx and self.first_at is None:
+            self.first_at, self.first_step = time.monotonic(), self.global_step
         return nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :8].sum(1, keepdim=True))
+
+    def on_train_end(self) -> None:
+        if self.first_at is not None:
+            print(f"{(self.global_step - self.first_step) / (time.monotonic() - self.first_at):.3f} steps/s", flush=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
