@@ -42,8 +42,8 @@ from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 __all__ = ["JOBS", "Inputs", "fidelity", "simulated_times"]
 
 CORES = 2
-MEASURED, BRIEF = 600, 150  # steps
-STEP_S, SAMPLE_S = 0.003, 0.03 / 240  # one worker sleeps 33 ms in a step of 240 samples, two 18 ms
+MEASURED, BRIEF = 200, 40  # steps
+STEP_S, SAMPLE_S = 0.005, 0.12 / 240  # one worker sleeps 125 ms in a step of 240 samples, two 65 ms
 WIDTH = 64
 
 
@@ -54,8 +54,8 @@ def _job(name: str, at_s: float, steps: int, workers: str = "1:2") -> Arrival:
 JOBS = tuple(
     _job(name, at_s, steps)
     for name, at_s, steps in (
-        *(("a", 0.0, 2600), ("b", 30.0, 900), ("c", 75.0, 1800), ("d", 90.0, 700)),
-        *(("e", 130.0, 2400), ("f", 175.0, 1200), ("g", 185.0, 1600), ("h", 240.0, 1000)),
+        *(("a", 0.0, 650), ("b", 30.0, 220), ("c", 75.0, 450), ("d", 90.0, 180)),
+        *(("e", 130.0, 600), ("f", 175.0, 300), ("g", 185.0, 400), ("h", 240.0, 250)),
     )
 )
 LEARNS_S = 5.0  # seconds of training until a job's planner has published its speed
@@ -141,7 +141,7 @@ def _measure_changes(space: Workspace, endpoint: str) -> tuple[list[tuple[float,
     folder = space.folder / "changes"
     with PoolOfJobs(folder, endpoint, CORES) as pool:
         pool.start_brain("ours")
-        pool.submit(_job("changes", 0.0, 2600))
+        pool.submit(_job("changes", 0.0, 600))
         for name in ("first", "second"):
             pool.submit(_job(name, 0.0, BRIEF, "1"))
             pool.wait_for(f"the end of {name}", lambda name=name: any(e.name == name for e in pool.ended()), END_TIMEOUT_S)
