@@ -42,7 +42,8 @@ The last line holds the time of the decision, its peak memory, and the smallest 
 the sum of their completion times over that of first come first served, and how many of them have finished.
 
 --fidelity runs eight jobs of this machine under the brain, and simulates the same ones, see `cluster_fidelity.py`. The last
-line holds the largest and the median error of a completion time, and whether the jobs ended in the same order.
+line holds the largest and the median error of a completion time, whether the jobs ended in the same order, the speedup by a
+second worker, and the numbers of changes of size, real and simulated.
 
 --dlrover-rm simulates DLRover-RM's four figures with stated inputs, see `cluster_requests.py`.
 """

@@ -26,13 +26,20 @@ DLROVER = (sys.executable, "-m", "lightning_dlrover.cli")
 
 @dataclass(frozen=True)
 class Arrival:
-    """A job and the time of its submission, seconds from the start."""
+    """A job and the time of its submission, seconds from the start.
+
+    Args:
+        step_s: sleep in each step.
+        sample_s: sleep for each sample of a worker's share.
+    """
 
     name: str
     at_s: float
     steps: int
     workers: str = "1:2"
     width: int = 640
+    step_s: float = 0.0
+    sample_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,8 @@ class PoolOfJobs:
             *(
                 f"--steps={arrival.steps}",
                 f"--width={arrival.width}",
+                f"--step-s={arrival.step_s}",
+                f"--sample-s={arrival.sample_s}",
                 f"--checkpoints={self.folder / 'checkpoints' / arrival.name}",
             ),
         ]

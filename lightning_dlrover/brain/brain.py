@@ -88,11 +88,19 @@ class Brain:
         self._show = show
         self._patience = patience or Patience()
         client.share_lifetime(pool.root, HISTORY_TTL_S)
-        budget = {name: value for name, value in vars(rules.budget).items() if value != float("inf")}
-        record = BrainRecord(socket.gethostname(), os.getpid(), rules.policy, budget)
+        owners = rules.owners
+        record = BrainRecord(
+            socket.gethostname(),
+            os.getpid(),
+            rules.policy,
+            rules.budget.limits,
+            rules.max_wait_s,
+            dict(owners.weights),
+            {owner: quota.limits for owner, quota in owners.quotas.items()},
+        )
         journal = Journal(client, Keys(pool.pool, pool.prefix))
         self._tenure = Tenure(journal, pool.brain, lambda: record, self._busy, self._patience.lease_s)
-        self._watch = Watch(client, pool, rules.owner_weights, rules.counts_others)
+        self._watch = Watch(client, pool, rules.counts_others)
         self._writer = Writer(client, pool, self._tenure)
         self._others: list[str] = []  # jobs in no pool, as published
         self._absent_since: dict[str, float] = {}

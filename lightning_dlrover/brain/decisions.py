@@ -6,11 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lightning_dlrover.planner.cluster.pool.elastic_policy import elastic_divider
+from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
+from lightning_dlrover.planner.cluster.pool.elastic_policy import as_asked, elastic_divider
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
 from lightning_dlrover.planner.cluster.pool.moves import Move, next_moves
+from lightning_dlrover.planner.cluster.pool.owners import Owners, queue_in_order
 from lightning_dlrover.planner.cluster.pool.resources import Resources
-from lightning_dlrover.planner.cluster.pool.sizes import Divider, in_queue_order, wanted_sizes, why_never
+from lightning_dlrover.planner.cluster.pool.sizes import Divider, wanted_sizes, why_never
 from lightning_dlrover.planner.cluster.pool.waits import Wait, queue_of
 
 __all__ = ["Choice", "Rules", "choose", "reason_of"]
@@ -26,13 +28,14 @@ class Rules:
     Args:
         policy: name of a policy for elastic jobs.
         max_wait_s: a job that has waited longer goes before all others.
+        owners: their weights and quotas.
         counts_others: whether jobs that are in no pool take part of the budget.
     """
 
     budget: Resources
     policy: str = DEFAULT_POLICY
     max_wait_s: float = DEFAULT_MAX_WAIT_S
-    owner_weights: Mapping[str, float] = field(default_factory=dict)
+    owners: Owners = field(default_factory=Owners)
     counts_others: bool = True
 
     @cached_property
@@ -43,6 +46,10 @@ class Rules:
             ValueError: there is none with that name.
         """
         return elastic_divider(self.policy, self.max_wait_s)
+
+    def treated(self, jobs: Sequence[PoolJob]) -> Sequence[PoolJob]:
+        """Return jobs as the policy treats them."""
+        return as_asked(jobs, self.budget, self.owners) if ELASTIC_POLICIES[self.policy].rigid else jobs
 
 
 @dataclass(frozen=True)
@@ -74,15 +81,15 @@ def choose(jobs: Sequence[PoolJob], rules: Rules, now_s: float, may_grow: bool) 
     Args:
         may_grow: whether everything that runs is sure to be on record.
     """
-    budget = rules.budget
-    refused = {job.name: reason for job in jobs if job.is_waiting and (reason := why_never(job, budget))}
+    jobs, budget, owners = rules.treated(jobs), rules.budget, rules.owners
+    refused = {job.name: reason for job in jobs if job.is_waiting and (reason := why_never(job, budget, owners))}
     able = [job for job in jobs if job.name not in refused]
-    wanted = wanted_sizes(able, budget, rules.divide, now_s, rules.max_wait_s)
-    queue = in_queue_order([job for job in able if job.is_waiting], now_s, rules.max_wait_s)
+    wanted = wanted_sizes(able, budget, rules.divide, now_s, rules.max_wait_s, owners)
+    queue = queue_in_order(able, budget, owners, now_s, rules.max_wait_s)
     running = sorted((job for job in able if not job.is_waiting), key=lambda job: (-job.priority, job.submitted_s, job.name))
-    moves = next_moves([*queue, *running], budget, wanted, may_grow)
+    moves = next_moves([*queue.jobs, *queue.beyond_quota, *running], budget, wanted, may_grow)
     started = {move.name for move in moves}
-    waits = queue_of([job for job in able if job.name not in started], budget, now_s, rules.max_wait_s)
+    waits = queue_of([job for job in able if job.name not in started], budget, now_s, rules.max_wait_s, owners)
     gone = [job.name for job in jobs if not job.is_present and not job.alive]
     return Choice(wanted, moves, refused, gone, waits)
 

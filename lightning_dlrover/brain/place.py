@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from lightning_dlrover.brain.gpus import GpuClaims
 from lightning_dlrover.brain.seen import num_alive
 from lightning_dlrover.output import time_text
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -68,6 +69,8 @@ class Place:
         self._journal = Journal(client, keys)
         self._grant_key = pool.grants + keys.run_id
         self._tenure = Tenure(self._journal, pool.members + keys.run_id, lambda: ask, self._taken, ttl_s)
+        self._lost_gpus = False
+        self.gpus = GpuClaims(client, pool, keys.run_id, self._tenure)
 
     def __enter__(self) -> Place:
         return self
@@ -116,7 +119,11 @@ class Place:
     def keep(self) -> None:
         """Take the place again if its lease was lost, as in an outage of etcd. Call regularly."""
         try:
-            self._tenure.take_back()
+            if self._tenure.take_back():
+                self._lost_gpus = True
+            if self._lost_gpus:
+                self.gpus.take_back()
+                self._lost_gpus = False
         except EtcdError:
             pass  # the next call repeats it
         except PlaceError as error:
@@ -129,7 +136,7 @@ class Place:
             if not num_alive(self._client.entries(self._keys.live), self._keys):
                 # Both at once: a job without a grant and with a member record waits for a place.
                 member = self._pool.members + self._keys.run_id
-                self._client.txn([self._tenure.is_ours], [Delete(self._grant_key), Delete(member)])
+                self._client.txn([self._tenure.is_ours], [Delete(self._grant_key), Delete(member), *self.gpus.deletions])
         except EtcdError as error:
             log.info("run %s: its place in pool %s is given back later: %s", self._keys.run_id, self._pool.pool, error)
         self._tenure.give_up()

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.seen import SeenJob
 from lightning_dlrover.brain.watch import PoolView
 from lightning_dlrover.planner.cluster.pool.jobs import held_by
+from lightning_dlrover.planner.cluster.pool.owners import Owners
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 
-__all__ = ["budget_of", "standing_of"]
+__all__ = ["rules_of", "standing_of"]
 
 
-def budget_of(view: PoolView) -> Resources | None:
-    """Return the budget of the brain that decides, None if no process does."""
-    if view.brain is None:
+def rules_of(view: PoolView) -> Rules | None:
+    """Return the rules of the brain that decides, None if no process does."""
+    brain = view.brain
+    if brain is None:
         return None
-    return Resources(**{name: view.brain.budget.get(name, math.inf) for name in ("cores", "gpus", "memory_mb")})
+    owners = Owners(brain.owner_weights, {owner: Resources.within(quota) for owner, quota in brain.quotas.items()})
+    return Rules(Resources.within(brain.budget), brain.policy, brain.max_wait_s, owners)
 
 
 def standing_of(view: PoolView, now: float) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def standing_of(view: PoolView, now: float) -> dict[str, Any]:
     Args:
         now: seconds since the epoch.
     """
-    budget = budget_of(view)
+    rules = rules_of(view)
 
     def place(seen: SeenJob) -> tuple[bool, int, float, str]:
         job = seen.job
@@ -36,7 +39,7 @@ def standing_of(view: PoolView, now: float) -> dict[str, Any]:
         "brain": None
         if view.brain is None
         else {"host": view.brain.host, "pid": view.brain.pid, "policy": view.brain.policy, "decisions": view.brain.number},
-        "budget": budget.text if budget is not None else "",
+        "budget": rules.budget.text if rules is not None else "",
         "used": held_by(view.pool_jobs).text,
         "jobs": [_job(seen, now) for seen in sorted(view.jobs.values(), key=place)],
     }

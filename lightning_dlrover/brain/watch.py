@@ -50,7 +50,6 @@ class Watch:
     """Looks at one pool, again and again.
 
     Args:
-        owner_weights: weight of an owner's jobs together, by owner. Those of owners that are absent have their own weights.
         counts_others: whether to look for jobs that are in no pool; None: those that the brain has found are seen.
     """
 
@@ -58,12 +57,10 @@ class Watch:
         self,
         client: EtcdClient,
         pool: PoolKeys,
-        owner_weights: Mapping[str, float] | None = None,
         counts_others: bool | None = None,
     ) -> None:
         self._client = client
         self._pool = pool
-        self._owner_weights = owner_weights or {}
         self._counts_others = counts_others
         self._outsiders = Outsiders(client, pool)
         self._learned: dict[str, Learned] = {}
@@ -81,20 +78,13 @@ class Watch:
         entries = self._client.entries(pool.pools)
         members = _folder(entries, pool.members, MemberRecord)
         grants = _folder(entries, pool.grants, GrantRecord)
-        num_of_owner: dict[str, int] = {}
-        for member in members.values():
-            num_of_owner[member.owner] = num_of_owner.get(member.owner, 0) + 1
         names = sorted({*members, *grants})
         lives = self._read({name: Keys(name, pool.prefix) for name in names})
         jobs = {}
         for name in names:
-            known = members.get(name)
-            weight = known.weight if known is not None else 1.0
-            if known is not None and known.owner in self._owner_weights:
-                weight *= self._owner_weights[known.owner] / num_of_owner[known.owner]
             entry = entries.get(pool.grants + name)
             revision = entry.mod_revision if entry is not None else 0
-            jobs[name] = self._job(name, lives[name], known, grants.get(name), revision, weight, now)
+            jobs[name] = self._job(name, lives[name], members.get(name), grants.get(name), revision, now)
         brain_entry = entries.get(pool.brain)
         places = [key.split("/")[-2:] for key in entries]
         in_pools = {name for folder, name in places if folder in ("members", "grants")}
@@ -119,7 +109,6 @@ class Watch:
         member: MemberRecord | None,
         grant: GrantRecord | None,
         revision: int,
-        weight: float,
         now: float,
     ) -> SeenJob:
         keys = Keys(name, self._pool.prefix)
@@ -128,7 +117,8 @@ class Watch:
         learned = self._learned.setdefault(name, Learned())
         given = grant or GrantRecord("waiting")
         size = max(1, given.num_workers, alive)
-        asked = member or MemberRecord("", 0, size, size, given.submitted_at, given.cores, given.gpus, given.memory_mb)
+        needs = (given.cores, given.gpus, given.memory_mb)
+        asked = member or MemberRecord("", 0, size, size, given.submitted_at, *needs, owner=given.owner)
         record = readable(JobRecord, live.get(keys.job))
         # The policies choose from a range, so it ends before a number of workers with which a step has failed.
         most = max(record.most_workers(alive), asked.min_workers) if record is not None else asked.max_workers
@@ -153,7 +143,7 @@ class Watch:
             since_s=given.since,
             served_worker_s=given.served_worker_s,
             priority=asked.priority,
-            weight=weight,
+            weight=asked.weight,
             owner=asked.owner,
             deadline_s=asked.deadline_at or None,
         )

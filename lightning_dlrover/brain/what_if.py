@@ -72,12 +72,15 @@ def sizes_if(
         without: a job to leave out.
         by_hand: a job to set to `num_workers` by hand.
     """
-    now = wanted_sizes(jobs, rules.budget, rules.divide, now_s, rules.max_wait_s)
     others = [job for job in jobs if job.name != without]
     if by_hand:
         fixed = {"is_by_hand": True, "planned": num_workers, "alive": num_workers}
         others = [replace(job, **fixed) if job.name == by_hand else job for job in others]  # type: ignore[arg-type]
-    return now, wanted_sizes(others, budget, rules.divide, now_s, rules.max_wait_s)
+    return _sizes(jobs, rules, now_s), _sizes(others, replace(rules, budget=budget), now_s)
+
+
+def _sizes(jobs: Sequence[PoolJob], rules: Rules, now_s: float) -> dict[str, int]:
+    return wanted_sizes(rules.treated(jobs), rules.budget, rules.divide, now_s, rules.max_wait_s, rules.owners)
 
 
 def _price(decision: Decision | None, num_workers: int) -> float | None:

@@ -18,6 +18,7 @@ from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.output import complain, say, show
+from lightning_dlrover.planner.cluster.pool.owners import Owners
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.report.status import JobPlace, connect
@@ -34,7 +35,7 @@ def brain_command(options: argparse.Namespace) -> int:
         Resources(**options.budget),
         options.policy,
         options.longest_wait,
-        dict(options.owner_weight),
+        Owners(dict(options.owner_weight), {owner: Resources(**quota) for owner, quota in options.quota}),
         counts_others=not options.pool_only,
     )
     pool, hurry = _pool(options), threading.Event()

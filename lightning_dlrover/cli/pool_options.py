@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POOL = "default"
 
-POOL_POLICIES = ("ours", "user", "tuned", "srtf", "las", "dlrover", "autopilot", "optimus", "pollux", "sia")
-"""Policies of `dlrover brain`, as `planner/cluster/elastic/` has them; the default first."""
+POOL_POLICIES = ("ours", "sia", "user")
+"""Policies of `dlrover brain`, the default first. `dlrover simulate` has those that are only there to be compared with."""
 
 
 def add_place_in_pool(run: argparse.ArgumentParser) -> None:
@@ -23,9 +23,17 @@ def add_place_in_pool(run: argparse.ArgumentParser) -> None:
         "pool", "Only with --pool: the job waits for a place in a budget that `dlrover brain` divides."
     )
     group.add_argument("--pool", metavar="NAME", help="pool to run in; needs an etcd that its jobs share (--endpoint)")
-    group.add_argument("--priority", type=values.setting, metavar="N", help="jobs with a higher one start first (default 0)")
     group.add_argument(
-        "--weight", type=values.positive, metavar="X", help="importance of this job's speed beside that of others (default 1)"
+        "--priority",
+        type=values.setting,
+        metavar="N",
+        help="jobs of an owner with a higher one start first (default 0)",
+    )
+    group.add_argument(
+        "--weight",
+        type=values.positive,
+        metavar="X",
+        help="importance of this job's speed among its owner's jobs (default 1)",
     )
     group.add_argument("--owner", metavar="NAME", help="user or team that the job counts for (default: the current user)")
     group.add_argument(
@@ -51,9 +59,10 @@ def add_brain(commands: Commands) -> None:
     _add_pool(brain)
     brain.add_argument(
         "--policy",
-        choices=POOL_POLICIES,
+        type=values.pool_policy(POOL_POLICIES),
         default=POOL_POLICIES[0],
-        help=f"how the budget is divided (default {POOL_POLICIES[0]})",
+        metavar="NAME",
+        help=f"how the budget is divided: {', '.join(POOL_POLICIES)} (default {POOL_POLICIES[0]})",
     )
     brain.add_argument(
         "--every",
@@ -83,7 +92,15 @@ def add_brain(commands: Commands) -> None:
         default=[],
         type=values.owner_weight,
         metavar="OWNER=X",
-        help="weight of all jobs of an owner together; repeatable (default: each job has its own weight)",
+        help="part of an owner in the pool beside those of the others, which its jobs share; repeatable (default: 1 each)",
+    )
+    brain.add_argument(
+        "--quota",
+        action="append",
+        default=[],
+        type=values.quota,
+        metavar="OWNER=LIST",
+        help="most resources of all jobs of an owner together, such as ads=cores=16,memory=64G; repeatable (default: none)",
     )
     brain.add_argument(
         "--pool-only",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dlrover import variables
+from lightning_dlrover.brain.gpus import GpuClaims
 from lightning_dlrover.brain.place import MEMBER_LEASES, MEMBER_TTL_S, Place
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
@@ -175,7 +176,8 @@ def _run_job(
         _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
         # Before the target: its nodes end before the place is given back.
         seat = stack.enter_context(_seat(client, place, *asked, options)) if asked is not None else None
-        target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None)
+        gpus = seat.gpus if seat is not None else None
+        target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None, claims=gpus)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
         announce = Announcer(log)
@@ -327,7 +329,12 @@ def _poll_s(options: argparse.Namespace) -> float:
 
 
 def _make_target(
-    options: argparse.Namespace, spec: NodeSpec, log_dir: Path, hurry: threading.Event, has_own_etcd: bool
+    options: argparse.Namespace,
+    spec: NodeSpec,
+    log_dir: Path,
+    hurry: threading.Event,
+    has_own_etcd: bool,
+    claims: GpuClaims | None = None,
 ) -> Target:
     if options.log_dir is not None:
         # TorchX gives each run a folder of its own. At a scheduler, nodes of several jobs would overwrite each other's files.
@@ -336,7 +343,7 @@ def _make_target(
     if options.target == "local":
         from lightning_dlrover.components.targets.local import LocalTarget
 
-        return LocalTarget(spec, log_dir, int(options.gpus or 0), hurry=hurry)
+        return LocalTarget(spec, log_dir, int(options.gpus or 0), claims, hurry=hurry)
     if options.target == "kubernetes":
         from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
 

@@ -182,12 +182,6 @@ def _check_this_machine(options: argparse.Namespace) -> None:
         return
     if not re.fullmatch(r"[1-9]\d*", options.gpus):
         raise UsageError(f"--gpus {options.gpus!r} is not a number of GPUs, such as 1")
-    if options.pool is not None and DEVICES_VARIABLE not in os.environ:
-        raise UsageError(
-            f"--pool {options.pool} with --gpus {options.gpus}: each `dlrover run` of this machine would take its first GPUs, "
-            f"whatever other jobs use; give this job GPUs of its own with {DEVICES_VARIABLE}=2,3, or use --target slurm or "
-            "kubernetes"
-        )
     # With several workers per node, each has one of the node's GPUs.
     each = int(options.gpus) // options.workers_per_node
     (_, most), there = options.workers, len(visible_devices(os.environ))

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import re
+from collections.abc import Callable, Sequence
 
 
 def cpus(text: str) -> tuple[int, int]:
@@ -152,6 +153,27 @@ def owner_weight(text: str) -> tuple[str, float]:
     if not given or not owner:
         raise argparse.ArgumentTypeError(f"{text!r} is not OWNER=WEIGHT, such as ads=2")
     return owner, positive(weight)
+
+
+def pool_policy(names: Sequence[str]) -> Callable[[str], str]:
+    """The name of a policy of a pool."""
+
+    def policy(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} divides no pool: choose {', '.join(names)}; `dlrover simulate --policy` has others, to compare with"
+            )
+        return text
+
+    return policy
+
+
+def quota(text: str) -> tuple[str, dict[str, float]]:
+    """An owner and the most that its jobs may have together, from `OWNER=LIST` with a list as `pool_budget` takes it."""
+    owner, given, amounts = text.partition("=")
+    if not given or not owner or "=" not in amounts:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OWNER=LIST, such as ads=cores=16,gpus=4")
+    return owner, pool_budget(amounts)
 
 
 def pool_budget(text: str) -> dict[str, float]:

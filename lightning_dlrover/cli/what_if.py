@@ -7,10 +7,9 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.learned import Learned
 from lightning_dlrover.brain.seen import SeenJob
-from lightning_dlrover.brain.standing import budget_of
+from lightning_dlrover.brain.standing import rules_of
 from lightning_dlrover.brain.watch import PoolView, Watch
 from lightning_dlrover.brain.what_if import prospect, sizes_if
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
@@ -88,12 +87,12 @@ def _row(expected: Prospect) -> tuple[str, ...]:
 
 def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: float) -> list[str]:
     """Compare the sizes of all jobs of the pool."""
-    budget = budget_of(view)
-    if budget is None or view.brain is None:
+    rules = rules_of(view)
+    if rules is None:
         raise UsageError(f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover brain` first")
     if options.without is not None and options.without not in view.jobs:
         raise UsageError(f"pool {options.pool!r} has no job {options.without!r}; its jobs are {', '.join(view.jobs) or 'none'}")
-    rules = Rules(budget, view.brain.policy)
+    budget = rules.budget
     by_hand = place.run_id if options.workers is not None and place.run_id in view.jobs else ""
     more = cluster_change(options.cluster) if options.cluster is not None else Resources()
     if min(vars(budget + more).values()) < 0:
@@ -107,7 +106,7 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
         rows.append(
             (job.name, str(job.held), str(new), *(time_text(s) if s is not None else "unknown" for s in (now_s, then_s)))
         )
-    return [f"pool {options.pool}, by policy {view.brain.policy}:", *text_table("<>>>>", rows, indent=2)]
+    return [f"pool {options.pool}, by policy {rules.policy}:", *text_table("<>>>>", rows, indent=2)]
 
 
 def cluster_change(words: list[str]) -> Resources:

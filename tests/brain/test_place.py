@@ -14,7 +14,6 @@ from waiting import eventually
 from lightning_dlrover.brain.brain import Brain, Patience
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.place import Place, PlaceError, member_key
-from lightning_dlrover.brain.watch import Watch
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -142,13 +141,6 @@ def test_change_of_the_grant_in_the_last_moment_is_followed(client: EtcdClient, 
         plan = readable(PlanRecord, client.get(keys.plan))
         assert plan is not None
         assert [plan.num_workers] == found == [1]
-
-
-def test_owner_with_many_jobs_has_the_weight_of_one_with_few(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
-    for number, owner in enumerate(["ads", "ads", "ads", "maps", ""]):
-        client.put(f"{pool.members}{keys.run_id}-{number}", encode(ask(owner=owner, weight=2.0)))
-    view = Watch(client, pool, {"ads": 3.0, "maps": 1.0}).look(time.time())
-    assert [seen.job.weight for seen in view.jobs.values()] == [2.0, 2.0, 2.0, 2.0, 2.0]
 
 
 def test_job_is_cancelled_while_it_waits_for_its_place(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:

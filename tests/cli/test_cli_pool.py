@@ -15,7 +15,7 @@ from run_cli import RunCli
 
 from lightning_dlrover.brain.brain import Brain, Patience
 from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.cli.values import owner_weight, pool_budget
+from lightning_dlrover.cli.values import owner_weight, pool_budget, quota
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -139,13 +139,9 @@ def test_outcome_of_a_size_is_the_median_of_its_windows() -> None:
         (("--priority", "3"), "--priority: only with --pool NAME"),
         (("--pool", "p", "--weight", "0"), "'0' is not a number above 0"),
         (("--pool", "", "--endpoint", "127.0.0.1:1"), "cannot name a pool"),
-        (("--pool", "p", "--endpoint", "127.0.0.1:1", "--gpus", "1"), "GPUs of its own with CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_run_refuses_options_of_pools_that_make_no_sense(
-    dlrover: RunCli, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_run_refuses_options_of_pools_that_make_no_sense(dlrover: RunCli, options: tuple[str, ...], message: str) -> None:
     code, _, errors = dlrover("run", *options, "script.py")
     assert (code, message in errors) == (2, True), errors
 
@@ -153,11 +149,21 @@ def test_run_refuses_options_of_pools_that_make_no_sense(
 def test_budgets_and_weights_are_parsed_or_refused() -> None:
     assert pool_budget("cores=64,memory=2G") == {"cores": 64.0, "gpus": float("inf"), "memory_mb": 2048}
     assert owner_weight("ads=2") == ("ads", 2.0)
+    assert quota("ads=gpus=2,memory=2G") == ("ads", {"cores": float("inf"), "gpus": 2.0, "memory_mb": 2048})
+    for wrong in ("ads", "cores=2", "=cores=2"):
+        with pytest.raises(Exception, match="OWNER=LIST"):
+            quota(wrong)
     for wrong in ("cores", "disk=3", "cores=1,cores=2", "cores=-1"):
         with pytest.raises(Exception, match=r"budget|twice|above 0"):
             pool_budget(wrong)
     with pytest.raises(Exception, match="OWNER=WEIGHT"):
         owner_weight("2")
+
+
+def test_brain_refuses_a_policy_that_is_only_there_to_be_compared_with(dlrover: RunCli) -> None:
+    code, _, errors = dlrover("brain", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
+    assert code == 2
+    assert "'las' divides no pool: choose ours, sia, user; `dlrover simulate --policy` has others" in " ".join(errors.split())
 
 
 def test_expected_start_is_shown_as_time_from_now(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:

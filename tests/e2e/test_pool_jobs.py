@@ -179,6 +179,43 @@ def test_killed_run_frees_its_place_once_its_workers_have_ended(cluster: Cluster
     assert cluster.audit.most <= 2, cluster.audit.history
 
 
+@pytest.mark.long
+def test_runs_of_one_machine_use_different_gpus_and_those_of_a_killed_one_are_free(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = "".join(f"GPU {number}: H200 (UUID: GPU-{name})\\n" for number, name in enumerate("ab"))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listing}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    brief, until = ("--lease-ttl", f"{LEASE_S}s"), tmp_path / "until"
+
+    def gpus() -> list[str]:
+        environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in cluster.workers_of_script()]
+        return sorted(e.decode() for environment in environments for e in environment if e.startswith(b"CUDA_VISIBLE_DEVICES="))
+
+    cluster.brain(*brief)
+    first, second = (cluster.job(name, "--until", until, workers="1:1", options=(*brief, "--gpus", 1)) for name in ("a", "b"))
+    for run in (first, second):
+        cluster.wait_for_workers(run, 1)
+    both = ["CUDA_VISIBLE_DEVICES=GPU-a", "CUDA_VISIBLE_DEVICES=GPU-b"]
+    second.wait_for(lambda: gpus() == both or None, "a GPU for each")
+    first.process.kill()
+    third = cluster.job("c", "--until", until, workers="1:1", options=(*brief, "--gpus", 1))
+    cluster.wait_for_workers(third, 1)
+    third.wait_for(lambda: gpus() == both or None, "the GPU of the killed one")
+    until.touch()
+    for run in (second, third):
+        assert run.wait_for_exit(60) == 0, run.output
+    cluster.assert_nothing_left()
+    assert claims_left(cluster) == []
+
+
+def claims_left(cluster: Cluster) -> list[str]:
+    """Claims of GPUs that are left."""
+    return [entry.key for entry in cluster.client.get_prefix(POOL.pools)[1] if "/.gpus/" in entry.key]
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_waiting_run_that_ends_leaves_no_place_in_the_queue(cluster: Cluster, number: signal.Signals, code: int) -> None:
     waiting = cluster.job("a")

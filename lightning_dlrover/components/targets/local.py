@@ -16,7 +16,7 @@ from torchx.specs import AppDef
 
 from lightning_dlrover import variables
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.targets.machine.shares import MachineShares
+from lightning_dlrover.components.targets.machine.shares import Claims, MachineShares
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec
 from lightning_dlrover.components.targets.torchx_api import TorchXRunner
 
@@ -58,6 +58,7 @@ class LocalTarget:
 
     Args:
         gpus: GPUs that each node owns exclusively; 0: all nodes share every GPU visible to this process.
+        claims: keeps these GPUs from other jobs of this machine; None: no other job uses them.
         grace_s: seconds between SIGTERM and SIGKILL.
         hurry: when set, SIGKILL follows without a grace period.
     """
@@ -70,6 +71,7 @@ class LocalTarget:
         spec: NodeSpec,
         log_dir: Path,
         gpus: int = 0,
+        claims: Claims | None = None,
         grace_s: float = 20.0,
         hurry: threading.Event | None = None,
     ) -> None:
@@ -82,7 +84,7 @@ class LocalTarget:
         self._nodes: dict[str, str] = {}  # key: handle; names of nodes not seen to end yet
         self._out_of_memory: set[str] = set()  # handles
         self._logs: dict[str, list[Path]] = {}  # key: handle
-        self._shares = MachineShares(gpus, spec.workers_per_node)
+        self._shares = MachineShares(gpus, spec.workers_per_node, claims)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
 

@@ -3,6 +3,8 @@
     members/{run_id}   a job that has, or waits for, a place. Written by its `dlrover run`, bound to that process's lease.
     grants/{run_id}    the size that the job has, or its place in the queue. Written by the brain, fenced on `brain`.
                        Removed by the run when it ends in order, or by the brain once nothing is left of the job.
+    ../.gpus/{gpu}/holder  the run that uses a GPU of its machine, whatever its pool. Written by that run, bound to the lease of
+                       its place, and fenced on it.
     others             jobs in no pool that the brain counts. Written by the brain, bound to its lease; for commands only.
     brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
                        after its answer was lost, is refused.
@@ -19,7 +21,7 @@ from typing import Literal
 
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
 
-__all__ = ["POOLS_FOLDER", "BrainRecord", "GrantRecord", "MemberRecord", "OthersRecord", "PoolKeys"]
+__all__ = ["POOLS_FOLDER", "BrainRecord", "GpuRecord", "GrantRecord", "MemberRecord", "OthersRecord", "PoolKeys"]
 
 POOLS_FOLDER = ".pools"
 """Folder of all pools below the prefix of all jobs. No job has this name: names of jobs begin with a letter, digit or `_`."""
@@ -66,6 +68,19 @@ class PoolKeys:
     def grants(self) -> str:
         return f"{self.root}grants/"
 
+    def gpu(self, name: str) -> str:
+        """The key of a GPU, the same for all pools. No pool has a name that begins with a dot."""
+        return f"{self.pools}.gpus/{name}/holder"
+
+
+@dataclass(frozen=True)
+class GpuRecord:
+    """The run that uses a GPU of its machine."""
+
+    run_id: str
+    host: str
+    pid: int
+
 
 @dataclass(frozen=True)
 class MemberRecord:
@@ -105,7 +120,8 @@ class GrantRecord:
     since: float = 0.0  # start of this state, or of this size
     submitted_at: float = 0.0
     served_worker_s: float = 0.0  # seconds times workers that it had before `since`
-    # Needs of a worker, for as long as the job has processes though its `dlrover run` is gone.
+    # The owner, and the needs of a worker, for as long as the job has processes though its `dlrover run` is gone.
+    owner: str = ""
     cores: float = 1.0
     gpus: int = 0
     memory_mb: int = 0
@@ -119,6 +135,9 @@ class BrainRecord:
     pid: int
     policy: str = ""
     budget: dict[str, float] = field(default_factory=dict)  # cores, gpus, memory_mb; a resource that is absent is unlimited
+    max_wait_s: float = 3600.0
+    owner_weights: dict[str, float] = field(default_factory=dict)
+    quotas: dict[str, dict[str, float]] = field(default_factory=dict)  # by owner, each as `budget`
     number: int = 0  # decisions of this process so far
 
 

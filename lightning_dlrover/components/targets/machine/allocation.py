@@ -37,8 +37,11 @@ class Allocation:
         self._devices = list(dict.fromkeys(devices))
         self._shares: dict[str, Share] = {}
 
-    def take(self, node: str, num_cores: int = 0, num_devices: int = 0) -> Share:
+    def take(self, node: str, num_cores: int = 0, num_devices: int = 0, usable: Collection[str] | None = None) -> Share:
         """Give a node cores and devices; all cores if it requests more than exist.
+
+        Args:
+            usable: names of the only devices that it may have; None: any.
 
         Raises:
             NothingFreeError: too few devices are free; the node gets nothing.
@@ -47,7 +50,7 @@ class Allocation:
         if node in self._shares:
             raise ValueError(f"{node} has {self._shares[node]} already")
         taken = {device: owner for owner, share in self._shares.items() for device in share.devices}
-        free = [device for device in self._devices if device not in taken]
+        free = [each for each in self.free_devices if usable is None or each in usable]
         if num_devices > len(free):
             owners = list(dict.fromkeys(taken.values()))
             others = f"; {', '.join(owners)} {'have' if len(owners) > 1 else 'has'} the others" if owners else ""
@@ -55,9 +58,15 @@ class Allocation:
         self._shares[node] = Share(self._least_used(num_cores, self._use()), tuple(free[:num_devices]))
         return self._shares[node]
 
-    def give_back(self, node: str) -> None:
-        """Take back a node's share, if it has one."""
-        self._shares.pop(node, None)
+    @property
+    def free_devices(self) -> list[str]:
+        """Devices that no node has."""
+        taken = {device for share in self._shares.values() for device in share.devices}
+        return [device for device in self._devices if device not in taken]
+
+    def give_back(self, node: str) -> Share:
+        """Take back a node's share. Return it, empty if it has none."""
+        return self._shares.pop(node, Share())
 
     def spread(self) -> dict[str, Share]:
         """Move nodes that share cores to less used ones where possible. Return the changed shares."""

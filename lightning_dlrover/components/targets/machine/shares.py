@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from lightning_dlrover import variables
 from lightning_dlrover.components.targets.machine.allocation import Allocation, NothingFreeError
@@ -16,9 +17,25 @@ from lightning_dlrover.components.targets.machine.control_groups import MemoryGr
 from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
 from lightning_dlrover.components.targets.target import NodeSize, NotTakenError, thread_variables
 
-__all__ = ["MachineShares"]
+__all__ = ["Claims", "MachineShares"]
 
 log = logging.getLogger(__name__)
+
+
+class Claims(Protocol):
+    """The GPUs that this job may use of those that it shares with other jobs."""
+
+    def take(self, gpus: Sequence[str], number: int, /) -> list[str]:
+        """Return the first ones that no other job has, `number` at most, and keep them from the others."""
+        ...
+
+    def give_back(self, gpus: Collection[str], /) -> None:
+        """Let other jobs have them."""
+        ...
+
+    def holders(self, gpus: Sequence[str], /) -> str:
+        """Name the jobs that have these GPUs."""
+        ...
 
 
 class MachineShares:
@@ -27,10 +44,12 @@ class MachineShares:
     Args:
         gpus: GPUs that each node owns exclusively; 0: all nodes share every GPU visible to this process.
         workers_per_node: workers that share a node's cores.
+        claims: None: no other job uses the GPUs that this process sees.
     """
 
-    def __init__(self, gpus: int, workers_per_node: int = 1) -> None:
+    def __init__(self, gpus: int, workers_per_node: int = 1, claims: Claims | None = None) -> None:
         self._gpus = gpus
+        self._claims = claims
         self._workers_per_node = workers_per_node
         self._allocation = Allocation(sorted(os.sched_getaffinity(0)), visible_devices(os.environ) if gpus else ())
         self._groups: MemoryGroups | None = None
@@ -50,13 +69,13 @@ class MachineShares:
             NotTakenError: too few GPUs are free; the node gets nothing.
         """
         try:
-            share = self._allocation.take(node, size.cpus, self._gpus)
+            share = self._allocation.take(node, size.cpus, self._gpus, self._claimed(node))
         except NothingFreeError as error:
             raise NotTakenError(str(error)) from error
         try:
             group = self._memory_group(node, size.memory_mb)
         except OSError as error:
-            self._allocation.give_back(node)
+            self._give_back(node)
             raise NotTakenError(f"{node} cannot be given a control group with {size.memory_mb} MiB: {error}") from error
         if 0 < len(share.cores) < size.cpus:
             self._tell_once("size", f"nodes ask for {size.cpus} cores, and get the {len(share.cores)} that there are")
@@ -83,7 +102,7 @@ class MachineShares:
         """
         for node in self._ended - {*left}:
             if self._groups is None or self._groups.remove(node):
-                self._allocation.give_back(node)
+                self._give_back(node)
                 self._limits_mb.pop(node, None)
                 self._ended.discard(node)
         return {node: share.cores for node, share in self._allocation.spread().items()}
@@ -98,6 +117,27 @@ class MachineShares:
         """Remove the control groups after all nodes have ended."""
         if self._groups is not None:
             self._groups.close()
+
+    def _claimed(self, node: str) -> list[str] | None:
+        """Return GPUs for a node that no other job has; None: any.
+
+        Raises:
+            NothingFreeError: too few.
+        """
+        if self._claims is None or not self._gpus:
+            return None
+        free = self._allocation.free_devices
+        claimed = self._claims.take(free, self._gpus)
+        if len(claimed) < self._gpus <= len(free):
+            others = self._claims.holders([gpu for gpu in free if gpu not in claimed])
+            self._claims.give_back(claimed)
+            raise NothingFreeError(f"{node} needs {self._gpus} GPUs, and {len(claimed)} are free on this machine: {others}")
+        return claimed
+
+    def _give_back(self, node: str) -> None:
+        share = self._allocation.give_back(node)
+        if self._claims is not None:
+            self._claims.give_back(share.devices)
 
     def _memory_group(self, node: str, limit_mb: int) -> Path | None:
         """

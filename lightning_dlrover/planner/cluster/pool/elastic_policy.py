@@ -19,11 +19,12 @@ from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES, make_ela
 from lightning_dlrover.planner.cluster.jobs import Device, Job, Profile, Running, State
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
+from lightning_dlrover.planner.cluster.pool.owners import Owners
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.planner.cluster.pool.sizes import Divider
 from lightning_dlrover.planner.cluster.scaling import Speeds
 
-__all__ = ["RateScaling", "elastic_divider"]
+__all__ = ["RateScaling", "as_asked", "elastic_divider"]
 
 GUESSED_EXPONENT = 0.8
 """Throughput of a job with unknown speed: the number of its workers to this power."""
@@ -58,6 +59,21 @@ def elastic_divider(name: str, max_wait_s: float) -> Divider:
         return sizes | _divided(policy, others, "cores", free.cores, now_s, waits_longer_s)
 
     return divide
+
+
+def as_asked(jobs: Sequence[PoolJob], budget: Resources, owners: Owners) -> list[PoolJob]:
+    """Return jobs as a rigid policy treats them: one that waits needs its most workers, and one that runs gives none back.
+
+    Where its most workers are too many for the budget, or the quota of its owner, a job needs its fewest.
+    """
+
+    def asked(job: PoolJob) -> int:
+        if not job.is_waiting:
+            return max(job.min_workers, min(job.held, job.max_workers))
+        most = job.needs.times(job.max_workers)
+        return job.max_workers if most.fits(budget) and most.fits(owners.quota(job.owner)) else job.min_workers
+
+    return [replace(job, min_workers=asked(job)) for job in jobs]
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,7 @@ def _divided(
     devices = tuple(Device(f"{unit}{number}", unit, NODE, MEMORY_BYTES, places=1) for number in range(num_devices))
     running, waiting, used = [], [], 0
     for job in jobs:
-        made = _job(job, units[job.name], unit)
+        made = _job(job, units[job.name], unit, now_s)
         if size := present[job.name] * units[job.name]:
             running.append(Running(made, tuple(device.name for device in devices[used : used + size]), job.since_s))
             used += size
@@ -140,7 +156,7 @@ def _present(jobs: Sequence[PoolJob], units: Mapping[str, int], num_devices: int
     return sizes if excess() <= 0 else None
 
 
-def _job(job: PoolJob, units: int, kind: str) -> Job:
+def _job(job: PoolJob, units: int, kind: str, now_s: float) -> Job:
     scaling = _scaling(job.rates, units, job.max_workers)
     one = scaling.speeds(np.array([job.min_workers * units]), np.array([1])).steps_per_s[0]
     return Job(
@@ -154,7 +170,7 @@ def _job(job: PoolJob, units: int, kind: str) -> Job:
         num_devices=job.max_workers * units,
         min_devices=job.min_workers * units,
         max_devices=job.max_workers * units,
-        served_device_s=job.served_worker_s * units,
+        served_device_s=job.served_by(now_s) * units,
         scaling=scaling,
         change_s=job.change_s,
         deadline_s=job.deadline_s,

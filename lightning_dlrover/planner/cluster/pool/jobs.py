@@ -40,7 +40,7 @@ class PoolJob:
         samples_left: None where the end is unknown.
         change_s: expected pause of the job when its size changes.
         submitted_s: on the clock of decisions, as all times.
-        served_worker_s: seconds times workers that it has had.
+        served_worker_s: seconds times workers that it had before `since_s`.
         deadline_s: None: any.
     """
 
@@ -71,6 +71,10 @@ class PoolJob:
             return max(self.planned, self.alive)  # a person may also make it smaller than it was granted
         return max(self.granted, self.planned, self.alive)
 
+    def served_by(self, now_s: float) -> float:
+        """Return the seconds times workers that it has had by now."""
+        return self.served_worker_s + max(0.0, now_s - self.since_s) * self.held
+
     @property
     def is_waiting(self) -> bool:
         return self.is_present and not self.held
@@ -79,6 +83,11 @@ class PoolJob:
     def is_flexible(self) -> bool:
         """Whether a decision may change its size: it runs, its speed by size is known, and no person has set it."""
         return self.is_present and bool(self.held and self.rates) and not self.is_by_hand
+
+    @property
+    def least_held(self) -> int:
+        """Workers that it cannot be made to give back."""
+        return self.min_workers if self.is_flexible else self.held
 
     def rate(self, num_workers: int) -> Rate | None:
         """Return the throughput with a number of workers, in a straight line between known ones; None if it is unknown."""

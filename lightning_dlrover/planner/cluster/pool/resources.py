@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["UNLIMITED", "Resources"]
@@ -38,6 +39,16 @@ class Resources:
         pairs = ((self.cores, of.cores), (self.gpus, of.gpus), (self.memory_mb, of.memory_mb))
         counts = [math.floor(has / need + TOLERANCE) if math.isfinite(has) else math.inf for has, need in pairs if need > 0]
         return max(0, min(counts, default=math.inf))
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The amounts by name, without unlimited ones. `within` is the reverse."""
+        return {name: amount for name, amount in vars(self).items() if math.isfinite(amount)}
+
+    @staticmethod
+    def within(limits: Mapping[str, float]) -> Resources:
+        """Return a budget of these amounts by name; those that are absent are unlimited."""
+        return Resources(**{name: limits.get(name, math.inf) for name in ("cores", "gpus", "memory_mb")})
 
     @property
     def text(self) -> str:

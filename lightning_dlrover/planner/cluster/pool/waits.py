@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, held_by
+from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
+from lightning_dlrover.planner.cluster.pool.owners import Owners, queue_in_order
 from lightning_dlrover.planner.cluster.pool.resources import Resources
-from lightning_dlrover.planner.cluster.pool.sizes import in_queue_order
 
 __all__ = ["Wait", "queue_of"]
 
@@ -28,25 +28,40 @@ class Wait:
     reason: str
 
 
-def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_s: float) -> list[Wait]:
+def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_s: float, owners: Owners) -> list[Wait]:
     """Return the waits of all waiting jobs in order.
 
     Each job starts once enough of those before it have ended. Running jobs can go down to their fewest workers for it, so they
     are counted with these, and end as late as with their present sizes.
     """
-    queue = in_queue_order([job for job in jobs if job.is_waiting], now_s, max_wait_s)
+    queue = queue_in_order(jobs, budget, owners, now_s, max_wait_s)
     holders = [job for job in jobs if job.held]
-    free = budget - held_by(job for job in holders if not job.is_flexible)
+    free = budget
     for job in holders:
-        if job.is_flexible:
-            free -= job.needs.times(job.min_workers)
-    ends = [_End(job.name, job.seconds_left(job.held), job.needs.times(_least(job))) for job in holders]
+        free -= job.needs.times(job.least_held)
+    ends = [_End(job.name, job.seconds_left(job.held), job.needs.times(job.least_held)) for job in holders]
     waits = []
-    for place, job in enumerate(queue, start=1):
+    for place, job in enumerate(queue.jobs, start=1):
         need = job.needs.times(job.min_workers)
         wait, free, ends = _wait_of(job, place, need, free, ends)
-        waits.append(wait)
+        waits.append(_behind(waits, wait, {each.name: each.owner for each in queue.jobs}))
+    for place, job in enumerate(queue.beyond_quota, start=len(waits) + 1):
+        need, quota = job.needs.times(job.min_workers), owners.quota(job.owner)
+        reason = f"it needs {need.text}, and with the jobs before it owner {job.owner} has its quota of {quota.text}"
+        waits.append(Wait(job.name, place, None, reason))
     return waits
+
+
+def _behind(before: Sequence[Wait], wait: Wait, owner_of: Mapping[str, str]) -> Wait:
+    """Return a wait that ends no sooner than those of other owners' jobs with an earlier turn: no job passes these."""
+    if wait.expected_s is None:
+        return wait
+    for other in reversed(before):
+        is_later = other.expected_s is None or other.expected_s > wait.expected_s
+        if is_later and owner_of[other.name] != owner_of[wait.name]:
+            reason = f"owner {owner_of[other.name]} has its turn first, with {other.name}"
+            return replace(wait, expected_s=other.expected_s, reason=reason)
+    return wait
 
 
 @dataclass(frozen=True)
@@ -56,10 +71,6 @@ class _End:
     name: str
     at_s: float | None
     gives: Resources
-
-
-def _least(job: PoolJob) -> int:
-    return job.min_workers if job.is_flexible else job.held
 
 
 def _wait_of(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_dlrover.planner.cluster.pool.elastic_policy import elastic_divider
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
+from lightning_dlrover.planner.cluster.pool.owners import Owners
 from lightning_dlrover.planner.cluster.pool.resources import UNLIMITED, Resources
 from lightning_dlrover.planner.cluster.pool.sizes import wanted_sizes, why_never
 from lightning_dlrover.planner.cluster.pool.waits import queue_of
@@ -68,6 +69,14 @@ def test_new_size_stays_for_a_while_unless_a_job_waits() -> None:
     assert sizes([long, short, waiting("fresh", most=1)], 4)["fresh"] == 1
 
 
+def test_endless_job_counts_with_all_that_it_has_had() -> None:
+    """After 9 hours on 4 cores, as much again is more than the hour that the other job has left."""
+    curve, hour_s = [10 * workers**0.8 for workers in range(1, 9)], 3600.0
+    stream = running("stream", 4, curve, most=8)
+    short = running("short", 4, curve, most=8, since_s=9 * hour_s, samples_left=10 * hour_s)
+    assert sizes([stream, short], 8, now_s=10 * hour_s) == {"stream": 1, "short": 7}
+
+
 def test_memory_is_kept_though_the_policy_divides_cores() -> None:
     needs = Resources(1.0, memory_mb=1000)
     jobs = [running("a", 1, [10, 20, 30, 40], needs=needs), running("b", 1, [10, 20, 30, 40], needs=needs)]
@@ -114,7 +123,7 @@ def test_job_that_can_never_start_is_refused_with_its_needs() -> None:
 
 def test_queue_predicts_starts_from_the_ends_of_running_jobs() -> None:
     runs = running("runs", 2, [10, 20], most=2, min_workers=2, samples_left=600.0)
-    first, second = queue_of([runs, waiting("a", 2), waiting("b", 1, submitted_s=1.0)], Resources(2.0), 10.0, 100.0)
+    first, second = queue_of([runs, waiting("a", 2), waiting("b", 1, submitted_s=1.0)], Resources(2.0), 10.0, 100.0, Owners())
     assert (first.name, first.place, first.expected_s) == ("a", 1, 30.0)
     assert "runs has ended" in first.reason
     assert (second.name, second.place, second.expected_s) == ("b", 2, None)
