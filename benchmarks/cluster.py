@@ -3,7 +3,6 @@
     python benchmarks/cluster.py [--traces DIR] [--speeds DIR] [--workload N...] [--policy NAME...] [--seeds N]
                                  [--curve-seeds N] [--processes N] [--out DIR]
     python benchmarks/cluster.py --quick [--traces DIR] [--speeds DIR]
-    python benchmarks/cluster.py --pairs FILE [--traces DIR] [--speeds DIR] [--workload N...] [--seeds N] [--quick]
     python benchmarks/cluster.py --scale [--speeds DIR] [--quick]
     python benchmarks/cluster.py --real [--quick]
     python benchmarks/cluster.py --fidelity
@@ -12,7 +11,7 @@
 DIR of --traces holds `workload-N.csv` in Pollux's form, and DIR of --speeds measured step times (defaults:
 $DLROVER_SHARED_DATA/job_traces/pollux and $DLROVER_SHARED_DATA/step_traces, else those in ../shared/data).
 
-Without --pairs, --scale and so on, every policy runs every workload on 16 nodes with 4 GPUs each, at a resize cost of 30 s for
+Without --scale and so on, every policy runs every workload on 16 nodes with 4 GPUs each, at a resize cost of 30 s for
 all, with N seeds: the first as in the trace, the others with shaken arrivals. Each seed is the same for all policies. Constants
 of policies were chosen on the workloads 1 and 2, with and without their longest jobs, so figures are printed for these, for the
 others, and for all; `live_gain` and the curve are over all of them. Then the costs 0.1 to 60 s, and
@@ -27,13 +26,6 @@ The last line:
     live_gain                   1 - mean JCT of `ours` at 0.5 s / that of the best other policy at its restart costs by model;
                                 absent with --curve-seeds 0
     p99_ratio                   p99 JCT of `ours` over that of the other policy with the lowest mean JCT
-
---pairs simulates `ours` at 30 s where jobs may share devices, with the pairs of FILE (Gavel's `pair_throughputs.csv`), and
-where they may not; as it learns, and with all speeds known. No constant of sharing was chosen on any workload. The last line:
-
-    sharing_gain                1 - mean JCT with sharing / without it, over workloads and seeds
-    sharing_gain_known          the same with all speeds known, those of pairs included: the most that there is to gain
-    guests, of                  jobs on the devices of another one in a decision, mean of those that learn, and workloads
 
 --scale takes one decision of `ours` for 1,000 jobs on 10,000 GPUs, and others on clusters that an integer program can solve.
 The last line holds the time of the decision, its peak memory, and the smallest value of `ours` relative to the optimum.
@@ -59,7 +51,6 @@ from cluster_fidelity import fidelity
 from cluster_policies import compare
 from cluster_real import real
 from cluster_scale import scale
-from cluster_sharing import sharing
 from jobs import BenchmarkError, describe_machine, result_line
 
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
@@ -72,7 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", action="store_true", help="time one decision for 1,000 jobs on 10,000 GPUs")
     parser.add_argument("--real", action="store_true", help="divide this machine among four real jobs, with faults")
     parser.add_argument("--fidelity", action="store_true", help="real jobs of this machine, and the same ones simulated")
-    parser.add_argument("--pairs", type=Path, metavar="FILE", help="gain of sharing devices, with these measured pairs of jobs")
     parser.add_argument("--dlrover-rm", action="store_true", help="jobs of users with too large requests")
     parser.add_argument(
         "--load",
@@ -121,15 +111,6 @@ def main() -> int:
             figures = fidelity()
         elif options.dlrover_rm:
             figures = cluster_requests.compare(options.load, quick=options.quick)
-        elif options.pairs is not None:
-            figures = sharing(
-                options.traces,
-                options.speeds,
-                options.pairs,
-                num_seeds=options.seeds,
-                quick=options.quick,
-                workloads=options.workload,
-            )
         elif options.scale:
             figures = scale(options.speeds, quick=options.quick)
         else:

@@ -338,18 +338,6 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
     )
-    command.add_argument(
-        "--pairs",
-        type=Path,
-        metavar="FILE",
-        help="measured speeds of pairs of jobs on the same devices, beside FILE those of the jobs alone (throughputs.csv), in "
-        "Gavel's form: jobs may share devices where their pair was measured; the policy ours uses it (default: no jobs share)",
-    )
-    command.add_argument(
-        "--pairs-device",
-        metavar="KIND",
-        help="kind of device in the file of --pairs (default: the only one, or v100); ignored without --pairs",
-    )
     command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
     command.add_argument("--processes", type=values.count, default=1, metavar="N", help="simulations at a time (default 1)")
     command.add_argument(

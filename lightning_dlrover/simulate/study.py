@@ -13,7 +13,6 @@ from typing import Literal, TypeAlias
 from lightning_dlrover._version import __version__
 from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, elastic_workload
 from lightning_dlrover.planner.cluster.elastic_run import fairness_ratios, run_elastic
-from lightning_dlrover.planner.cluster.measured_pairs import MeasuredPairs
 from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, read_applications
 from lightning_dlrover.planner.cluster.policy import Policy
 from lightning_dlrover.planner.cluster.work import RESTART_S, SAMPLES
@@ -48,7 +47,6 @@ class Inputs:
     Args:
         samples: work by application.
         digest: of everything that decides the results and is not in a question.
-        pairs: speeds of jobs that share devices; None: no jobs do.
     """
 
     applications: Mapping[str, MeasuredApplication] = field(repr=False)
@@ -57,7 +55,6 @@ class Inputs:
     every_s: float
     oracle: bool
     digest: str
-    pairs: MeasuredPairs | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,6 @@ def read_inputs(
     samples: Mapping[str, int] = SAMPLES,
     every_s: float = 60.0,
     oracle: bool = False,
-    pairs: MeasuredPairs | None = None,
 ) -> tuple[Inputs, list[Trace]]:
     """Read measured speeds and traces.
 
@@ -106,14 +102,13 @@ def read_inputs(
         sorted(samples.items()),
         every_s,
         oracle,
-        *(() if pairs is None else (pairs.digest,)),
     )
     digest = hashlib.sha256(f"{of_files.hexdigest()} {settings}".encode()).hexdigest()
     found = [_trace(path, applications, cluster) for path in traces]
     names = [trace.name for trace in found]
     if len(set(names)) < len(names):
         raise WorkloadError(f"two traces are called {next(n for n in names if names.count(n) > 1)!r}; rename one of the files")
-    inputs = Inputs(applications, cluster, samples, every_s, oracle, digest, pairs)
+    inputs = Inputs(applications, cluster, samples, every_s, oracle, digest)
     for trace in found:
         # Jobs that cannot run are refused here, before the first simulation.
         elastic_workload(trace.submissions, applications, cluster, change_s=0.0, samples=samples)
@@ -139,7 +134,6 @@ def answer(inputs: Inputs, question: Question, make_policy: PolicyMaker) -> Simu
         inputs.cluster,
         change_s=RESTART_S if question.cost == BY_MODEL else float(question.cost),
         samples=inputs.samples,
-        pairs=inputs.pairs,
     )
     policy = make_policy(question.policy, question.seed)
     outcome = run_elastic(workload, policy, every_s=inputs.every_s, seed=question.seed, oracle=inputs.oracle)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from benchmark_figures import figures_of
 from cluster_policies import compare
-from cluster_sharing import sharing
 from jobs import BenchmarkError
-from measured_clusters import write_pairs, write_speeds, write_trace
+from measured_clusters import write_speeds, write_trace
 
 from lightning_dlrover.perf.traces import TraceError
 from lightning_dlrover.planner.cluster import work
@@ -36,21 +35,6 @@ def test_every_policy_is_compared_on_every_workload(
     assert "those of the constants" in shown
     assert "the others" in shown
     assert (tmp_path / "out" / "report.html").exists()
-
-
-@pytest.mark.long
-def test_gain_of_sharing_is_that_of_the_file_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 2000)
-    write_trace(tmp_path / "workload-1.csv", num_jobs=30, gap_s=1.0)
-    speeds = write_speeds(tmp_path / "speeds", per_node=4)
-    gains = []
-    for speed in (0.0, 0.98):
-        pairs = write_pairs(tmp_path, speed)
-        figures = sharing(tmp_path, speeds, pairs, num_seeds=1, quick=False)
-        assert list(figures) == ["sharing_gain", "sharing_gain_known", "guests", "of"]
-        gains.append(figures["sharing_gain_known"])
-    assert gains[0] == 0
-    assert gains[1] > 0
 
 
 def quickly(folder: Path, **options: Any) -> None:

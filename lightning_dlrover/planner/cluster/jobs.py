@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_dlrover.planner.cluster.beside import Beside
 from lightning_dlrover.planner.cluster.scaling import Scaling
 
 __all__ = ["HOST_RESOURCES", "RESOURCES", "Allocation", "Device", "Job", "Profile", "Running", "State"]
@@ -169,14 +168,12 @@ class State:
     Args:
         now_s: seconds on any clock.
         waiting: jobs without devices, in any order.
-        beside: speeds of elastic jobs that share devices, as far as they are known; None: none of them do.
     """
 
     now_s: float
     devices: tuple[Device, ...]
     waiting: tuple[Job, ...] = ()
     running: tuple[Running, ...] = ()
-    beside: Beside | None = None
 
     @property
     def allocation(self) -> dict[str, tuple[str, ...]]:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from lightning_dlrover.planner.cluster.beside import Beside
 from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
 from lightning_dlrover.planner.cluster.losses import Fragility, NodeLoss
 from lightning_dlrover.planner.cluster.outcome import Finished, SimulationOutcome, Span
@@ -23,7 +22,7 @@ from lightning_dlrover.planner.cluster.policy import Policy
 from lightning_dlrover.planner.cluster.scaling import Scaling
 from lightning_dlrover.planner.cluster.slowdown import Observation
 
-__all__ = ["Arrival", "Costs", "Knowledge", "Learner", "PairKnowledge", "SimulationError", "Truth", "simulate"]
+__all__ = ["Arrival", "Costs", "Knowledge", "Learner", "SimulationError", "Truth", "simulate"]
 
 WINDOW_S = 20.0
 """Seconds of steps that make a window. On the same devices, the next one ends when twice as many seconds have passed."""
@@ -84,18 +83,6 @@ class Knowledge(Protocol):
         ...
 
 
-class PairKnowledge(Protocol):
-    """The policies' knowledge of the speed of elastic jobs that share devices."""
-
-    def ran_beside(self, job: Job, other: Job, devices: Sequence[Device], steps_per_s: float, /) -> None:
-        """Observe a window of steps of a job beside the other one, with its real speed."""
-        ...
-
-    def beside(self) -> Beside:
-        """Return the present knowledge. The same object as before if nothing has been learned since."""
-        ...
-
-
 @dataclass(frozen=True)
 class Costs:
     """Seconds without a step, beside each job's own `change_s`."""
@@ -117,8 +104,6 @@ class _Run:
     names: tuple[str, ...]
     steps_per_s: float = 0.0
     next_window_s: float = WINDOW_S  # seconds of steps at which the next window ends
-    partners: frozenset[str] = frozenset()  # other jobs on its devices
-    steady_s: float = -math.inf  # time from which on it and these partners make steps
     version: int = -1  # number of the valid entry in the heap; others were computed with another speed
 
     def advance(self, now_s: float) -> None:
@@ -158,7 +143,6 @@ def simulate(
     every_s: float | None = None,
     learner: Learner | None = None,
     knowledge: Knowledge | None = None,
-    pair_knowledge: PairKnowledge | None = None,
     losses: Iterable[NodeLoss] = (),
 ) -> SimulationOutcome:
     """Run all jobs to their ends.
@@ -166,13 +150,12 @@ def simulate(
     Args:
         every_s: seconds between decisions without a cause; None: only when jobs come and end.
         knowledge: source of `Job.scaling` for the policy; None: jobs keep the one that they came with.
-        pair_knowledge: source of `State.beside` for the policy; None: there is none, and elastic jobs share no devices.
         losses: lost nodes in order of time, perhaps without an end.
     Raises:
         SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.
     """
     return _Simulation(
-        arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner, knowledge, pair_knowledge, iter(losses)
+        arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner, knowledge, iter(losses)
     ).run()
 
 
@@ -186,7 +169,6 @@ class _Simulation:
     every_s: float | None
     learner: Learner | None
     knowledge: Knowledge | None
-    pair_knowledge: PairKnowledge | None
     losses: Iterator[NodeLoss]
     now_s: float = 0.0
     waiting: dict[str, Job] = field(default_factory=dict)
@@ -320,8 +302,7 @@ class _Simulation:
             restarts = progress.changes + progress.starts - 1
             job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts, scaling=scaling)
             running.append(Running(job, run.names, run.since_s))
-        beside = None if self.pair_knowledge is None else self.pair_knowledge.beside()
-        return State(self.now_s, self.devices, self._waiting(), tuple(running), beside)
+        return State(self.now_s, self.devices, self._waiting(), tuple(running))
 
     def _waiting(self) -> tuple[Job, ...]:
         if self.knowledge is not None:
@@ -335,15 +316,10 @@ class _Simulation:
         """Let a run show a window if its steps make one."""
         if self.knowledge is None:
             return
-        ran_s = self.now_s - max(run.ready_s, run.steady_s)
+        ran_s = self.now_s - run.ready_s
         if ran_s >= run.next_window_s and ran_s * run.steps_per_s >= WINDOW_STEPS:
             run.next_window_s = 2 * ran_s
-            if not run.partners:
-                self.knowledge.ran(run.job, run.devices)
-            elif self.pair_knowledge is not None and len(run.partners) == 1:
-                (partner,) = run.partners
-                other = self.progress[partner].arrival.job
-                self.pair_knowledge.ran_beside(run.job, other, run.devices, run.steps_per_s)
+            self.knowledge.ran(run.job, run.devices)
 
     def _apply(self, allocation: Allocation) -> None:
         wanted = {name: tuple(self.by_name[device] for device in names) for name, names in allocation.items() if names}
@@ -426,18 +402,11 @@ class _Simulation:
         for run in affected:
             run.advance(self.now_s)
             beside = {d.name: [job for job in everywhere[d.name] if job.name != run.job.name] for d in run.devices}
-            self._meet(run, frozenset(job.name for others in beside.values() for job in others))
             run.steps_per_s = self.truth(run.job, run.devices, beside)
             # Counted over all jobs, so that an entry of a job's earlier devices cannot be taken for one of the present.
             self.version += 1
             run.version = self.version
             heapq.heappush(self.ends, (run.end_s(), run.job.name, run.version))
-
-    def _meet(self, run: _Run, partners: frozenset[str]) -> None:
-        """Begin another window where a job has other partners than before. It lasts while all of them make steps."""
-        if partners != run.partners:
-            run.partners, run.next_window_s = partners, WINDOW_S
-            run.steady_s = max(self.now_s, *(self.running[name].ready_s for name in partners), run.ready_s)
 
     def _show(self, changing: set[str]) -> None:
         """Show the learner the speeds of groups that are about to change, if all of their jobs have one device."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_dlrover.planner.cluster.elastic.autopilot import autopilot
-from lightning_dlrover.planner.cluster.elastic.couples import ours_with_pairs
 from lightning_dlrover.planner.cluster.elastic.dlrover import dlrover
 from lightning_dlrover.planner.cluster.elastic.las import las
 from lightning_dlrover.planner.cluster.elastic.optimus import INTERVAL_S as OPTIMUS_EVERY_S
@@ -37,7 +36,7 @@ ELASTIC_POLICIES: Mapping[str, SizePolicy] = {
     "optimus": SizePolicy(optimus, every_s=OPTIMUS_EVERY_S),
     "pollux": SizePolicy(pollux, every_s=POLLUX_EVERY_S),
     "sia": SizePolicy(sia, every_s=SIA_EVERY_S),
-    "ours": SizePolicy(ours, choose_pairs=ours_with_pairs),
+    "ours": SizePolicy(ours),
 }
 
 

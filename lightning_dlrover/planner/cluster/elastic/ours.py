@@ -28,8 +28,6 @@ tries a new size where that gains in the less favourable case, too. The maximum 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns
@@ -38,7 +36,7 @@ from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["CAUTION", "Worth", "ours", "urgencies", "values", "worth_of"]
+__all__ = ["ours", "urgencies", "values"]
 
 HORIZON_S = 300.0
 """Seconds for which sizes are expected to stay."""
@@ -62,51 +60,27 @@ def ours(share: Share) -> Ints:
 
 def values(share: Share) -> Floats:
     """Return the value of each size for each job, shape ``(num_jobs, num_sizes)``; minus infinity where it is not allowed."""
-    return worth_of(share).values(share)
-
-
-@dataclass(frozen=True)
-class Worth:
-    """Parts of the value of a size, for each job and size: shape ``(num_jobs, num_sizes)``, but for `urgency`.
-
-    Args:
-        urgency: v_i, shape ``(num_jobs,)``.
-        speedups: S_i(k), as far as uncertainty lets it count.
-        kept: l_i / (l_i + c_i), and 1 for the present size.
-        moved: the same, as if the job had other devices, or none.
-    """
-
-    urgency: Floats
-    speedups: Floats
-    kept: Floats
-    moved: Floats
-
-    def values(self, share: Share, kept: Floats | None = None) -> Floats:
-        """Return the value of each size.
-
-        Args:
-            kept: in the place of `self.kept`.
-        """
-        gained = self.speedups - share.settings.least_gain * share.sizes
-        value = self.urgency[:, None] * gained * (self.kept if kept is None else kept)
-        now = self.urgency * self.speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
-        cost_s = np.array([job.change_s for job in share.jobs])
-        value[:, 0] = -now * np.minimum(cost_s / HORIZON_S, 1.0)
-        return np.where(share.filling, value, -np.inf)
-
-
-def worth_of(share: Share) -> Worth:
-    """Return the parts of the values of a share's jobs."""
     unit = np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
     speedups = share.speeds * np.exp(-CAUTION * share.spreads) / unit
-    cost_s = np.array([job.change_s for job in share.jobs])[:, None]
+    urgency = _urgency(share, speedups)
+    value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * _kept(share)
+    now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
+    value[:, 0] = -now * np.minimum(_cost_s(share) / HORIZON_S, 1.0)
+    return np.where(share.filling, value, -np.inf)
+
+
+def _kept(share: Share) -> Floats:
+    """Return the part of the time that each size leaves for steps, over that of the smallest size for a job that waits."""
     lasts_s = np.minimum(share.seconds_left, HORIZON_S)
-    moved = lasts_s / np.maximum(lasts_s + cost_s, 1e-9)
-    kept = np.where(share.sizes == share.present[:, None], 1.0, moved)
+    kept = lasts_s / np.maximum(lasts_s + _cost_s(share)[:, None], 1e-9)
+    kept = np.where(share.sizes == share.present[:, None], 1.0, kept)
     first = (share.allowed & (share.sizes > 0)).argmax(axis=1)
     smallest = kept[np.arange(len(share.jobs)), first]
-    relative = np.where(share.present > 0, 1.0, np.maximum(smallest, 1e-9))[:, None]
-    return Worth(_urgency(share, speedups), speedups, kept / relative, moved / relative)
+    return np.asarray(kept / np.where(share.present > 0, 1.0, np.maximum(smallest, 1e-9))[:, None])
+
+
+def _cost_s(share: Share) -> Floats:
+    return np.array([job.change_s for job in share.jobs])
 
 
 def _urgency(share: Share, speedups: Floats) -> Floats:
