@@ -14,8 +14,9 @@ $DLROVER_SHARED_DATA/job_traces/pollux and $DLROVER_SHARED_DATA/step_traces, els
 Without --scale and so on, every policy runs every workload on 16 nodes with 4 GPUs each, at a resize cost of 30 s for
 all, with N seeds: the first as in the trace, the others with shaken arrivals. Each seed is the same for all policies. Constants
 of policies were chosen on the workloads 1 and 2, with and without their longest jobs, so figures are printed for these, for the
-others, and for all; `live_gain` and the curve are over all of them. Then the costs 0.1 to 60 s, and
-those of a restart by model, are simulated with --curve-seeds. Finished simulations stay on record in --out, and its report has
+others, and for all; `live_gain` and the curve are over all of them. Then a live resize, a cost of 60 s, and those of a restart
+by model are simulated with --curve-seeds. A start costs that of a restart by model under every policy.
+Finished simulations stay on record in --out, and its report has
 the pictures; the same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once.
 --workload and --policy leave out the others, and --curve-seeds 0 all costs but the equal one.
 
@@ -23,8 +24,8 @@ The last line:
 
     jct_vs_sia, jct_vs_pollux   mean JCT of `ours` over theirs, means over workloads and seeds
     wins, of                    workloads in which the mean JCT of `ours` is below that of every other policy, and workloads
-    live_gain                   1 - mean JCT of `ours` at 0.5 s / that of the best other policy at its restart costs by model;
-                                absent with --curve-seeds 0
+    live_gain                   1 - mean JCT of `ours` with live resizes / that of the best other policy at its restart costs
+                                by model; absent with --curve-seeds 0
     p99_ratio                   p99 JCT of `ours` over that of the other policy with the lowest mean JCT
 
 --scale takes one decision of `ours` for 1,000 jobs on 10,000 GPUs, and others on clusters that an integer program can solve.

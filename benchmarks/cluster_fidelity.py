@@ -91,7 +91,7 @@ def _arrival(name: str) -> Arrival:
 def _measure(space: Workspace, endpoint: str) -> Inputs:
     def mean_s(name: str, steps: int, workers: str, count: int) -> float:
         jobs = [Arrival(f"{name}-{number}", 0.0, steps, workers) for number in range(count)]
-        return statistics.fmean(end.jct_s for end in _run(space, endpoint, name, jobs, "user"))
+        return statistics.fmean(end.jct_s for end in _run(space, endpoint, name, jobs, "as-requested"))
 
     side_by_side = [mean_s(f"two-{steps}", steps, "1", CORES) for steps in (SHORT, LONG)]
     together = [mean_s(f"one-{steps}", steps, str(CORES), 1) for steps in (SHORT, LONG)]

@@ -16,16 +16,16 @@ from jobs import BenchmarkError
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
 from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
 from lightning_dlrover.simulate.page import REPORT, write_report
-from lightning_dlrover.simulate.records import Results, Simulated
+from lightning_dlrover.simulate.records import BY_MODEL, LIVE, Results, Simulated
 from lightning_dlrover.simulate.run import run_study
-from lightning_dlrover.simulate.study import BY_MODEL, Cost, Inputs, Question, Trace, questions, read_inputs
+from lightning_dlrover.simulate.study import Cost, Inputs, Question, Trace, questions, read_inputs
 
 __all__ = ["CHOSEN_ON", "EQUAL_S", "OURS", "compare", "first_jobs", "workload_files"]
 
 OURS, SIA, POLLUX = "ours", "sia", "pollux"
-EQUAL_S, LIVE_S = 30.0, 0.5
-EQUAL, LIVE = f"{EQUAL_S:g}", f"{LIVE_S:g}"
-CURVE: tuple[Cost, ...] = (0.1, LIVE_S, 1.0, 10.0, 60.0, BY_MODEL)
+EQUAL_S = 30.0
+EQUAL = f"{EQUAL_S:g}"
+CURVE: tuple[Cost, ...] = (LIVE, 60.0, BY_MODEL)
 CHOSEN_ON = ("workload-1", "workload-2")
 """Workloads on which constants of policies were chosen."""
 QUICK_JOBS = 40
@@ -93,7 +93,7 @@ def compare(
     Raises:
         ValueError: a trace or a file of step times cannot be used.
     """
-    inputs, read = read_inputs(workload_files(traces, workloads), speeds, Cluster(16, 4))
+    inputs, read = read_inputs(workload_files(traces, workloads), speeds, Cluster(16, 4), start_cost=BY_MODEL)
     if missing := {OURS, SIA, POLLUX} - set(policies):
         raise BenchmarkError(f"the figures need {', '.join(sorted(missing))}, too: add them to --policy")
     if quick:
@@ -101,7 +101,7 @@ def compare(
         read = [first_jobs(trace) for trace in (read[0], read[-1])]
     names = tuple(trace.name for trace in read)
     asked = questions(read, policies, [EQUAL_S], range(num_seeds))
-    asked += questions(read, policies, [LIVE_S, BY_MODEL] if quick else CURVE, range(curve_seeds))
+    asked += questions(read, policies, [LIVE, BY_MODEL] if quick else CURVE, range(curve_seeds))
     print(f"{len(asked)} simulations: {len(names)} workloads, {len(policies)} policies, 16 nodes with 4 GPUs each")
     simulations = _run(inputs, asked, out, processes)
     found = _grouped(simulations, names, tuple(policies))
@@ -181,9 +181,9 @@ def _print_curve(simulations: Sequence[Simulated], found: Found) -> None:
     """Print mean JCT over the cost, of the seeds that every cost has."""
     seeds = set.intersection(*({s.seed for s in simulations if s.cost == cost} for cost in {s.cost for s in simulations}))
     common = _grouped([s for s in simulations if s.seed in seeds], found.workloads, found.policies)
-    costs = sorted({s.cost for s in simulations}, key=lambda cost: float("inf") if cost == BY_MODEL else float(cost))
+    costs = sorted({s.cost for s in simulations}, key=lambda cost: float("inf") if cost in (BY_MODEL, LIVE) else float(cost))
     print(f"\nmean JCT in hours over the cost of a resize, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}")
-    print(f"{'policy':10}" + "".join(f"{cost if cost == BY_MODEL else cost + ' s':>10}" for cost in costs))
+    print(f"{'policy':10}" + "".join(f"{cost:>10}" for cost in costs))
     for policy in found.policies:
         print(f"{policy:10}" + "".join(f"{common.mean_s(cost, policy, found.workloads) / 3600:>10.3f}" for cost in costs))
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POOL = "default"
 
-POOL_POLICIES = ("ours", "user", "tuned", "srtf", "las", "dlrover", "autopilot", "optimus", "pollux", "sia")
-"""Policies of `dlrover brain`, as `planner/cluster/elastic/` has them; the default first."""
+POOL_POLICIES = ("ours", "sia", "as-requested")
+"""Policies of `dlrover brain`, the default first. `dlrover simulate` has the others of `planner/cluster/elastic/`, too."""
 
 
 def add_place_in_pool(run: argparse.ArgumentParser) -> None:

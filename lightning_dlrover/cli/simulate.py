@@ -30,6 +30,7 @@ def simulate_command(options: argparse.Namespace) -> int:
         samples=samples,
         every_s=options.every,
         oracle=options.oracle,
+        start_cost=options.start_cost,
     )
     seeds = range(options.shake, options.shake + options.seeds)
     asked = questions(traces, options.policy, options.resize_cost, seeds)

@@ -17,15 +17,22 @@ from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplicatio
 from lightning_dlrover.planner.cluster.policy import Policy
 from lightning_dlrover.planner.cluster.work import RESTART_S, SAMPLES
 from lightning_dlrover.planner.cluster.workloads import Submission, WorkloadError, read_submissions, shaken
-from lightning_dlrover.simulate.records import Simulated
+from lightning_dlrover.simulate.records import BY_MODEL, LIVE, Simulated
 
-__all__ = ["BY_MODEL", "Cost", "Inputs", "PolicyMaker", "Question", "Trace", "answer", "questions", "read_inputs"]
+__all__ = ["Cost", "Inputs", "PolicyMaker", "Question", "StartCost", "Trace", "answer", "questions", "read_inputs"]
 
-BY_MODEL: Literal["by-model"] = "by-model"
-"""Cost of a resize that differs by application, as a restart's does."""
+LIVE_S = 0.5
+"""Seconds without a step at a live resize; `live_resize.py` measures less."""
 
-Cost: TypeAlias = float | Literal["by-model"]
-"""Seconds without a step when a job starts or its devices change."""
+Cost: TypeAlias = float | Literal["by-model", "live"]
+"""Seconds without a step when a running job's devices change.
+
+`by-model`: those of a restart, by application. `live`: `LIVE_S`, after the workers on new devices have started while the others
+went on; new devices idle for as long as a start takes.
+"""
+
+StartCost: TypeAlias = float | Literal["by-model"]
+"""Seconds without a step when a job starts, the same under every policy."""
 
 PolicyMaker: TypeAlias = Callable[[str, int], Policy]
 """Returns the policy of a name, with a seed for those that choose at random."""
@@ -46,6 +53,7 @@ class Inputs:
 
     Args:
         samples: work by application.
+        start_cost: of every job, at its first start and after a pause.
         digest: of everything that decides the results and is not in a question.
     """
 
@@ -54,6 +62,7 @@ class Inputs:
     samples: Mapping[str, int]
     every_s: float
     oracle: bool
+    start_cost: StartCost
     digest: str
 
 
@@ -84,6 +93,7 @@ def read_inputs(
     samples: Mapping[str, int] = SAMPLES,
     every_s: float = 60.0,
     oracle: bool = False,
+    start_cost: StartCost = 30.0,
 ) -> tuple[Inputs, list[Trace]]:
     """Read measured speeds and traces.
 
@@ -102,16 +112,17 @@ def read_inputs(
         sorted(samples.items()),
         every_s,
         oracle,
+        start_cost,
     )
     digest = hashlib.sha256(f"{of_files.hexdigest()} {settings}".encode()).hexdigest()
     found = [_trace(path, applications, cluster) for path in traces]
     names = [trace.name for trace in found]
     if len(set(names)) < len(names):
         raise WorkloadError(f"two traces are called {next(n for n in names if names.count(n) > 1)!r}; rename one of the files")
-    inputs = Inputs(applications, cluster, samples, every_s, oracle, digest)
+    inputs = Inputs(applications, cluster, samples, every_s, oracle, start_cost, digest)
     for trace in found:
         # Jobs that cannot run are refused here, before the first simulation.
-        elastic_workload(trace.submissions, applications, cluster, change_s=0.0, samples=samples)
+        elastic_workload(trace.submissions, applications, cluster, samples=samples)
     return inputs, found
 
 
@@ -132,7 +143,9 @@ def answer(inputs: Inputs, question: Question, make_policy: PolicyMaker) -> Simu
         shaken(question.trace.submissions, question.seed),
         inputs.applications,
         inputs.cluster,
-        change_s=RESTART_S if question.cost == BY_MODEL else float(question.cost),
+        start_s=_seconds(inputs.start_cost),
+        change_s=_seconds(question.cost),
+        joins=question.cost == LIVE,
         samples=inputs.samples,
     )
     policy = make_policy(question.policy, question.seed)
@@ -156,6 +169,12 @@ def answer(inputs: Inputs, question: Question, make_policy: PolicyMaker) -> Simu
         fairness=fairness_ratios(outcome, workload).tolist(),
         spans=[[numbers[s.job], s.began_s, s.ended_s, s.num_devices] for s in outcome.spans],
     )
+
+
+def _seconds(cost: Cost) -> float | Mapping[str, float]:
+    if cost == LIVE:
+        return LIVE_S
+    return RESTART_S if cost == BY_MODEL else float(cost)
 
 
 def _trace(path: Path, applications: Mapping[str, MeasuredApplication], cluster: Cluster) -> Trace:

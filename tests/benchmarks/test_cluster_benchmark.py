@@ -56,7 +56,7 @@ def test_policies_that_the_figures_need_cannot_be_left_out(tmp_path: Path, monke
     write_trace(tmp_path / "workload-1.csv")
     write_speeds(tmp_path, per_node=4)
     with pytest.raises(BenchmarkError, match=r"the figures need pollux, sia, too: add them to --policy"):
-        quickly(tmp_path, policies=["ours", "user"])
+        quickly(tmp_path, policies=["ours", "as-requested"])
 
 
 @pytest.mark.skipif(not SPEEDS.is_dir(), reason=f"no {SPEEDS}: set DLROVER_SHARED_DATA to the folder that holds step_traces")

@@ -27,11 +27,11 @@ def command(tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = command(tmp_path, "--policy", "user", "srtf", "ours", "--resize-cost", "0.5", "30", "--seeds", "2")
+    arguments = command(tmp_path, "--policy", "as-requested", "srtf", "ours", "--resize-cost", "live", "30", "--seeds", "2")
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    for policy in ("user", "srtf", "ours"):
-        assert re.search(rf"^{policy} +0.5 s ", shown, re.MULTILINE)
+    for policy in ("as-requested", "srtf", "ours"):
+        assert re.search(rf"^{policy} +live ", shown, re.MULTILINE)
         assert re.search(rf"^{policy} +30 s ", shown, re.MULTILINE)
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 4
@@ -73,7 +73,8 @@ def test_a_bad_trace_is_refused_with_file_and_line(
     "option, value, message",
     [
         ("--nodes", "16", "'16' is not NODESxDEVICES"),
-        ("--resize-cost", "-1", "'-1' is neither a number of seconds nor by-model"),
+        ("--resize-cost", "-1", "'-1' is neither a number of seconds nor by-model or live"),
+        ("--start-cost", "live", "'live' is neither a number of seconds nor by-model"),
         ("--seeds", "0", "'0' is not a whole number above 0"),
         ("--policy", "best", "invalid choice: 'best'"),
     ],
@@ -94,7 +95,7 @@ def test_parser_offers_every_policy_of_the_registry() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_same_command_goes_on_after_ctrl_c(tmp_path: Path, processes: str) -> None:
-    arguments = command(tmp_path, "--policy", "user", "--seeds", "400", "--processes", processes)
+    arguments = command(tmp_path, "--policy", "as-requested", "--seeds", "400", "--processes", processes)
     run = [sys.executable, "-m", "lightning_dlrover.cli", *arguments]
     first = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     records = tmp_path / "out" / "simulations.jsonl"

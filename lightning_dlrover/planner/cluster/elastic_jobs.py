@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_dlrover.planner.cluster.jobs import Device, Job, Profile
 from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, Placement, even_placement
@@ -101,7 +102,9 @@ def elastic_workload(
     applications: Mapping[str, MeasuredApplication],
     cluster: Cluster,
     *,
+    start_s: float | Mapping[str, float] = 30.0,
     change_s: float | Mapping[str, float] = 30.0,
+    joins: bool = False,
     samples: Mapping[str, int] = SAMPLES,
     seed: int = 0,
 ) -> ElasticWorkload:
@@ -111,7 +114,9 @@ def elastic_workload(
     name and the seed. Its work is the number of steps that it made in its duration on the devices that it had.
 
     Args:
-        change_s: seconds without a step when a job starts or changes; one figure for all, or by application.
+        start_s: seconds without a step when a job starts; one figure for all, or by application.
+        change_s: the same when its devices change.
+        joins: a running job makes steps until the workers on its new devices have started, which takes `start_s`.
         samples: work by application.
     Raises:
         WorkloadError: a job's batch is too small for its devices, its work is not known, or nodes are larger than measured.
@@ -135,13 +140,21 @@ def elastic_workload(
             )
         family = Family(application, job.batch_size, most)
         family = families.setdefault(family.name, family)
+        begin_s = start_s if isinstance(start_s, float | int) else _looked_up(start_s, job, "the cost of a start")
         cost_s = change_s if isinstance(change_s, float | int) else _looked_up(change_s, job, "the cost of a change")
+        costs = _Costs(float(begin_s), float(cost_s), float(begin_s) if joins else 0.0)
         steps = _steps(job, family, cluster, samples)
-        arrivals.append(Arrival(_job(job, family, float(cost_s), steps), steps))
+        arrivals.append(Arrival(_job(job, family, costs, steps), steps))
     return ElasticWorkload(tuple(arrivals), families, cluster)
 
 
-def _job(submission: Submission, family: Family, change_s: float, steps: float) -> Job:
+class _Costs(NamedTuple):
+    start_s: float
+    change_s: float
+    join_s: float
+
+
+def _job(submission: Submission, family: Family, costs: _Costs, steps: float) -> Job:
     return Job(
         submission.name,
         {KIND: Profile(0, GUESS_STEPS_PER_S)},
@@ -152,7 +165,9 @@ def _job(submission: Submission, family: Family, change_s: float, steps: float) 
         max_devices=family.max_devices,
         family=family.name,
         batch_size=family.global_batch / submission.num_devices,
-        change_s=change_s,
+        start_s=costs.start_s,
+        change_s=costs.change_s,
+        join_s=costs.join_s,
     )
 
 

@@ -59,7 +59,7 @@ def fairness_ratios(outcome: SimulationOutcome, workload: ElasticWorkload) -> Fl
         family = workload.families[job.job.family]
         share = min(family.max_devices, max(1, int(outcome.num_devices / others)))
         fastest = max(family.steps_per_s(workload.cluster.packed(devices)) for devices in range(1, share + 1))
-        ratios.append(job.completion_s / (job.job.change_s + job.steps / fastest))
+        ratios.append(job.completion_s / (job.job.start_s + job.steps / fastest))
     return np.array(ratios)
 
 

@@ -104,7 +104,10 @@ class Job:
         batch_size: samples per worker and step; 0 where unknown. Only a hint for predictions.
         exclusive: shares its devices with no other job.
         scaling: speed by number of devices as far as it is known; None for a job that is not elastic.
-        change_s: expected time without a step when the job starts or its devices change.
+        start_s: expected time without a step when the job starts, or starts again after a pause.
+        change_s: expected time without a step when its devices change while it runs.
+        join_s: further time until devices that are added to a running job make steps; the others make steps until then. A
+            job that keeps none of its devices makes none. 0: the job stops for `change_s`, as for a restart.
         deadline_s: time by which it should have ended, on the clock of `State.now_s`; None: any.
     """
 
@@ -125,7 +128,9 @@ class Job:
     batch_size: float = 0.0
     exclusive: bool = False
     scaling: Scaling | None = None
+    start_s: float = 0.0
     change_s: float = 0.0
+    join_s: float = 0.0
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be. It is
 the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there,
 and may know more than the policy does: of an elastic job, a policy knows only `Knowledge`. A job that starts or
-changes its devices makes no step for as long as that costs.
+changes its devices makes no step for as long as that costs. New devices of a job with `join_s` idle until they have joined.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Knowledge(Protocol):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds without a step, beside each job's own `change_s`."""
+    """Seconds without a step, added to each job's own `start_s` and `change_s`."""
 
     start_s: float = 0.0
     change_s: float = 0.0  # other devices, or more or fewer of them
@@ -93,7 +93,11 @@ class Costs:
 
 @dataclass
 class _Run:
-    """A running job: its progress up to `at_s`, and its speed from `ready_s` on."""
+    """A running job: its progress up to `at_s`, and its speed from `ready_s` on.
+
+    Args:
+        kept: devices that make steps until the others have joined at `joined_s`.
+    """
 
     job: Job
     devices: tuple[Device, ...]
@@ -102,16 +106,27 @@ class _Run:
     since_s: float
     ready_s: float
     names: tuple[str, ...]
+    kept: tuple[Device, ...] = ()
+    joined_s: float = -math.inf
+    kept_per_s: float = 0.0  # steps/s until then
     steps_per_s: float = 0.0
     next_window_s: float = WINDOW_S  # seconds of steps at which the next window ends
     version: int = -1  # number of the valid entry in the heap; others were computed with another speed
 
     def advance(self, now_s: float) -> None:
-        self.left = max(self.left - self.steps_per_s * max(now_s - max(self.at_s, self.ready_s), 0.0), 0.0)
-        self.at_s = now_s
+        made = self.kept_per_s * max(min(now_s, self.joined_s) - self.at_s, 0.0)
+        made += self.steps_per_s * max(now_s - max(self.at_s, self.ready_s), 0.0)
+        self.left, self.at_s = max(self.left - made, 0.0), now_s
 
     def end_s(self) -> float:
-        return max(self.at_s, self.ready_s) + (self.left / self.steps_per_s if self.steps_per_s > 0 else math.inf)
+        before = self.kept_per_s * max(self.joined_s - self.at_s, 0.0)
+        if before > 0 and self.left <= before:
+            return self.at_s + self.left / self.kept_per_s
+        return max(self.at_s, self.ready_s) + ((self.left - before) / self.steps_per_s if self.steps_per_s > 0 else math.inf)
+
+    def working(self, now_s: float) -> tuple[Device, ...]:
+        """Return the devices that do not wait to join."""
+        return self.kept if now_s < self.joined_s else self.devices
 
 
 @dataclass
@@ -337,7 +352,7 @@ class _Simulation:
             self._stop(run)
             if name in wanted:
                 self.progress[name].changes += 1
-                self._begin(run.job, wanted[name], self.costs.change_s + run.job.change_s)
+                self._change(run, wanted[name])
             else:
                 progress = self.progress[name]
                 left = None if run.job.steps_left is None else progress.left + progress.beyond
@@ -351,9 +366,17 @@ class _Simulation:
         for name in starting:
             self.progress[name].starts += 1
             job = self.waiting.pop(name)
-            self._begin(job, wanted[name], self.costs.start_s + job.change_s)
+            self._begin(job, wanted[name], self.costs.start_s + job.start_s)
         self._check_limits(changed)
         self._set_speeds(changed)
+
+    def _change(self, run: _Run, devices: tuple[Device, ...]) -> None:
+        kept = tuple(device for device in run.working(self.now_s) if device in devices)
+        join_s = run.job.join_s if len(kept) < len(devices) else 0.0
+        self._begin(run.job, devices, join_s + self.costs.change_s + run.job.change_s)
+        if kept and join_s:
+            begun = self.running[run.job.name]
+            begun.kept, begun.joined_s = kept, self.now_s + join_s
 
     def _begin(self, job: Job, devices: tuple[Device, ...], cost_s: float) -> None:
         progress = self.progress[job.name]
@@ -403,6 +426,7 @@ class _Simulation:
             run.advance(self.now_s)
             beside = {d.name: [job for job in everywhere[d.name] if job.name != run.job.name] for d in run.devices}
             run.steps_per_s = self.truth(run.job, run.devices, beside)
+            run.kept_per_s = self.truth(run.job, run.kept, beside) if self.now_s < run.joined_s else 0.0
             # Counted over all jobs, so that an entry of a job's earlier devices cannot be taken for one of the present.
             self.version += 1
             run.version = self.version

@@ -45,9 +45,9 @@ def known(state: State) -> list[Scaling]:
     return [job.scaling for job in jobs if job.scaling is not None]
 
 
-def workload(folder: Path, *jobs: Submission, change_s: float | Mapping[str, float] = 10.0) -> ElasticWorkload:
+def workload(folder: Path, *jobs: Submission, start_s: float | Mapping[str, float] = 10.0) -> ElasticWorkload:
     applications = read_applications(write_speeds(folder))
-    return elastic_workload(jobs, applications, Cluster(2, 2), change_s=change_s, samples=WORK)
+    return elastic_workload(jobs, applications, Cluster(2, 2), start_s=start_s, samples=WORK)
 
 
 def job(name: str, at_s: float, num_devices: int = 1, batch_size: int = 64) -> Submission:
@@ -63,10 +63,10 @@ def test_a_job_alone_takes_its_start_and_its_steps(tmp_path: Path) -> None:
 
 
 def test_costs_may_differ_by_application(tmp_path: Path) -> None:
-    load = workload(tmp_path, job("a", 0), change_s={"toy": 7.0})
-    assert load.arrivals[0].job.change_s == 7
-    with pytest.raises(WorkloadError, match=r"t.csv:2: the cost of a change of 'toy' is unknown"):
-        workload(tmp_path, job("a", 0), change_s={"other": 7.0})
+    load = workload(tmp_path, job("a", 0), start_s={"toy": 7.0})
+    assert load.arrivals[0].job.start_s == 7
+    with pytest.raises(WorkloadError, match=r"t.csv:2: the cost of a start of 'toy' is unknown"):
+        workload(tmp_path, job("a", 0), start_s={"other": 7.0})
 
 
 def test_a_batch_too_small_for_its_devices_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -140,6 +140,6 @@ def test_a_job_alone_is_treated_fairly_and_one_that_waits_is_not(tmp_path: Path)
 def test_a_trace_without_models_draws_them_by_name_and_keeps_durations(tmp_path: Path) -> None:
     applications = read_applications(write_speeds(tmp_path, "ncf", batches=(4, 16, 32768)))
     flow = Submission("x", "", 0.0, 2, 0, 1e4)
-    load = elastic_workload([flow], applications, Cluster(2, 2), change_s=0.0)
+    load = elastic_workload([flow], applications, Cluster(2, 2), start_s=0.0)
     assert load.arrivals[0].job.family == "ncf/32768"
     assert run_elastic(load, as_asked).finished[0].completion_s == pytest.approx(1e4)

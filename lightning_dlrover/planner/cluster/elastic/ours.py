@@ -18,8 +18,9 @@ of two prices of a job's work, each of which is best for another future:
 All jobs get some devices while that is efficient.
 
 A change costs c_i seconds without a step, and then lasts l_i seconds: until the job ends, but no longer than `HORIZON_S`. The
-present size costs nothing, so sizes stay unless others are better by more than the cost. A waiting job pays for its start at
-any time, so only the difference between its sizes counts. A job that is paused pays for a later start.
+present size costs nothing, so sizes stay unless others are better by more than the cost. Where new devices take time to join,
+the job has its present speed until then. A waiting job pays for its start at any time, so only the difference between its sizes
+counts. A job that is paused pays for a later start.
 
 Speeds are uncertain where no job of the family has run. They count `CAUTION` deviations below the expected one, so a job
 tries a new size where that gains in the less favourable case, too. The maximum is exact for clusters of usual size, see
@@ -63,24 +64,26 @@ def values(share: Share) -> Floats:
     unit = np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
     speedups = share.speeds * np.exp(-CAUTION * share.spreads) / unit
     urgency = _urgency(share, speedups)
-    value = urgency[:, None] * (speedups - share.settings.least_gain * share.sizes) * _kept(share)
-    now = urgency * speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
-    value[:, 0] = -now * np.minimum(_cost_s(share) / HORIZON_S, 1.0)
+    value = urgency[:, None] * _gained(share, speedups)
+    now = speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
+    start_s = np.array([job.start_s for job in share.jobs])
+    value[:, 0] = -urgency * now * np.minimum(start_s / HORIZON_S, 1.0)
     return np.where(share.filling, value, -np.inf)
 
 
-def _kept(share: Share) -> Floats:
-    """Return the part of the time that each size leaves for steps, over that of the smallest size for a job that waits."""
-    lasts_s = np.minimum(share.seconds_left, HORIZON_S)
-    kept = lasts_s / np.maximum(lasts_s + _cost_s(share)[:, None], 1e-9)
-    kept = np.where(share.sizes == share.present[:, None], 1.0, kept)
+def _gained(share: Share, speedups: Floats) -> Floats:
+    """Return the speedups less the price of devices, as far as the costs of changes leave them, of the shape of `speedups`."""
+    start_s, change_s, join_s = np.array([(job.start_s, job.change_s, job.join_s) for job in share.jobs]).T[:, :, None]
+    price = share.settings.least_gain * share.sizes
+    gained, now = speedups - price, speedups[np.arange(len(share.jobs)), share.columns_of(share.present)][:, None]
+    lasts_s = np.maximum(np.minimum(share.seconds_left, HORIZON_S), 1e-9)
+    joins_s = np.where(share.sizes > share.present[:, None], join_s, 0.0)
+    changed = (joins_s * (now - price) + lasts_s * gained) / (joins_s + lasts_s + change_s)
+    started = lasts_s / (lasts_s + start_s)
     first = (share.allowed & (share.sizes > 0)).argmax(axis=1)
-    smallest = kept[np.arange(len(share.jobs)), first]
-    return np.asarray(kept / np.where(share.present > 0, 1.0, np.maximum(smallest, 1e-9))[:, None])
-
-
-def _cost_s(share: Share) -> Floats:
-    return np.array([job.change_s for job in share.jobs])
+    started = started / started[np.arange(len(share.jobs)), first][:, None]
+    running = np.where(share.sizes == share.present[:, None], gained, changed)
+    return np.where(share.present[:, None] > 0, running, gained * started)
 
 
 def _urgency(share: Share, speedups: Floats) -> Floats:

@@ -156,6 +156,7 @@ def _job(job: PoolJob, units: int, kind: str) -> Job:
         max_devices=job.max_workers * units,
         served_device_s=job.served_worker_s * units,
         scaling=scaling,
+        start_s=job.change_s,
         change_s=job.change_s,
         deadline_s=job.deadline_s,
     )
