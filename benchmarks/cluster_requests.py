@@ -13,8 +13,8 @@ waiting there is little to gain. So give it with its load.
 A unit is two cores with 8 GiB, 16 units are a node. Under `as-requested`, a job keeps its requested units until its end, a lost
 node takes it back to its last checkpoint, and it fails where its memory grows beyond its request, or at one loss too many.
 Under `ours`, a job has between the units of its forecast memory and those that its user asked for; its speed is known only from
-the cores that its windows have used, and a loss costs a live recovery. The peak of its memory, which a job of this project comes to
-know while it runs, is forecast from the start, with an error. A job that fails is not submitted again.
+the cores that its windows have used, and a loss costs a live recovery. The peak of its memory, which a job of this project
+comes to know while it runs, is forecast from the start, with an error. A job that fails is not submitted again.
 
 Completion times are those of jobs that end under both. Utilisation is use over request: that of the user, or the cores of the
 units and the forecast memory with its margin.

@@ -360,6 +360,13 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
     )
+    command.add_argument(
+        "--lengths",
+        choices=("known", "unknown", "wrong"),
+        default="known",
+        help="what policies know of the steps of a job; wrong: times a random factor, log-normal with a deviation of ln 2 "
+        "(default known)",
+    )
     command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
     command.add_argument("--processes", type=values.count, default=1, metavar="N", help="simulations at a time (default 1)")
     command.add_argument(

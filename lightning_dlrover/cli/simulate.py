@@ -31,6 +31,7 @@ def simulate_command(options: argparse.Namespace) -> int:
         every_s=options.every,
         oracle=options.oracle,
         start_cost=options.start_cost,
+        lengths=options.lengths,
     )
     seeds = range(options.shake, options.shake + options.seeds)
     asked = questions(traces, options.policy, options.resize_cost, seeds)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, elastic_workload
+from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, Lengths, elastic_workload
 from lightning_dlrover.planner.cluster.elastic_run import fairness_ratios, run_elastic
 from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, read_applications
 from lightning_dlrover.planner.cluster.policy import Policy
@@ -54,6 +54,7 @@ class Inputs:
     Args:
         samples: work by application.
         start_cost: of every job, at its first start and after a pause.
+        lengths: what policies know of them.
         digest: of everything that decides the results and is not in a question.
     """
 
@@ -63,6 +64,7 @@ class Inputs:
     every_s: float
     oracle: bool
     start_cost: StartCost
+    lengths: Lengths
     digest: str
 
 
@@ -94,6 +96,7 @@ def read_inputs(
     every_s: float = 60.0,
     oracle: bool = False,
     start_cost: StartCost = 30.0,
+    lengths: Lengths = "known",
 ) -> tuple[Inputs, list[Trace]]:
     """Read measured speeds and traces.
 
@@ -113,13 +116,14 @@ def read_inputs(
         every_s,
         oracle,
         start_cost,
+        lengths,
     )
     digest = hashlib.sha256(f"{of_files.hexdigest()} {settings}".encode()).hexdigest()
     found = [_trace(path, applications, cluster) for path in traces]
     names = [trace.name for trace in found]
     if len(set(names)) < len(names):
         raise WorkloadError(f"two traces are called {next(n for n in names if names.count(n) > 1)!r}; rename one of the files")
-    inputs = Inputs(applications, cluster, samples, every_s, oracle, start_cost, digest)
+    inputs = Inputs(applications, cluster, samples, every_s, oracle, start_cost, lengths, digest)
     for trace in found:
         # Jobs that cannot run are refused here, before the first simulation.
         elastic_workload(trace.submissions, applications, cluster, samples=samples)
@@ -146,7 +150,9 @@ def answer(inputs: Inputs, question: Question, make_policy: PolicyMaker) -> Simu
         start_s=_seconds(inputs.start_cost),
         change_s=_seconds(question.cost),
         joins=question.cost == LIVE,
+        lengths=inputs.lengths,
         samples=inputs.samples,
+        seed=question.seed,
     )
     policy = make_policy(question.policy, question.seed)
     outcome = run_elastic(workload, policy, every_s=inputs.every_s, seed=question.seed, oracle=inputs.oracle)

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_dlrover.planner.cluster.jobs import Device, Job, Profile
 from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, Placement, even_placement
@@ -18,12 +18,28 @@ from lightning_dlrover.planner.cluster.simulator import Arrival
 from lightning_dlrover.planner.cluster.work import SAMPLES, USUAL_BATCHES
 from lightning_dlrover.planner.cluster.workloads import Submission, WorkloadError
 
-__all__ = ["GUESS_STEPS_PER_S", "Cluster", "ElasticTruth", "ElasticWorkload", "Family", "elastic_workload", "placement_of"]
+__all__ = [
+    "GUESS_STEPS_PER_S",
+    "Cluster",
+    "ElasticTruth",
+    "ElasticWorkload",
+    "Family",
+    "Lengths",
+    "elastic_workload",
+    "placement_of",
+]
 
 KIND = "gpu"
 
+LENGTH_SPREAD = math.log(2)
+"""Deviation of the logarithm of a wrong length: a third of all jobs are more than a factor of 2 off."""
+
 GUESS_STEPS_PER_S = 1.0
 """Assumed steps/s of one device for a family of which nothing has been measured."""
+
+
+Lengths: TypeAlias = Literal["known", "unknown", "wrong"]
+"""What policies know of the steps of a job: all, nothing, or the steps times a random factor (log-normal, `LENGTH_SPREAD`)."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,7 @@ def elastic_workload(
     start_s: float | Mapping[str, float] = 30.0,
     change_s: float | Mapping[str, float] = 30.0,
     joins: bool = False,
+    lengths: Lengths = "known",
     samples: Mapping[str, int] = SAMPLES,
     seed: int = 0,
 ) -> ElasticWorkload:
@@ -117,7 +134,9 @@ def elastic_workload(
         start_s: seconds without a step when a job starts; one figure for all, or by application.
         change_s: the same when its devices change.
         joins: a running job makes steps until the workers on its new devices have started, which takes `start_s`.
+        lengths: what policies know of them, see `Lengths`.
         samples: work by application.
+        seed: of drawn applications and lengths.
     Raises:
         WorkloadError: a job's batch is too small for its devices, its work is not known, or nodes are larger than measured.
     """
@@ -144,7 +163,9 @@ def elastic_workload(
         cost_s = change_s if isinstance(change_s, float | int) else _looked_up(change_s, job, "the cost of a change")
         costs = _Costs(float(begin_s), float(cost_s), float(begin_s) if joins else 0.0)
         steps = _steps(job, family, cluster, samples)
-        arrivals.append(Arrival(_job(job, family, costs, steps), steps))
+        told = random.Random(f"{seed}/length/{job.name}").lognormvariate(0, LENGTH_SPREAD) if lengths == "wrong" else 1.0
+        known = None if lengths == "unknown" else steps * told
+        arrivals.append(Arrival(_job(job, family, costs, known), steps, told=told))
     return ElasticWorkload(tuple(arrivals), families, cluster)
 
 
@@ -154,7 +175,7 @@ class _Costs(NamedTuple):
     join_s: float
 
 
-def _job(submission: Submission, family: Family, costs: _Costs, steps: float) -> Job:
+def _job(submission: Submission, family: Family, costs: _Costs, steps: float | None) -> Job:
     return Job(
         submission.name,
         {KIND: Profile(0, GUESS_STEPS_PER_S)},

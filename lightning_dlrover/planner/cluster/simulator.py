@@ -42,12 +42,14 @@ class Arrival:
     Args:
         job: as the policy sees it; while it runs, `steps_left` is kept where it is known.
         steps: until the job ends.
+        told: steps that policies are told of, over the real ones. A job that has made more has an unknown end.
         fragility: the consequences of lost nodes.
     """
 
     job: Job
     steps: float
     fragility: Fragility = field(default_factory=Fragility)
+    told: float = 1.0
 
 
 class Truth(Protocol):
@@ -141,6 +143,13 @@ class _Progress:
     served_device_s: float = 0.0
     starts: int = 0
     changes: int = 0
+
+    def told_left(self, left: float) -> float | None:
+        """Return the steps that a policy is told of, with so many left until the job ends or fails."""
+        if self.arrival.job.steps_left is None:
+            return None
+        told = left + self.beyond + (self.arrival.told - 1) * self.arrival.steps
+        return told if told > 0 or self.arrival.told == 1 else None
 
 
 def _progress(arrival: Arrival) -> _Progress:
@@ -312,7 +321,7 @@ class _Simulation:
             progress = self.progress[run.job.name]
             run.advance(self.now_s)
             served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
-            left = None if run.job.steps_left is None else run.left + progress.beyond
+            left = progress.told_left(run.left)
             scaling = run.job.scaling if self.knowledge is None else self.knowledge.scaling(run.job)
             restarts = progress.changes + progress.starts - 1
             job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts, scaling=scaling)
@@ -355,12 +364,11 @@ class _Simulation:
                 self._change(run, wanted[name])
             else:
                 progress = self.progress[name]
-                left = None if run.job.steps_left is None else progress.left + progress.beyond
                 self.waiting[name] = replace(
                     run.job,
                     waiting_since_s=self.now_s,
                     served_device_s=progress.served_device_s,
-                    steps_left=left,
+                    steps_left=progress.told_left(progress.left),
                     restarts=progress.changes + progress.starts,
                 )
         for name in starting:

@@ -10,7 +10,7 @@ import pytest
 from measured_clusters import write_speeds
 
 from lightning_dlrover.planner.cluster import Allocation, State
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, ElasticWorkload, elastic_workload
+from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, ElasticWorkload, Lengths, elastic_workload
 from lightning_dlrover.planner.cluster.elastic_run import fairness_ratios, run_elastic
 from lightning_dlrover.planner.cluster.knowledge import GUESS_SPREAD, NOISE
 from lightning_dlrover.planner.cluster.measured_speeds import read_applications
@@ -121,6 +121,21 @@ def test_an_oracle_knows_all_speeds(tmp_path: Path) -> None:
         return as_asked(state)
 
     run_elastic(load, policy, oracle=True)
+
+
+def test_lengths_are_known_or_not_or_wrong_by_about_a_factor_of_two(tmp_path: Path) -> None:
+    applications, jobs = read_applications(write_speeds(tmp_path)), [job(f"j{n}", 0) for n in range(200)]
+
+    def told(lengths: Lengths, seed: int = 0) -> list[float | None]:
+        load = elastic_workload(jobs, applications, Cluster(2, 2), samples=WORK, lengths=lengths, seed=seed)
+        assert [arrival.steps for arrival in load.arrivals] == [200.0] * len(jobs)
+        return [arrival.job.steps_left for arrival in load.arrivals]
+
+    assert told("known") == [200.0] * len(jobs)
+    assert told("unknown") == [None] * len(jobs)
+    factors = np.log(np.array(told("wrong"), dtype=float) / 200)
+    assert factors.std() == pytest.approx(np.log(2), rel=0.2)
+    assert told("wrong") == told("wrong") != told("wrong", seed=1)
 
 
 def test_equal_seeds_give_equal_outcomes(tmp_path: Path) -> None:

@@ -93,6 +93,31 @@ def shortest_first(state: State) -> Allocation:
     return {min(jobs, key=lambda job: job.steps_left or 0).name: (state.devices[0].name,)} if jobs else {}
 
 
+@pytest.mark.parametrize(
+    "told, left, expected",
+    [
+        (1.0, 20.0, {0.0: 20.0, 5.0: 10.0, 7.0: 10.0}),
+        (2.0, 40.0, {0.0: 40.0, 5.0: 30.0, 7.0: 30.0}),
+        (0.5, 10.0, {0.0: 10.0, 5.0: None, 7.0: None}),  # it has outlived its length
+        (1.0, None, {0.0: None, 5.0: None, 7.0: None}),
+    ],
+)
+def test_policies_see_the_length_that_they_are_told(
+    told: float, left: float | None, expected: dict[float, float | None]
+) -> None:
+    """The job is paused at 5 s for two seconds."""
+    seen: dict[float, float | None] = {}
+
+    def policy(state: State) -> Allocation:
+        jobs = (*state.waiting, *(run.job for run in state.running))
+        seen.update((state.now_s, job.steps_left) for job in jobs if state.now_s in expected)
+        return {} if 5 <= state.now_s < 7 else {job.name: (state.devices[0].name,) for job in jobs}
+
+    late = replace(arrival("a", 0, 10, steps_left=left), told=told)
+    assert ends([late], devices(1), policy, every_s=1.0) == {"a": 12}
+    assert seen == expected
+
+
 def test_preempted_jobs_keep_their_progress() -> None:
     arrivals = [arrival("long", 0, 10, steps_left=20.0), arrival("short", 4, 3, steps_left=6.0)]
     outcome = simulate(arrivals, devices(1), shortest_first, halves)

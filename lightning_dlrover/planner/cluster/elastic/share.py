@@ -19,6 +19,9 @@ __all__ = ["ChooseSizes", "Share", "SizePolicy"]
 UNKNOWN_WORK_DEVICE_S = 600.0
 """Least expected work of a job with an unknown end, seconds times devices."""
 
+SERVICE_STEP = 8.0
+"""Factor between two levels of attained service."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -94,9 +97,12 @@ class Share:
     def work_left(self) -> Floats:
         """Device seconds that each job has left at its most efficient size, shape ``(num_jobs,)``.
 
-        A job of unknown length is expected to need as much again as it has had, as of lengths without a scale.
+        A job of unknown length is expected to need as much again as it has had, as of lengths without a scale. What it has had
+        counts in powers of `SERVICE_STEP`: jobs with about as much service would take turns without end otherwise.
         """
         served = np.array([max(job.served_device_s, UNKNOWN_WORK_DEVICE_S) for job in self.jobs])
+        step = np.log(SERVICE_STEP)
+        served = UNKNOWN_WORK_DEVICE_S * np.exp(step * np.floor(np.log(served / UNKNOWN_WORK_DEVICE_S) / step + 1e-9))
         known = self.steps_left / np.where(self.most_efficient > 0, self.most_efficient, 1e-300)
         return np.where(np.isfinite(self.steps_left), known, served)
 

@@ -151,6 +151,15 @@ def test_sia_chooses_powers_of_two_and_whole_nodes() -> None:
     assert sorted(found.values()) == [4, 8, 8]
 
 
+@pytest.mark.parametrize("policy", ["srtf", "elastic-srtf", "afs"])
+def test_jobs_of_unknown_length_do_not_take_turns_while_they_have_had_about_as_much(policy: str) -> None:
+    for had, expected in ((4700.0, "now"), (38500.0, "next")):  # the second is more than 8 times 4,800
+        old = job("now", steps_left=None, num_devices=4, min_devices=4, served_device_s=had, start_s=30.0, max_devices=5)
+        new = job("next", steps_left=None, num_devices=4, min_devices=4, served_device_s=4000.0, start_s=30.0, max_devices=5)
+        found = sizes(policy, [replace(new, submitted_s=1.0)], [running(old, NODE, 0.0)])
+        assert found == {expected: 4}
+
+
 def test_ours_divides_as_hesrpt_where_speedups_are_powers() -> None:
     powers = Table(tuple(n**0.7 for n in range(1, 65)))  # its price and that by learned speeds are the same
     short, long = (
