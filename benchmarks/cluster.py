@@ -15,11 +15,11 @@ Without --scale and so on, every policy runs Pollux's workloads on 16 nodes with
 and the cost of a restart by model for each start, with N seeds: the first as in the trace, the others with shaken arrivals.
 Then, with one seed: all ends of jobs unknown; other costs of a resize; lengths that are wrong by a random factor; 0.5, 1.5 and
 2 times the arrivals; and jobs of ElasticFlow's and Gavel's traces (see `cluster_workloads.py`). Pollux's genetic search is
-slow, so `pollux` is left out of the last three. Constants of policies were chosen on the workloads 1 and 2 with known and unknown
-lengths, so figures are printed for these, for the others, and for all. Deviations are those between workloads: seeds move
-arrivals by less than a minute. Finished simulations stay on record in --out, and its report has the pictures; the same command
-goes on after an interruption. --quick simulates the first 40 jobs of two workloads once, without the last three comparisons.
---workload and --policy leave out the others.
+slow, so `pollux` is left out of the last three. Constants of policies were chosen on the workloads 1 and 2, with known and
+unknown lengths, so figures are printed for these, for the others, and for all. Deviations are those between workloads: seeds move
+arrivals by less than a minute. Finished simulations stay on record in --out, and its report has the pictures; the
+same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once, without the last three
+comparisons. --workload and --policy leave out the others.
 
 The last line:
 
