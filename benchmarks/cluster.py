@@ -13,13 +13,13 @@ DIR of --traces holds the folders `pollux` with `workload-N.csv`, `elasticflow` 
 
 Without --scale and so on, every policy runs Pollux's workloads on 16 nodes with 4 GPUs each, at a resize cost of 30 s for all
 and the cost of a restart by model for each start, with N seeds: the first as in the trace, the others with shaken arrivals.
-Then, with one seed: all ends of jobs unknown; other costs of a resize; lengths that are wrong by a random factor; 0.5, 1.5 and
-2 times the arrivals; and jobs of ElasticFlow's and Gavel's traces (see `cluster_workloads.py`). Pollux's genetic search is
-slow, so `pollux` is left out of the last three. Constants of policies were chosen on the workloads 1 and 2, with known and
-unknown lengths, so figures are printed for these, for the others, and for all. Deviations are those between workloads: seeds move
-arrivals by less than a minute. Finished simulations stay on record in --out, and its report has the pictures; the
-same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once, without the last three
-comparisons. --workload and --policy leave out the others.
+Then, with one seed: all ends of jobs unknown; and the cost of a restart by model for each resize. `ours` and the policies
+near to it also have live resizes, lengths that are wrong by a random factor, 0.5, 1.5 and 2 times the arrivals, and jobs of
+ElasticFlow's and Gavel's traces (see `cluster_workloads.py`). Constants of policies were chosen on the workloads 1 and 2,
+with known and unknown lengths, so figures are printed for these, for the others, and for all. Deviations are those between
+workloads: seeds move arrivals by less than a minute. Finished simulations stay on record in --out, and its report has the
+pictures; the same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once, without
+wrong lengths, loads and other sources. --workload and --policy leave out the others.
 
 The last line:
 
@@ -61,6 +61,9 @@ from jobs import BenchmarkError, describe_machine, result_line
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
 
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+
+ELSEWHERE = ("elasticflow/cluster01.csv", "elasticflow/cluster06.csv", "gavel/jobs-1.csv")
+"""Traces of other sources, in the folder of --traces; those that are not there are left out."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,8 +131,7 @@ def main() -> int:
                 quick=options.quick,
                 policies=options.policy,
                 workloads=options.workload,
-                elasticflow_files=sorted((options.traces / "elasticflow").glob("*.csv")),
-                gavel_files=sorted((options.traces / "gavel").glob("jobs-*.csv")),
+                elsewhere=[path for name in ELSEWHERE if (path := options.traces / name).is_file()],
             )
     except (BenchmarkError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

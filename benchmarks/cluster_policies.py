@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster_workloads import at_load, elasticflow, first_jobs, gavel
+from cluster_workloads import at_load, first_jobs, read_elsewhere
 from jobs import BenchmarkError
 
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
@@ -26,12 +26,11 @@ __all__ = ["CHOSEN_ON", "OURS", "compare", "workload_files"]
 OURS = "ours"
 EQUAL_S = 30.0
 EQUAL = f"{EQUAL_S:g}"
-COSTS: tuple[Cost, ...] = (LIVE, 60.0, BY_MODEL)
 LOADS = (0.5, 1.5, 2.0)
 CHOSEN_ON = ("workload-1", "workload-2")
 """Workloads on which constants of policies were chosen."""
-SLOW = ("pollux",)
-"""Policies that are left out of all but the first comparison, that of unknown lengths, and the costs of a resize."""
+NEAR = (*("srtf", "elastic-srtf", "las", "dlrover-rm", "afs", "sia"), OURS)
+"""Policies of the further comparisons: those with at most 1.5 times the mean JCT of `ours` in the first one, and fast."""
 QUICK_JOBS = 40
 
 
@@ -90,8 +89,7 @@ def compare(
     quick: bool,
     policies: Sequence[str] = tuple(ELASTIC_POLICIES),
     workloads: Collection[int] = (),
-    elasticflow_files: Sequence[Path] = (),
-    gavel_files: Sequence[Path] = (),
+    elsewhere: Sequence[Path] = (),
 ) -> dict[str, float | int | str]:
     """Run all simulations that are not on record, print tables, write the report, and return the figures of the last line.
 
@@ -99,6 +97,7 @@ def compare(
         policies: at least ours and one other.
         num_seeds: of the first comparison; all others have one.
         workloads: numbers of those to run; all if there are none.
+        elsewhere: traces of ElasticFlow and Gavel.
     Raises:
         ValueError: a trace or a file of step times cannot be used.
     """
@@ -107,9 +106,7 @@ def compare(
     inputs, read = read_inputs(workload_files(traces, workloads), speeds, Cluster(16, 4), start_cost=BY_MODEL)
     if quick:
         num_seeds, read = 1, [first_jobs(trace, QUICK_JOBS) for trace in (read[0], read[-1])]
-    else:
-        elsewhere = [elasticflow(path, inputs) for path in elasticflow_files] + [gavel(path, inputs) for path in gavel_files]
-    fast = [policy for policy in policies if policy not in SLOW]
+    near = [policy for policy in policies if policy in NEAR]
     with Results(out) as results, _counted() as ended:
 
         def simulated(
@@ -122,18 +119,19 @@ def compare(
 
         known = simulated("30 s for a resize, lengths known", read, policies, "known", seeds=num_seeds)
         unknown = simulated("30 s for a resize, lengths unknown", read, policies, "unknown")
-        by_cost = {cost: simulated(f"resize cost {cost}", read, policies, "known", cost) for cost in COSTS}
+        by_model = simulated("a restart by model for a resize, lengths known", read, policies, "known", BY_MODEL)
+        live = simulated("live resizes, lengths known", read, near, "known", LIVE)
         if not quick:
-            simulated("30 s for a resize, lengths wrong by a random factor", read, fast, "wrong")
+            simulated("30 s for a resize, lengths wrong by a random factor", read, near, "wrong")
             for load in LOADS:
-                simulated(f"load {load:g}", [at_load(trace, load) for trace in read], fast, "known")
-            if elsewhere:
-                simulated("other sources, lengths known", elsewhere, fast, "known")
-                simulated("other sources, lengths unknown", elsewhere, fast, "unknown")
-        asked = questions(read, policies, [EQUAL_S, *COSTS], [0])
+                simulated(f"load {load:g}", [at_load(trace, load) for trace in read], near, "known")
+            if others := [read_elsewhere(path, inputs) for path in elsewhere]:
+                simulated("other sources, lengths known", others, near, "known")
+                simulated("other sources, lengths unknown", others, near, "unknown")
+        asked = questions(read, near, [EQUAL_S, BY_MODEL, LIVE], [0])
         write_report(out / REPORT, inputs, run_study(inputs, asked, results))
         print(f"report: {out / REPORT}")
-    return _figures(known, unknown, by_cost[LIVE], by_cost[BY_MODEL])
+    return _figures(known, unknown, live, by_model)
 
 
 def _knowing(inputs: Inputs, lengths: Lengths) -> Inputs:
@@ -159,8 +157,8 @@ def _counted() -> Iterator[Callable[[Simulated], None]]:
 
 def _print(title: str, found: Found) -> None:
     """Print mean JCT by workload, and the ratios of ours to each policy with their deviations between workloads."""
-    chosen = [name for name in found.workloads if name in CHOSEN_ON]
-    held_out = [name for name in found.workloads if name not in CHOSEN_ON]
+    chosen = [name for name in found.workloads if name.partition(" x ")[0] in CHOSEN_ON]
+    held_out = [name for name in found.workloads if name not in chosen]
     print(f"\n{title}: mean JCT / p99 in hours, resizes for each job, and ours over the policy, +- deviation over workloads")
     columns = [f"{name.removeprefix('workload-'):>16}" for name in found.workloads]
     print(f"{'policy':14}{''.join(columns)}{'mean':>16}{'resizes':>9}{'chosen on':>11}{'held out':>10}{'all':>17}{'p99':>7}")

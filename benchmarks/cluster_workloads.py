@@ -10,6 +10,7 @@ out or together evenly, so that the device seconds asked for are those of the cl
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from lightning_dlrover.planner.cluster.work import USUAL_BATCHES
 from lightning_dlrover.planner.cluster.workloads import Submission, read_submissions
 from lightning_dlrover.simulate.study import Inputs, Trace
 
-__all__ = ["at_load", "elasticflow", "first_jobs", "gavel"]
+__all__ = ["at_load", "first_jobs", "read_elsewhere"]
 
 NUM_JOBS = 160
 DEVICE = "v100"
@@ -49,32 +50,29 @@ def at_load(trace: Trace, load: float) -> Trace:
     return Trace(f"{trace.name} x {load:g}", moved, f"{trace.digest}, load {load:g}")
 
 
-def elasticflow(path: Path, inputs: Inputs) -> Trace:
-    """Read a trace in ElasticFlow's form.
+def read_elsewhere(path: Path, inputs: Inputs) -> Trace:
+    """Read a trace in ElasticFlow's form, or Gavel's `jobs-N.csv` with `throughputs.csv` in the same folder.
 
     Raises:
-        ValueError: it cannot be used.
-        OSError: it cannot be read.
-    """
-    text = path.read_text(encoding="utf-8-sig")
-    jobs = read_submissions(text.splitlines(), str(path), inputs.applications, inputs.cluster.num_devices)
-    return Trace(f"elasticflow-{path.stem}", _spread(jobs[:NUM_JOBS], inputs.cluster.num_devices), path.stem)
-
-
-def gavel(path: Path, inputs: Inputs) -> Trace:
-    """Read `jobs-N.csv`, with `throughputs.csv` in the same folder.
-
-    Raises:
-        BenchmarkError: the speed of a job is missing.
+        BenchmarkError: the speed of one of Gavel's jobs is missing.
+        ValueError: the trace cannot be used.
         OSError: a file cannot be read.
     """
+    num_devices = inputs.cluster.num_devices
+    if path.name.startswith("jobs-"):
+        source, jobs = "gavel", _gavel(path, inputs)
+    else:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        source, jobs = "elasticflow", read_submissions(lines, str(path), inputs.applications, num_devices)[:NUM_JOBS]
+    digest = f"{hashlib.sha256(path.read_bytes()).hexdigest()}, first {NUM_JOBS}"
+    return Trace(f"{source}-{path.stem}", _spread(jobs, num_devices), digest)
+
+
+def _gavel(path: Path, inputs: Inputs) -> list[Submission]:
     with (path.parent / "throughputs.csv").open(newline="") as file:
-        speeds = {
-            (row["job"], row["num_devices"]): float(row["steps_per_s"])
-            for row in csv.DictReader(file)
-            if row["device"] == DEVICE
-        }
-    jobs = []
+        rows = [row for row in csv.DictReader(file) if row["device"] == DEVICE]
+    speeds = {(row["job"], row["num_devices"]): float(row["steps_per_s"]) for row in rows}
+    jobs: list[Submission] = []
     with path.open(newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
             if len(jobs) == NUM_JOBS:
@@ -84,7 +82,7 @@ def gavel(path: Path, inputs: Inputs) -> Trace:
                 raise BenchmarkError(f"{path}:{number + 2}: the speed of {row['job']!r} is not in throughputs.csv of {DEVICE}")
             application = LIKE[re.sub(r" \(.*", "", row["job"])]
             jobs.append(_submission(f"{application}-{number}", application, row, speed, inputs.applications[application]))
-    return Trace(f"gavel-{path.stem}", _spread(jobs, inputs.cluster.num_devices), path.stem)
+    return jobs
 
 
 def _submission(name: str, like: str, row: dict[str, str], speed: float, application: MeasuredApplication) -> Submission:

@@ -48,16 +48,15 @@ def test_every_policy_is_compared_on_every_workload(
         processes=1,
         quick=False,
         policies=["ours", "sia", "pollux"],
-        elasticflow_files=[flow],
-        gavel_files=[gavel],
+        elsewhere=[flow, gavel],
     )
     names = ["jct_vs_best", "best", "jct_unknown", "resizes_unknown", "worst_workload", "live_gain", "p99_ratio"]
     assert list(figures) == names
     assert figures["best"] in ("sia", "pollux")
     shown = capsys.readouterr().out
     tables = re.findall(r"^(.+): mean JCT / p99", shown, re.MULTILINE)
-    assert len(tables) == 11
-    for title in ("load 2", "other sources, lengths unknown", "resize cost live"):
+    assert len(tables) == 10
+    for title in ("load 2", "other sources, lengths unknown", "live resizes, lengths known"):
         assert title in tables
     assert "elasticflow-cluster01" in shown
     assert (tmp_path / "out" / "report.html").exists()
@@ -75,12 +74,12 @@ def test_other_loads_and_sources_keep_the_jobs_and_change_their_arrivals(
     (tmp_path / "throughputs.csv").write_text("device,job,num_devices,steps_per_s\nv100,LM (batch size 5),2,3\nv100,A3C,1,5\n")
     monkeypatch.setattr(cluster_workloads, "USUAL_BATCHES", {"toy": (64,)})
     monkeypatch.setattr(cluster_workloads, "LIKE", {"LM": "toy", "A3C": "toy"})
-    found = cluster_workloads.gavel(path, inputs).submissions
+    found = cluster_workloads.read_elsewhere(path, inputs).submissions
     assert [(job.duration_s, job.num_devices) for job in found] == [(200.0, 2), (2000.0, 1)]
     assert [job.at_s for job in found] == [0, (2 * 200 + 2000) / 8]  # the device seconds asked for, over the devices
     path.write_text("job,num_devices,total_steps,arrival_s\nDLRM,2,600,7\n")
     with pytest.raises(BenchmarkError, match=r"jobs-1\.csv:2: the speed of 'DLRM' is not in throughputs\.csv of v100"):
-        cluster_workloads.gavel(path, inputs)
+        cluster_workloads.read_elsewhere(path, inputs)
 
 
 def quickly(folder: Path, **options: Any) -> None:
