@@ -30,7 +30,7 @@ LOADS = (0.5, 1.5, 2.0)
 CHOSEN_ON = ("workload-1", "workload-2")
 """Workloads on which constants of policies were chosen."""
 NEAR = (*("srtf", "elastic-srtf", "las", "dlrover-rm", "afs", "sia"), OURS)
-"""Policies of the further comparisons. The search of Pollux is slow, heSRPT is beaten by AFS and DLRover-RM, others are far off."""
+"""Policies of the further comparisons. Pollux searches slowly, heSRPT is behind AFS and DLRover-RM, others are far off."""
 QUICK_JOBS = 40
 
 
