@@ -1,39 +1,35 @@
 """Many elastic jobs on one cluster: policies that divide it, simulated on published traces.
 
     python benchmarks/cluster.py [--traces DIR] [--speeds DIR] [--workload N...] [--policy NAME...] [--seeds N]
-                                 [--curve-seeds N] [--processes N] [--out DIR]
+                                 [--processes N] [--out DIR]
     python benchmarks/cluster.py --quick [--traces DIR] [--speeds DIR]
-    python benchmarks/cluster.py --pairs FILE [--traces DIR] [--speeds DIR] [--workload N...] [--seeds N] [--quick]
     python benchmarks/cluster.py --scale [--speeds DIR] [--quick]
     python benchmarks/cluster.py --real [--quick]
     python benchmarks/cluster.py --fidelity
     python benchmarks/cluster.py --dlrover-rm [--load L] [--quick]
 
-DIR of --traces holds `workload-N.csv` in Pollux's form, and DIR of --speeds measured step times (defaults:
-$DLROVER_SHARED_DATA/job_traces/pollux and $DLROVER_SHARED_DATA/step_traces, else those in ../shared/data).
+DIR of --traces holds the folders `pollux` with `workload-N.csv`, `elasticflow` and `gavel`, DIR of --speeds measured step times
+(defaults: $DLROVER_SHARED_DATA/job_traces and $DLROVER_SHARED_DATA/step_traces, else those in ../shared/data).
 
-Without --pairs, --scale and so on, every policy runs every workload on 16 nodes with 4 GPUs each, at a resize cost of 30 s for
-all, with N seeds: the first as in the trace, the others with shaken arrivals. Each seed is the same for all policies. Constants
-of policies were chosen on the workloads 1 and 2, with and without their longest jobs, so figures are printed for these, for the
-others, and for all; `live_gain` and the curve are over all of them. Then the costs 0.1 to 60 s, and
-those of a restart by model, are simulated with --curve-seeds. Finished simulations stay on record in --out, and its report has
-the pictures; the same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once.
---workload and --policy leave out the others, and --curve-seeds 0 all costs but the equal one.
+Without --scale and so on, every policy runs Pollux's workloads on 16 nodes with 4 GPUs each, at a resize cost of 30 s for all
+and the cost of a restart by model for each start, with N seeds: the first as in the trace, the others with shaken arrivals.
+Then, with one seed: all ends of jobs unknown; and the cost of a restart by model for each resize. `ours` and the policies
+near to it also have live resizes, lengths that are wrong by a random factor, 0.5, 1.5 and 2 times the arrivals, and jobs of
+ElasticFlow's and Gavel's traces (see `cluster_workloads.py`). Constants of policies were chosen on the workloads 1 and 2,
+with known and unknown lengths, so figures are printed for these, for the others, and for all. Deviations are those between
+workloads: seeds move arrivals by less than a minute. Finished simulations stay on record in --out, and its report has the
+pictures; the same command goes on after an interruption. --quick simulates the first 40 jobs of two workloads once, without
+wrong lengths, loads and other sources. --workload and --policy leave out the others.
 
 The last line:
 
-    jct_vs_sia, jct_vs_pollux   mean JCT of `ours` over theirs, means over workloads and seeds
-    wins, of                    workloads in which the mean JCT of `ours` is below that of every other policy, and workloads
-    live_gain                   1 - mean JCT of `ours` at 0.5 s / that of the best other policy at its restart costs by model;
-                                absent with --curve-seeds 0
-    p99_ratio                   p99 JCT of `ours` over that of the other policy with the lowest mean JCT
-
---pairs simulates `ours` at 30 s where jobs may share devices, with the pairs of FILE (Gavel's `pair_throughputs.csv`), and
-where they may not; as it learns, and with all speeds known. No constant of sharing was chosen on any workload. The last line:
-
-    sharing_gain                1 - mean JCT with sharing / without it, over workloads and seeds
-    sharing_gain_known          the same with all speeds known, those of pairs included: the most that there is to gain
-    guests, of                  jobs on the devices of another one in a decision, mean of those that learn, and workloads
+    jct_vs_best       mean JCT of `ours` over that of the best other policy, mean over workloads; best is the lowest mean JCT
+    best              its name
+    jct_unknown       the same with all ends of jobs unknown, over the policy that is best then
+    resizes_unknown   changes and pauses of each job under `ours` then
+    worst_workload    largest mean JCT of `ours` in a workload over that of the other policy that is best in this workload
+    live_gain         1 - mean JCT of `ours` with live resizes / that of the best other policy at its restart costs by model
+    p99_ratio         p99 JCT of `ours` over that of the best other policy, mean over workloads
 
 --scale takes one decision of `ours` for 1,000 jobs on 10,000 GPUs, and others on clusters that an integer program can solve.
 The last line holds the time of the decision, its peak memory, and the smallest value of `ours` relative to the optimum.
@@ -53,6 +49,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import cluster_requests
@@ -60,12 +57,14 @@ from cluster_fidelity import fidelity
 from cluster_policies import compare
 from cluster_real import real
 from cluster_scale import scale
-from cluster_sharing import sharing
 from jobs import BenchmarkError, describe_machine, result_line
 
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
 
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+
+ELSEWHERE = ("elasticflow/cluster01.csv", "elasticflow/cluster06.csv", "gavel/jobs-1.csv")
+"""Traces of other sources, in the folder of --traces; those that are not there are left out."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", action="store_true", help="time one decision for 1,000 jobs on 10,000 GPUs")
     parser.add_argument("--real", action="store_true", help="divide this machine among four real jobs, with faults")
     parser.add_argument("--fidelity", action="store_true", help="real jobs of this machine, and the same ones simulated")
-    parser.add_argument("--pairs", type=Path, metavar="FILE", help="gain of sharing devices, with these measured pairs of jobs")
     parser.add_argument("--dlrover-rm", action="store_true", help="jobs of users with too large requests")
     parser.add_argument(
         "--load",
@@ -84,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--traces",
         type=Path,
-        default=SHARED_DATA / "job_traces" / "pollux",
-        help="folder of workload-N.csv (default: %(default)s)",
+        default=SHARED_DATA / "job_traces",
+        help="folder of pollux/workload-N.csv, elasticflow/*.csv and gavel/jobs-N.csv (default: %(default)s)",
     )
     parser.add_argument(
         "--speeds", type=Path, default=SHARED_DATA / "step_traces", help="folder of step times (default: %(default)s)"
@@ -97,10 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(ELASTIC_POLICIES),
         default=list(ELASTIC_POLICIES),
         metavar="NAME",
-        help="policies to run, at least ours, sia and pollux (default: all)",
+        help="policies to run, ours and others (default: all)",
     )
-    parser.add_argument("--seeds", type=int, default=10, help="seeds at equal costs (default: %(default)s)")
-    parser.add_argument("--curve-seeds", type=int, default=1, help="seeds at each other cost (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds of the first comparison (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: cores)")
     parser.add_argument(
         "--out", type=Path, default=Path("build/cluster"), help="folder of records and report (default: %(default)s)"
@@ -112,9 +109,10 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     parser = _parser()
     options = parser.parse_args()
-    if min(options.seeds, options.processes) < 1 or options.curve_seeds < 0:
-        parser.error("--seeds and --processes must be above 0, and --curve-seeds not negative")
+    if min(options.seeds, options.processes) < 1:
+        parser.error("--seeds and --processes must be above 0")
     print(describe_machine())
+    figures: Mapping[str, float | int | str]
     try:
         if options.real:
             figures = real(quick=options.quick)
@@ -122,28 +120,19 @@ def main() -> int:
             figures = fidelity()
         elif options.dlrover_rm:
             figures = cluster_requests.compare(options.load, quick=options.quick)
-        elif options.pairs is not None:
-            figures = sharing(
-                options.traces,
-                options.speeds,
-                options.pairs,
-                num_seeds=options.seeds,
-                quick=options.quick,
-                workloads=options.workload,
-            )
         elif options.scale:
             figures = scale(options.speeds, quick=options.quick)
         else:
             figures = compare(
-                options.traces,
+                options.traces / "pollux",
                 options.speeds,
                 options.out,
                 num_seeds=options.seeds,
-                curve_seeds=options.curve_seeds,
                 processes=options.processes,
                 quick=options.quick,
                 policies=options.policy,
                 workloads=options.workload,
+                elsewhere=[path for name in ELSEWHERE if (path := options.traces / name).is_file()],
             )
     except (BenchmarkError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

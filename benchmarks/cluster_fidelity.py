@@ -112,7 +112,8 @@ def _arrival(name: str) -> Arrival:
 def _measure(space: Workspace, endpoint: str) -> Inputs:
     def measured(name: str, workers: str, count: int) -> tuple[float, float]:
         """Mean completion time and mean steps/s."""
-        ends = _run(space, endpoint, name, [_job(f"{name}-{n}", 0.0, MEASURED, workers) for n in range(count)], "user")
+        jobs = [_job(f"{name}-{n}", 0.0, MEASURED, workers) for n in range(count)]
+        ends = _run(space, endpoint, name, jobs, "as-requested")
         return statistics.fmean(end.jct_s for end in ends), statistics.fmean(_speed(space.folder / name, e.name) for e in ends)
 
     jct_s, slow = measured("side-by-side", "1", CORES)

@@ -1,4 +1,4 @@
-"""Every policy on every workload, paired by seeds: JCT at equal costs, and over the cost of a resize."""
+"""Every policy on every workload: JCT at equal costs, over loads, sources, costs of a resize, and what is known of lengths."""
 
 from __future__ import annotations
 
@@ -11,65 +11,72 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cluster_workloads import at_load, first_jobs, read_elsewhere
 from jobs import BenchmarkError
 
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
+from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, Lengths
 from lightning_dlrover.simulate.page import REPORT, write_report
-from lightning_dlrover.simulate.records import Results, Simulated
+from lightning_dlrover.simulate.records import BY_MODEL, LIVE, Results, Simulated
 from lightning_dlrover.simulate.run import run_study
-from lightning_dlrover.simulate.study import BY_MODEL, Cost, Inputs, Question, Trace, questions, read_inputs
+from lightning_dlrover.simulate.study import Cost, Inputs, Trace, questions, read_inputs
 
-__all__ = ["CHOSEN_ON", "EQUAL_S", "OURS", "compare", "first_jobs", "workload_files"]
+__all__ = ["CHOSEN_ON", "OURS", "compare", "workload_files"]
 
-OURS, SIA, POLLUX = "ours", "sia", "pollux"
-EQUAL_S, LIVE_S = 30.0, 0.5
-EQUAL, LIVE = f"{EQUAL_S:g}", f"{LIVE_S:g}"
-CURVE: tuple[Cost, ...] = (0.1, LIVE_S, 1.0, 10.0, 60.0, BY_MODEL)
+OURS = "ours"
+EQUAL_S = 30.0
+EQUAL = f"{EQUAL_S:g}"
+LOADS = (0.5, 1.5, 2.0)
 CHOSEN_ON = ("workload-1", "workload-2")
 """Workloads on which constants of policies were chosen."""
+NEAR = (*("srtf", "elastic-srtf", "las", "dlrover-rm", "afs", "sia"), OURS)
+"""Policies of the further comparisons. Pollux searches slowly, heSRPT is behind AFS and DLRover-RM, others are far off."""
 QUICK_JOBS = 40
 
 
 @dataclass(frozen=True)
 class Found:
-    """Simulations by cost, policy and workload."""
+    """Simulations of one comparison at one cost, by policy and workload; several of a workload have other seeds."""
 
-    by_place: Mapping[tuple[str, str, str], Sequence[Simulated]]
+    by_place: Mapping[tuple[str, str], Sequence[Simulated]]
     workloads: tuple[str, ...]
     policies: tuple[str, ...]
+
+    @classmethod
+    def of(cls, simulations: Sequence[Simulated]) -> Found:
+        groups: defaultdict[tuple[str, str], list[Simulated]] = defaultdict(list)
+        for simulated in simulations:
+            groups[simulated.policy, simulated.trace].append(simulated)
+        names = tuple(dict.fromkeys(s.trace for s in simulations))
+        return cls(groups, names, tuple(dict.fromkeys(s.policy for s in simulations)))
 
     @property
     def others(self) -> tuple[str, ...]:
         return tuple(policy for policy in self.policies if policy != OURS)
 
-    def mean_s(self, cost: str, policy: str, workloads: Collection[str]) -> float:
-        """Return the mean JCT, each workload and seed alike."""
-        return statistics.fmean(s.mean_completion_s for name in workloads for s in self.by_place[cost, policy, name])
+    def mean(self, policy: str, workloads: Collection[str], figure: Callable[[Simulated], float]) -> float:
+        """Return the mean of a figure, each workload and seed alike."""
+        return statistics.fmean(figure(s) for name in workloads for s in self.by_place[policy, name])
 
-    def p99_s(self, cost: str, policy: str, workloads: Collection[str]) -> float:
-        return statistics.fmean(s.p99_completion_s for name in workloads for s in self.by_place[cost, policy, name])
+    def mean_s(self, policy: str, workloads: Collection[str]) -> float:
+        return self.mean(policy, workloads, lambda s: s.mean_completion_s)
 
-    def ratio(self, policy: str, workloads: Collection[str]) -> tuple[float, float]:
-        """Return the mean JCT of ours over a policy's at equal costs, and its deviation between seeds; 0 for one seed."""
-        pairs = [(self.by_place[EQUAL, OURS, name], self.by_place[EQUAL, policy, name]) for name in workloads]
-        by_seed = [
-            sum(ours[i].mean_completion_s for ours, _ in pairs) / sum(theirs[i].mean_completion_s for _, theirs in pairs)
-            for i in range(len(pairs[0][0]))
-        ]
-        mean = self.mean_s(EQUAL, OURS, workloads) / self.mean_s(EQUAL, policy, workloads)
-        return mean, statistics.stdev(by_seed) if len(by_seed) > 1 else 0.0
+    def resizes(self, policy: str) -> float:
+        return self.mean(policy, self.workloads, lambda s: s.resizes_per_job)
 
-    def best_other(self, cost: str, workloads: Collection[str]) -> str:
+    def ratios(
+        self, policy: str, workloads: Collection[str], figure: Callable[[Simulated], float] = lambda s: s.mean_completion_s
+    ) -> list[float]:
+        """Return a figure of ours over a policy's, for each workload."""
+        return [self.mean(OURS, [name], figure) / self.mean(policy, [name], figure) for name in workloads]
+
+    def best_other(self, workloads: Collection[str]) -> str:
         """Return the policy with the lowest mean JCT but ours."""
-        return min(self.others, key=lambda policy: self.mean_s(cost, policy, workloads))
+        return min(self.others, key=lambda policy: self.mean_s(policy, workloads))
 
-    def wins(self, cost: str, workloads: Collection[str]) -> list[str]:
-        return [
-            name
-            for name in workloads
-            if self.mean_s(cost, OURS, [name]) < self.mean_s(cost, self.best_other(cost, [name]), [name])
-        ]
+    def worst_ratio(self) -> float:
+        """Return the largest mean JCT of ours in a workload over that of the policy that is best there."""
+        return max(self.ratios(self.best_other([name]), [name])[0] for name in self.workloads)
 
 
 def compare(
@@ -78,49 +85,63 @@ def compare(
     out: Path,
     *,
     num_seeds: int,
-    curve_seeds: int,
     processes: int,
     quick: bool,
     policies: Sequence[str] = tuple(ELASTIC_POLICIES),
     workloads: Collection[int] = (),
-) -> dict[str, float | int]:
+    elsewhere: Sequence[Path] = (),
+) -> dict[str, float | int | str]:
     """Run all simulations that are not on record, print tables, write the report, and return the figures of the last line.
 
     Args:
-        policies: at least ours, Sia and Pollux.
-        curve_seeds: 0 leaves out the costs other than the equal one, and `live_gain`.
+        policies: at least ours and one other.
+        num_seeds: of the first comparison; all others have one.
         workloads: numbers of those to run; all if there are none.
+        elsewhere: traces of ElasticFlow and Gavel.
     Raises:
         ValueError: a trace or a file of step times cannot be used.
     """
-    inputs, read = read_inputs(workload_files(traces, workloads), speeds, Cluster(16, 4))
-    if missing := {OURS, SIA, POLLUX} - set(policies):
-        raise BenchmarkError(f"the figures need {', '.join(sorted(missing))}, too: add them to --policy")
+    if OURS not in policies or len(policies) < 2:
+        raise BenchmarkError(f"the figures need {OURS} and another policy; --policy names only {', '.join(policies)}")
+    inputs, read = read_inputs(workload_files(traces, workloads), speeds, Cluster(16, 4), start_cost=BY_MODEL)
     if quick:
-        num_seeds = curve_seeds = 1
-        read = [first_jobs(trace) for trace in (read[0], read[-1])]
-    names = tuple(trace.name for trace in read)
-    asked = questions(read, policies, [EQUAL_S], range(num_seeds))
-    asked += questions(read, policies, [LIVE_S, BY_MODEL] if quick else CURVE, range(curve_seeds))
-    print(f"{len(asked)} simulations: {len(names)} workloads, {len(policies)} policies, 16 nodes with 4 GPUs each")
-    simulations = _run(inputs, asked, out, processes)
-    found = _grouped(simulations, names, tuple(policies))
-    _print_equal(found)
-    if curve_seeds:
-        _print_curve(simulations, found)
-    return _figures(found, with_live=curve_seeds > 0)
+        num_seeds, read = 1, [first_jobs(trace, QUICK_JOBS) for trace in (read[0], read[-1])]
+    near = [policy for policy in policies if policy in NEAR]
+    with Results(out) as results, _counted() as ended:
+
+        def simulated(
+            title: str, read: Sequence[Trace], policies: Sequence[str], lengths: Lengths, cost: Cost = EQUAL_S, seeds: int = 1
+        ) -> Found:
+            asked = questions(read, policies, [cost], range(seeds))
+            found = Found.of(run_study(_knowing(inputs, lengths), asked, results, processes=processes, ended=ended))
+            _print(title, found)
+            return found
+
+        known = simulated("30 s for a resize, lengths known", read, policies, "known", seeds=num_seeds)
+        unknown = simulated("30 s for a resize, lengths unknown", read, policies, "unknown")
+        by_model = simulated("a restart by model for a resize, lengths known", read, policies, "known", BY_MODEL)
+        live = simulated("live resizes, lengths known", read, near, "known", LIVE)
+        if not quick:
+            simulated("30 s for a resize, lengths wrong by a random factor", read, near, "wrong")
+            for load in LOADS:
+                simulated(f"load {load:g}", [at_load(trace, load) for trace in read], near, "known")
+            if others := [read_elsewhere(path, inputs) for path in elsewhere]:
+                simulated("other sources, lengths known", others, near, "known")
+                simulated("other sources, lengths unknown", others, near, "unknown")
+        asked = questions(read, near, [EQUAL_S, BY_MODEL, LIVE], [0])
+        write_report(out / REPORT, inputs, run_study(inputs, asked, results))
+        print(f"report: {out / REPORT}")
+    return _figures(known, unknown, live, by_model)
 
 
-def _run(inputs: Inputs, asked: Sequence[Question], out: Path, processes: int) -> list[Simulated]:
-    with Results(out) as results, _counted(len(asked)) as ended:
-        simulations = run_study(inputs, asked, results, processes=processes, ended=ended)
-    write_report(out / REPORT, inputs, simulations)
-    print(f"report: {out / REPORT}")
-    return simulations
+def _knowing(inputs: Inputs, lengths: Lengths) -> Inputs:
+    return replace(
+        inputs, lengths=lengths, digest=f"{inputs.digest}, {lengths}" if lengths != inputs.lengths else inputs.digest
+    )
 
 
 @contextmanager
-def _counted(total: int) -> Iterator[Callable[[Simulated], None]]:
+def _counted() -> Iterator[Callable[[Simulated], None]]:
     """Print how many simulations have run, once a minute."""
     count, shown_s, began_s = 0, time.monotonic(), time.monotonic()
 
@@ -129,78 +150,49 @@ def _counted(total: int) -> Iterator[Callable[[Simulated], None]]:
         count += 1
         if time.monotonic() - shown_s >= 60:
             shown_s = time.monotonic()
-            print(f"  {count} of at most {total} simulations after {(shown_s - began_s) / 60:.0f} min", flush=True)
+            print(f"  {count} simulations after {(shown_s - began_s) / 60:.0f} min", flush=True)
 
     yield ended
 
 
-def _grouped(simulations: Sequence[Simulated], names: tuple[str, ...], policies: tuple[str, ...]) -> Found:
-    groups: defaultdict[tuple[str, str, str], list[Simulated]] = defaultdict(list)
-    for simulated in simulations:
-        groups[simulated.cost, simulated.policy, simulated.trace].append(simulated)
-    return Found(groups, names, policies)
-
-
-def _print_equal(found: Found) -> None:
-    print(f"\nmean JCT / p99 JCT in hours at {EQUAL} s for all, mean over seeds, +- deviation of the mean JCT between seeds")
-    print(f"{'policy':10}" + "".join(f"{name:>24}" for name in found.workloads))
+def _print(title: str, found: Found) -> None:
+    """Print mean JCT by workload, and the ratios of ours to each policy with their deviations between workloads."""
+    chosen = [name for name in found.workloads if name.partition(" x ")[0] in CHOSEN_ON]
+    held_out = [name for name in found.workloads if name not in chosen]
+    print(f"\n{title}: mean JCT / p99 in hours, resizes for each job, and ours over the policy, +- deviation over workloads")
+    columns = [f"{name.removeprefix('workload-'):>16}" for name in found.workloads]
+    print(f"{'policy':14}{''.join(columns)}{'mean':>16}{'resizes':>9}{'chosen on':>11}{'held out':>10}{'all':>17}{'p99':>7}")
     for policy in found.policies:
-        print(f"{policy:10}" + "".join(f"{_cell(found.by_place[EQUAL, policy, name]):>24}" for name in found.workloads))
-    groups = {name: [name] for name in found.workloads} | {
-        "those of the constants": [name for name in found.workloads if name in CHOSEN_ON],
-        "the others": [name for name in found.workloads if name not in CHOSEN_ON],
-        "all": list(found.workloads),
+        cells = [f"{_hours(found, policy, names):>16}" for names in (*([name] for name in found.workloads), found.workloads)]
+        groups = [statistics.fmean(found.ratios(policy, names)) if names else float("nan") for names in (chosen, held_out)]
+        ratios = found.ratios(policy, found.workloads)
+        spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
+        p99 = statistics.fmean(found.ratios(policy, found.workloads, lambda s: s.p99_completion_s))
+        print(
+            f"{policy:14}{''.join(cells)}{found.resizes(policy):9.1f}{groups[0]:11.3f}{groups[1]:10.3f}"
+            f"{statistics.fmean(ratios):9.3f} +- {spread:.2f}{p99:7.2f}"
+        )
+    best = found.best_other(found.workloads)
+    print(f"best other: {best}; ours over the best other of each workload: at most {found.worst_ratio():.3f}", flush=True)
+
+
+def _hours(found: Found, policy: str, workloads: Collection[str]) -> str:
+    p99 = found.mean(policy, workloads, lambda s: s.p99_completion_s)
+    return f"{found.mean_s(policy, workloads) / 3600:.3f} / {p99 / 3600:.2f}"
+
+
+def _figures(known: Found, unknown: Found, live: Found, by_model: Found) -> dict[str, float | int | str]:
+    best, without = known.best_other(known.workloads), unknown.best_other(unknown.workloads)
+    by_restart = by_model.best_other(by_model.workloads)
+    return {
+        "jct_vs_best": statistics.fmean(known.ratios(best, known.workloads)),
+        "best": best,
+        "jct_unknown": statistics.fmean(unknown.ratios(without, unknown.workloads)),
+        "resizes_unknown": unknown.resizes(OURS),
+        "worst_workload": known.worst_ratio(),
+        "live_gain": 1 - live.mean_s(OURS, live.workloads) / by_model.mean_s(by_restart, by_model.workloads),
+        "p99_ratio": statistics.fmean(known.ratios(best, known.workloads, lambda s: s.p99_completion_s)),
     }
-    print("\nJCT of ours over that of each policy +- deviation between seeds, and p99 over p99: ratios of means")
-    print(f"{'workloads':24}" + "".join(f"{policy:>20}" for policy in found.others))
-    for title, names in groups.items():
-        if names:
-            print(f"{title:24}" + "".join(f"{_ratios(found, policy, names):>20}" for policy in found.others))
-    seeds = [
-        all(ours.mean_completion_s < found.by_place[EQUAL, p, name][i].mean_completion_s for p in found.others)
-        for name in found.workloads
-        for i, ours in enumerate(found.by_place[EQUAL, OURS, name])
-    ]
-    print(f"ours is best in {sum(seeds)} of {len(seeds)} pairs of workload and seed")
-
-
-def _cell(simulations: Sequence[Simulated]) -> str:
-    means = [s.mean_completion_s / 3600 for s in simulations]
-    p99 = statistics.fmean(s.p99_completion_s for s in simulations) / 3600
-    deviation = f" +- {statistics.stdev(means):.3f}" if len(means) > 1 else ""
-    return f"{statistics.fmean(means):.3f}{deviation} / {p99:.2f}"
-
-
-def _ratios(found: Found, policy: str, names: Sequence[str]) -> str:
-    mean, deviation = found.ratio(policy, names)
-    p99 = found.p99_s(EQUAL, OURS, names) / found.p99_s(EQUAL, policy, names)
-    return f"{mean:.3f} +- {deviation:.3f} {p99:.2f}"
-
-
-def _print_curve(simulations: Sequence[Simulated], found: Found) -> None:
-    """Print mean JCT over the cost, of the seeds that every cost has."""
-    seeds = set.intersection(*({s.seed for s in simulations if s.cost == cost} for cost in {s.cost for s in simulations}))
-    common = _grouped([s for s in simulations if s.seed in seeds], found.workloads, found.policies)
-    costs = sorted({s.cost for s in simulations}, key=lambda cost: float("inf") if cost == BY_MODEL else float(cost))
-    print(f"\nmean JCT in hours over the cost of a resize, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}")
-    print(f"{'policy':10}" + "".join(f"{cost if cost == BY_MODEL else cost + ' s':>10}" for cost in costs))
-    for policy in found.policies:
-        print(f"{policy:10}" + "".join(f"{common.mean_s(cost, policy, found.workloads) / 3600:>10.3f}" for cost in costs))
-
-
-def _figures(found: Found, *, with_live: bool) -> dict[str, float | int]:
-    names = found.workloads
-    figures: dict[str, float | int] = {
-        "jct_vs_sia": found.ratio(SIA, names)[0],
-        "jct_vs_pollux": found.ratio(POLLUX, names)[0],
-        "wins": len(found.wins(EQUAL, names)),
-        "of": len(names),
-    }
-    if with_live:
-        by_restart = found.best_other(BY_MODEL, names)
-        figures["live_gain"] = 1 - found.mean_s(LIVE, OURS, names) / found.mean_s(BY_MODEL, by_restart, names)
-    figures["p99_ratio"] = found.p99_s(EQUAL, OURS, names) / found.p99_s(EQUAL, found.best_other(EQUAL, names), names)
-    return figures
 
 
 def workload_files(traces: Path, workloads: Collection[int] = ()) -> list[Path]:
@@ -216,11 +208,6 @@ def workload_files(traces: Path, workloads: Collection[int] = ()) -> list[Path]:
     if not paths:
         raise BenchmarkError(f"{traces} holds no workload-N.csv: name the folder of Pollux's workloads with --traces")
     return paths
-
-
-def first_jobs(trace: Trace) -> Trace:
-    """Return a trace of the first jobs of one."""
-    return replace(trace, submissions=trace.submissions[:QUICK_JOBS], digest=f"{trace.digest}, first {QUICK_JOBS}")
 
 
 def _number(path: Path) -> tuple[int, str]:

@@ -4,8 +4,8 @@
 
 ours    Four jobs of 1 to 2 workers come one after the other. `dlrover brain` divides two cores among them. It is killed, and a
         second one takes over; etcd stands still for 30 s; one job is killed with all its processes, and started again.
-fcfs    The same jobs, the same killed job, without the other faults: the policy `user`, with as many workers as a job may have,
-        first come first served. Once with two workers for each job, once with one.
+fcfs    The same jobs, the same killed job, without the other faults: the policy `as-requested`, with as many workers as a job
+        may have, first come first served. Once with two workers for each job, once with one.
 
 The last line has the sum of completion times, ours over that of first come first served with two workers, the numbers of jobs
 that have finished and were submitted, the same ratio for one worker, and the longest time for which there were more workers
@@ -115,10 +115,10 @@ def real(scale: float = 1.0, quick: bool = False) -> dict[str, float | int]:
     with Workspace("cluster") as space:
         results["ours"] = measure(space, "ours", arrivals, "ours", with_faults=True)
         rigid = [replace(job, workers=str(CORES)) for job in arrivals]
-        results["fcfs"] = measure(space, "fcfs", rigid, "user", with_faults=False)
+        results["fcfs"] = measure(space, "fcfs", rigid, "as-requested", with_faults=False)
         if not quick:
             alone = [replace(job, workers="1") for job in arrivals]
-            results["fcfs-1"] = measure(space, "fcfs-1", alone, "user", with_faults=False)
+            results["fcfs-1"] = measure(space, "fcfs-1", alone, "as-requested", with_faults=False)
     sums = {name: sum(end.jct_s for end in ends) for name, (ends, _) in results.items()}
     for name, (ends, excess_s) in results.items():
         each = ", ".join(f"{end.name} {end.jct_s:.0f} s (code {end.code})" for end in ends)

@@ -10,11 +10,11 @@ and the figures after are those of this project's policy in its own simulator. A
 printed. How long jobs had waited for their requests is not published, and the gain in completion time depends on it: without
 waiting there is little to gain. So give it with its load.
 
-A unit is two cores with 8 GiB, 16 units are a node. Under `user`, a job keeps its requested units until its end, a lost node
-takes it back to its last checkpoint, and it fails where its memory grows beyond its request, or at one loss too many. Under
-`ours`, a job has between the units of its forecast memory and those that its user asked for; its speed is known only from the
-cores that its windows have used, and a loss costs a live recovery. The peak of its memory, which a job of this project comes to
-know while it runs, is forecast from the start, with an error. A job that fails is not submitted again.
+A unit is two cores with 8 GiB, 16 units are a node. Under `as-requested`, a job keeps its requested units until its end, a lost
+node takes it back to its last checkpoint, and it fails where its memory grows beyond its request, or at one loss too many.
+Under `ours`, a job has between the units of its forecast memory and those that its user asked for; its speed is known only from
+the cores that its windows have used, and a loss costs a live recovery. The peak of its memory, which a job of this project
+comes to know while it runs, is forecast from the start, with an error. A job that fails is not submitted again.
 
 Completion times are those of jobs that end under both. Utilisation is use over request: that of the user, or the cores of the
 units and the forecast memory with its margin.
@@ -175,7 +175,7 @@ class Result:
 
 
 def run(requests: Sequence[Request], policy: str, seed: int) -> Result:
-    """Simulate all jobs under a policy, `user` or `ours`."""
+    """Simulate all jobs under a policy, `as-requested` or `ours`."""
     nodes = [f"node-{number:02d}" for number in range(NUM_NODES)]
     gib = 1 << 30
     devices = tuple(
@@ -188,18 +188,18 @@ def run(requests: Sequence[Request], policy: str, seed: int) -> Result:
     forecasts = {
         request.name: request.peak_gib * rng.lognormvariate(0, FORECAST_SPREAD) * (1 + MEMORY_MARGIN) for request in requests
     }
-    arrivals = [_arrival(request, None if policy == "user" else forecasts[request.name]) for request in requests]
+    arrivals = [_arrival(request, None if policy == "as-requested" else forecasts[request.name]) for request in requests]
     knowledge = UsedCores(by_name, random.Random(f"windows {seed}"))
     outcome = simulate(
         arrivals,
         devices,
         make_elastic(policy, PolicySettings(max_wait_s=24 * 3600)),
         lambda job, given, beside: by_name[job.name].speed(len(given)),
-        every_s=None if policy == "user" else DECISION_S,
+        every_s=None if policy == "as-requested" else DECISION_S,
         knowledge=knowledge,
         losses=draw_losses(nodes, EVICTIONS_PER_NODE_HOUR, random.Random(f"losses {seed}")),
     )
-    return Result(outcome, *_utilisation(outcome, by_name, None if policy == "user" else forecasts))
+    return Result(outcome, *_utilisation(outcome, by_name, None if policy == "as-requested" else forecasts))
 
 
 def _arrival(request: Request, reserved_gib: float | None) -> Arrival:
@@ -250,7 +250,7 @@ def figures(num_jobs: int, seeds: Sequence[int], load: float = LOAD) -> dict[str
     print("seed  policy  mean JCT h  p99 JCT h  completed  CPU use  memory use  changes per job")
     for seed in seeds:
         requests = draw_requests(num_jobs, seed, load)
-        pair = {policy: run(requests, policy, seed) for policy in ("user", "ours")}
+        pair = {policy: run(requests, policy, seed) for policy in ("as-requested", "ours")}
         whole = [{ended.job.name: ended for ended in each.outcome.finished if ended.is_whole} for each in pair.values()]
         both = sorted(set(whole[0]) & set(whole[1]))
         times = {
@@ -263,10 +263,10 @@ def figures(num_jobs: int, seeds: Sequence[int], load: float = LOAD) -> dict[str
                 f"  {each.completed:9.1%}  {each.cpu:7.1%}  {each.memory:10.1%}  {each.outcome.changes_per_job:15.1f}",
                 flush=True,
             )
-        user, ours = pair["user"], pair["ours"]
+        user, ours = pair["as-requested"], pair["ours"]
         rows.append(
             {
-                "jct": times["ours"].mean() / times["user"].mean() - 1,
+                "jct": times["ours"].mean() / times["as-requested"].mean() - 1,
                 "completion_points": 100 * (ours.completed - user.completed),
                 "cpu_points": 100 * (ours.cpu - user.cpu),
                 "memory_points": 100 * (ours.memory - user.memory),

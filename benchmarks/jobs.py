@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -610,9 +610,9 @@ def describe_machine() -> str:
     )
 
 
-def result_line(values: dict[str, float | int]) -> str:
+def result_line(values: Mapping[str, float | int | str]) -> str:
     """Last line of a benchmark: `name=value` pairs."""
-    return " ".join(f"{name}={value:.4g}" for name, value in values.items())
+    return " ".join(f"{name}={value if isinstance(value, str) else format(value, '.4g')}" for name, value in values.items())
 
 
 def loader_workers_of(worker_pid: int) -> list[int]:

@@ -27,7 +27,22 @@ from lightning_dlrover.cli.pool_options import add_brain, add_place_in_pool, add
 POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "muri")
 """Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
 
-ELASTIC_POLICIES = ("user", "tuned", "srtf", "las", "dlrover", "autopilot", "optimus", "pollux", "sia", "ours")
+ELASTIC_POLICIES = (
+    *(
+        "as-requested",
+        "srtf",
+        "elastic-srtf",
+        "las",
+        "dlrover",
+        "dlrover-rm",
+        "autopilot",
+        "optimus",
+        "afs",
+        "hesrpt",
+        "pollux",
+    ),
+    *("sia", "ours"),
+)
 """Policies of `dlrover simulate`, as `planner/cluster/elastic` has them."""
 
 if TYPE_CHECKING:
@@ -308,8 +323,15 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         type=values.resize_cost,
         default=[30.0],
         metavar="S",
-        help="seconds without a step when a job starts or its devices change, or by-model: 15 to 250 s, as restarts of each "
-        "model take (default 30)",
+        help="seconds without a step when a running job's devices change (default 30); by-model: 15 to 250 s, as restarts of "
+        "each model take; live: 0.5 s, after new devices have idled for the cost of a start",
+    )
+    command.add_argument(
+        "--start-cost",
+        type=values.start_cost,
+        default=30.0,
+        metavar="S",
+        help="seconds without a step when a job starts, under every policy, or by-model (default 30)",
     )
     command.add_argument(
         "--nodes", type=values.cluster, default=(16, 4), metavar="NxD", help="nodes and devices of each (default 16x4)"
@@ -339,16 +361,11 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
     )
     command.add_argument(
-        "--pairs",
-        type=Path,
-        metavar="FILE",
-        help="measured speeds of pairs of jobs on the same devices, beside FILE those of the jobs alone (throughputs.csv), in "
-        "Gavel's form: jobs may share devices where their pair was measured; the policy ours uses it (default: no jobs share)",
-    )
-    command.add_argument(
-        "--pairs-device",
-        metavar="KIND",
-        help="kind of device in the file of --pairs (default: the only one, or v100); ignored without --pairs",
+        "--lengths",
+        choices=("known", "unknown", "wrong"),
+        default="known",
+        help="what policies know of the steps of a job; wrong: times a random factor, log-normal with a deviation of ln 2 "
+        "(default known)",
     )
     command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
     command.add_argument("--processes", type=values.count, default=1, metavar="N", help="simulations at a time (default 1)")

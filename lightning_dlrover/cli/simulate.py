@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from lightning_dlrover.cli.errors import EXIT_OK
 from lightning_dlrover.output import complain, show
 from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
-from lightning_dlrover.planner.cluster.measured_pairs import read_pairs
 from lightning_dlrover.planner.cluster.work import SAMPLES, read_work
 from lightning_dlrover.simulate.page import REPORT, write_report
 from lightning_dlrover.simulate.records import Results, Simulated
@@ -31,7 +30,8 @@ def simulate_command(options: argparse.Namespace) -> int:
         samples=samples,
         every_s=options.every,
         oracle=options.oracle,
-        pairs=read_pairs(options.pairs, options.pairs_device) if options.pairs is not None else None,
+        start_cost=options.start_cost,
+        lengths=options.lengths,
     )
     seeds = range(options.shake, options.shake + options.seeds)
     asked = questions(traces, options.policy, options.resize_cost, seeds)

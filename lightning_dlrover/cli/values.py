@@ -61,13 +61,22 @@ def cluster(text: str) -> tuple[int, int]:
 
 
 def resize_cost(text: str) -> float | str:
+    """Seconds from 0 on, `by-model`, or `live`."""
+    return _cost(text, ("by-model", "live"))
+
+
+def start_cost(text: str) -> float | str:
     """Seconds from 0 on, or `by-model`."""
-    if text == "by-model":
+    return _cost(text, ("by-model",))
+
+
+def _cost(text: str, words: tuple[str, ...]) -> float | str:
+    if text in words:
         return text
     with contextlib.suppress(ValueError):
         if 0 <= (seconds := float(text)) < float("inf"):
             return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor by-model")
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor {' or '.join(words)}")
 
 
 def count(text: str) -> int:

@@ -94,7 +94,7 @@ def _costs(simulations: Sequence[Simulated]) -> Figure:
         own = sorted((row for row in rows if row.policy == policy), key=lambda row: places[row.cost])
         x = [places[row.cost] for row in own]
         axes.plot(x, [row.mean_s / 3600 for row in own], "o-", color=colour, linewidth=1.6, markersize=4, label=policy)
-    axes.set_xticks(range(len(costs)), [cost if cost == "by-model" else f"{cost} s" for cost in costs])
+    axes.set_xticks(range(len(costs)), costs)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cost of a resize")
     axes.set_ylabel("mean JCT (hours)")
@@ -170,7 +170,9 @@ def _devices_over_time(simulated: Simulated) -> tuple[NDArray[np.float64], NDArr
 
 
 def _cost_order(cost: str) -> float:
-    return np.inf if cost == "by-model" else float(cost)
+    """Return the place of a shown cost on the axis: what is no number of seconds comes last."""
+    number = cost.removesuffix(" s")
+    return np.inf if number == cost else float(number)
 
 
 def _colours(count: int) -> list[str]:

@@ -46,7 +46,7 @@ def write_report(path: Path, inputs: Inputs, simulations: Sequence[Simulated]) -
         use=to_svg(use_figure(example), "use"),
         sizes=to_svg(sizes_figure(sorted(example, key=lambda s: s.policy != FAVOURITE)), "sizes"),
         oracle=inputs.oracle,
-        shares=inputs.pairs is not None,
+        lengths=inputs.lengths,
         every_s=inputs.every_s,
     )
     write_whole(path, page)

@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.record_file import RecordFile, RecordForm, read_lines
 
-__all__ = ["FILE_NAME", "Results", "ResultsError", "Simulated"]
+__all__ = ["BY_MODEL", "FILE_NAME", "LIVE", "Results", "ResultsError", "Simulated"]
 
 FILE_NAME = "simulations.jsonl"
+BY_MODEL: Literal["by-model"] = "by-model"
+LIVE: Literal["live"] = "live"
+"""Costs of a resize that are no number of seconds."""
 FORMAT = 1
 
 
@@ -35,7 +39,7 @@ class Simulated:
 
     Args:
         key: of all inputs.
-        cost: seconds of a resize, or `by-model`.
+        cost: seconds of a resize, `by-model`, or `live`.
         fairness: JCT of each job over its JCT alone with a fair share.
         spans: number of a job in the lists, begin, end, number of devices; for each stretch on the same devices.
     """
@@ -56,6 +60,11 @@ class Simulated:
     resizes: list[int]
     fairness: list[float]
     spans: list[list[float]]
+
+    @property
+    def shown_cost(self) -> str:
+        """The cost with its unit, if it has one."""
+        return self.cost if self.cost in (BY_MODEL, LIVE) else f"{self.cost} s"
 
     @property
     def completions_s(self) -> NDArray[np.float64]:

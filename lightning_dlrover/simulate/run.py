@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import signal
 from collections import deque
@@ -23,12 +24,12 @@ END_WITHIN_S = 60.0
 
 
 def registered_policy(name: str, seed: int) -> Policy:
-    """Return a policy of the registry.
+    """Return a policy of the registry without a bound on waiting. That is a rule of ours for pools, which no paper has.
 
     Raises:
         ValueError: there is no such policy.
     """
-    return make_elastic(name, PolicySettings(seed=seed))
+    return make_elastic(name, PolicySettings(max_wait_s=math.inf, seed=seed))
 
 
 def run_study(

@@ -11,22 +11,28 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, elastic_workload
+from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, Lengths, elastic_workload
 from lightning_dlrover.planner.cluster.elastic_run import fairness_ratios, run_elastic
-from lightning_dlrover.planner.cluster.measured_pairs import MeasuredPairs
 from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, read_applications
 from lightning_dlrover.planner.cluster.policy import Policy
 from lightning_dlrover.planner.cluster.work import RESTART_S, SAMPLES
 from lightning_dlrover.planner.cluster.workloads import Submission, WorkloadError, read_submissions, shaken
-from lightning_dlrover.simulate.records import Simulated
+from lightning_dlrover.simulate.records import BY_MODEL, LIVE, Simulated
 
-__all__ = ["BY_MODEL", "Cost", "Inputs", "PolicyMaker", "Question", "Trace", "answer", "questions", "read_inputs"]
+__all__ = ["Cost", "Inputs", "PolicyMaker", "Question", "StartCost", "Trace", "answer", "questions", "read_inputs"]
 
-BY_MODEL: Literal["by-model"] = "by-model"
-"""Cost of a resize that differs by application, as a restart's does."""
+LIVE_S = 0.5
+"""Seconds without a step at a live resize; `live_resize.py` measures less."""
 
-Cost: TypeAlias = float | Literal["by-model"]
-"""Seconds without a step when a job starts or its devices change."""
+Cost: TypeAlias = float | Literal["by-model", "live"]
+"""Seconds without a step when a running job's devices change.
+
+`by-model`: those of a restart, by application. `live`: `LIVE_S`, after the workers on new devices have started while the others
+went on; new devices idle for as long as a start takes.
+"""
+
+StartCost: TypeAlias = float | Literal["by-model"]
+"""Seconds without a step when a job starts, the same under every policy."""
 
 PolicyMaker: TypeAlias = Callable[[str, int], Policy]
 """Returns the policy of a name, with a seed for those that choose at random."""
@@ -47,8 +53,9 @@ class Inputs:
 
     Args:
         samples: work by application.
+        start_cost: of every job, at its first start and after a pause.
+        lengths: what policies know of them.
         digest: of everything that decides the results and is not in a question.
-        pairs: speeds of jobs that share devices; None: no jobs do.
     """
 
     applications: Mapping[str, MeasuredApplication] = field(repr=False)
@@ -56,8 +63,9 @@ class Inputs:
     samples: Mapping[str, int]
     every_s: float
     oracle: bool
+    start_cost: StartCost
+    lengths: Lengths
     digest: str
-    pairs: MeasuredPairs | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,8 @@ def read_inputs(
     samples: Mapping[str, int] = SAMPLES,
     every_s: float = 60.0,
     oracle: bool = False,
-    pairs: MeasuredPairs | None = None,
+    start_cost: StartCost = 30.0,
+    lengths: Lengths = "known",
 ) -> tuple[Inputs, list[Trace]]:
     """Read measured speeds and traces.
 
@@ -106,17 +115,18 @@ def read_inputs(
         sorted(samples.items()),
         every_s,
         oracle,
-        *(() if pairs is None else (pairs.digest,)),
+        start_cost,
+        lengths,
     )
     digest = hashlib.sha256(f"{of_files.hexdigest()} {settings}".encode()).hexdigest()
     found = [_trace(path, applications, cluster) for path in traces]
     names = [trace.name for trace in found]
     if len(set(names)) < len(names):
         raise WorkloadError(f"two traces are called {next(n for n in names if names.count(n) > 1)!r}; rename one of the files")
-    inputs = Inputs(applications, cluster, samples, every_s, oracle, digest, pairs)
+    inputs = Inputs(applications, cluster, samples, every_s, oracle, start_cost, lengths, digest)
     for trace in found:
         # Jobs that cannot run are refused here, before the first simulation.
-        elastic_workload(trace.submissions, applications, cluster, change_s=0.0, samples=samples)
+        elastic_workload(trace.submissions, applications, cluster, samples=samples)
     return inputs, found
 
 
@@ -137,9 +147,12 @@ def answer(inputs: Inputs, question: Question, make_policy: PolicyMaker) -> Simu
         shaken(question.trace.submissions, question.seed),
         inputs.applications,
         inputs.cluster,
-        change_s=RESTART_S if question.cost == BY_MODEL else float(question.cost),
+        start_s=_seconds(inputs.start_cost),
+        change_s=_seconds(question.cost),
+        joins=question.cost == LIVE,
+        lengths=inputs.lengths,
         samples=inputs.samples,
-        pairs=inputs.pairs,
+        seed=question.seed,
     )
     policy = make_policy(question.policy, question.seed)
     outcome = run_elastic(workload, policy, every_s=inputs.every_s, seed=question.seed, oracle=inputs.oracle)
@@ -162,6 +175,12 @@ def answer(inputs: Inputs, question: Question, make_policy: PolicyMaker) -> Simu
         fairness=fairness_ratios(outcome, workload).tolist(),
         spans=[[numbers[s.job], s.began_s, s.ended_s, s.num_devices] for s in outcome.spans],
     )
+
+
+def _seconds(cost: Cost) -> float | Mapping[str, float]:
+    if cost == LIVE:
+        return LIVE_S
+    return RESTART_S if cost == BY_MODEL else float(cost)
 
 
 def _trace(path: Path, applications: Mapping[str, MeasuredApplication], cluster: Cluster) -> Trace:

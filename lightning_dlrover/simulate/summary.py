@@ -55,7 +55,7 @@ def summarize(simulations: Sequence[Simulated]) -> list[Row]:
     """Return a row for each cost and policy, in the order in which they first appear."""
     groups: defaultdict[tuple[str, str], list[Simulated]] = defaultdict(list)
     for simulated in simulations:
-        groups[simulated.cost, simulated.policy].append(simulated)
+        groups[simulated.shown_cost, simulated.policy].append(simulated)
     return [_row(policy, cost, found) for (cost, policy), found in groups.items()]
 
 
@@ -63,7 +63,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return a row as text, in the order of `COLUMNS`."""
     return (
         row.policy,
-        row.cost if row.cost == "by-model" else f"{row.cost} s",
+        row.cost,
         *(_hours(seconds) for seconds in (row.mean_s, row.median_s, row.p99_s, row.makespan_s)),
         f"{100 * row.utilisation:.0f} %",
         f"{row.resizes_per_job:.1f}",
@@ -77,7 +77,7 @@ def by_trace(simulations: Sequence[Simulated]) -> list[tuple[str, str, list[str]
     policies = list(dict.fromkeys(s.policy for s in simulations))
     groups: defaultdict[tuple[str, str], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for simulated in simulations:
-        groups[simulated.cost, simulated.trace][simulated.policy].append(simulated.mean_completion_s)
+        groups[simulated.shown_cost, simulated.trace][simulated.policy].append(simulated.mean_completion_s)
     return [
         (cost, trace, [_hours(float(np.mean(found[policy]))) if found[policy] else "-" for policy in policies])
         for (cost, trace), found in groups.items()
@@ -91,7 +91,7 @@ def table_text(rows: Sequence[Row], width: int) -> str:
 
     table = Table(box=None, pad_edge=False)
     for number, title in enumerate(COLUMNS):
-        table.add_column(title, justify="left" if number == 0 else "right", overflow="fold")
+        table.add_column(title, justify="left" if number == 0 else "right", overflow="fold", no_wrap=number == 0)
     for row in rows:
         table.add_row(*cells(row))
     text = io.StringIO()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import cluster_workloads
 import pytest
 from benchmark_figures import figures_of
 from cluster_policies import compare
-from cluster_sharing import sharing
 from jobs import BenchmarkError
-from measured_clusters import write_pairs, write_speeds, write_trace
+from measured_clusters import write_speeds, write_trace
 
 from lightning_dlrover.perf.traces import TraceError
-from lightning_dlrover.planner.cluster import work
+from lightning_dlrover.planner.cluster import elastic_jobs, work
+from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
+from lightning_dlrover.simulate.study import read_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEEDS = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data")) / "step_traces"
@@ -29,32 +32,58 @@ def test_every_policy_is_compared_on_every_workload(
     for number in (1, 2, 3):
         write_trace(tmp_path / f"workload-{number}.csv", num_jobs=3, gap_s=20.0 * number)
     speeds = write_speeds(tmp_path / "speeds", per_node=4)
-    figures = compare(tmp_path, speeds, tmp_path / "out", num_seeds=1, curve_seeds=1, processes=1, quick=False)
-    assert list(figures) == ["jct_vs_sia", "jct_vs_pollux", "wins", "of", "live_gain", "p99_ratio"]
-    assert figures["of"] == 3
+    flow, gavel = tmp_path / "cluster01.csv", tmp_path / "jobs-1.csv"
+    flow.write_text("job_id,submission_time,duration,num_gpu\na,0,500,1\nb,60,900,2\n")
+    gavel.write_text("job,num_devices,total_steps,arrival_s\nLM (batch size 5),1,600,0\nLM (batch size 5),2,6000,30\n")
+    (tmp_path / "throughputs.csv").write_text("device,job,num_devices,steps_per_s\nv100,LM (batch size 5),1,2\n")
+    monkeypatch.setitem(cluster_workloads.LIKE, "LM", "toy")
+    monkeypatch.setattr(work, "USUAL_BATCHES", {"toy": (64,)})
+    for module in (elastic_jobs, cluster_workloads):
+        monkeypatch.setattr(module, "USUAL_BATCHES", work.USUAL_BATCHES)
+    figures = compare(
+        tmp_path,
+        speeds,
+        tmp_path / "out",
+        num_seeds=2,
+        processes=1,
+        quick=False,
+        policies=["ours", "sia", "pollux"],
+        elsewhere=[flow, gavel],
+    )
+    names = ["jct_vs_best", "best", "jct_unknown", "resizes_unknown", "worst_workload", "live_gain", "p99_ratio"]
+    assert list(figures) == names
+    assert figures["best"] in ("sia", "pollux")
     shown = capsys.readouterr().out
-    assert "those of the constants" in shown
-    assert "the others" in shown
+    tables = re.findall(r"^(.+): mean JCT / p99", shown, re.MULTILINE)
+    assert len(tables) == 10
+    for title in ("load 2", "other sources, lengths unknown", "live resizes, lengths known"):
+        assert title in tables
+    assert "elasticflow-cluster01" in shown
     assert (tmp_path / "out" / "report.html").exists()
 
 
-@pytest.mark.long
-def test_gain_of_sharing_is_that_of_the_file_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 2000)
-    write_trace(tmp_path / "workload-1.csv", num_jobs=30, gap_s=1.0)
+def test_other_loads_and_sources_keep_the_jobs_and_change_their_arrivals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 50)
     speeds = write_speeds(tmp_path / "speeds", per_node=4)
-    gains = []
-    for speed in (0.0, 0.98):
-        pairs = write_pairs(tmp_path, speed)
-        figures = sharing(tmp_path, speeds, pairs, num_seeds=1, quick=False)
-        assert list(figures) == ["sharing_gain", "sharing_gain_known", "guests", "of"]
-        gains.append(figures["sharing_gain_known"])
-    assert gains[0] == 0
-    assert gains[1] > 0
+    inputs, (trace,) = read_inputs([write_trace(tmp_path / "workload-1.csv", 3)], speeds, Cluster(2, 4))
+    assert [job.at_s for job in cluster_workloads.at_load(trace, 2.0).submissions] == [0, 30, 60]
+    path = tmp_path / "jobs-1.csv"
+    path.write_text("job,num_devices,total_steps,arrival_s\nLM (batch size 5),2,600,7\nA3C,1,10000,9\n")
+    (tmp_path / "throughputs.csv").write_text("device,job,num_devices,steps_per_s\nv100,LM (batch size 5),2,3\nv100,A3C,1,5\n")
+    monkeypatch.setattr(cluster_workloads, "USUAL_BATCHES", {"toy": (64,)})
+    monkeypatch.setattr(cluster_workloads, "LIKE", {"LM": "toy", "A3C": "toy"})
+    found = cluster_workloads.read_elsewhere(path, inputs).submissions
+    assert [(job.duration_s, job.num_devices) for job in found] == [(200.0, 2), (2000.0, 1)]
+    assert [job.at_s for job in found] == [0, (2 * 200 + 2000) / 8]  # the device seconds asked for, over the devices
+    path.write_text("job,num_devices,total_steps,arrival_s\nDLRM,2,600,7\n")
+    with pytest.raises(BenchmarkError, match=r"jobs-1\.csv:2: the speed of 'DLRM' is not in throughputs\.csv of v100"):
+        cluster_workloads.read_elsewhere(path, inputs)
 
 
 def quickly(folder: Path, **options: Any) -> None:
-    compare(folder, folder, folder / "out", num_seeds=1, curve_seeds=1, processes=1, quick=True, **options)
+    compare(folder, folder, folder / "out", num_seeds=1, processes=1, quick=True, **options)
 
 
 def test_folders_without_traces_or_speeds_are_refused(tmp_path: Path) -> None:
@@ -67,12 +96,10 @@ def test_folders_without_traces_or_speeds_are_refused(tmp_path: Path) -> None:
         quickly(tmp_path)
 
 
-def test_policies_that_the_figures_need_cannot_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 50)
-    write_trace(tmp_path / "workload-1.csv")
-    write_speeds(tmp_path, per_node=4)
-    with pytest.raises(BenchmarkError, match=r"the figures need pollux, sia, too: add them to --policy"):
-        quickly(tmp_path, policies=["ours", "user"])
+def test_figures_need_ours_and_another_policy(tmp_path: Path) -> None:
+    for policies in (["ours"], ["as-requested", "sia"]):
+        with pytest.raises(BenchmarkError, match="the figures need ours and another policy"):
+            quickly(tmp_path, policies=policies)
 
 
 @pytest.mark.skipif(not SPEEDS.is_dir(), reason=f"no {SPEEDS}: set DLROVER_SHARED_DATA to the folder that holds step_traces")

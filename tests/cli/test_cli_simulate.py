@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from measured_clusters import write_pairs, write_speeds, write_trace
+from measured_clusters import write_speeds, write_trace
 from waiting import eventually
 
 from lightning_dlrover.cli import parser
@@ -27,11 +27,11 @@ def command(tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = command(tmp_path, "--policy", "user", "srtf", "ours", "--resize-cost", "0.5", "30", "--seeds", "2")
+    arguments = command(tmp_path, "--policy", "as-requested", "srtf", "ours", "--resize-cost", "live", "30", "--seeds", "2")
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    for policy in ("user", "srtf", "ours"):
-        assert re.search(rf"^{policy} +0.5 s ", shown, re.MULTILINE)
+    for policy in ("as-requested", "srtf", "ours"):
+        assert re.search(rf"^{policy} +live ", shown, re.MULTILINE)
         assert re.search(rf"^{policy} +30 s ", shown, re.MULTILINE)
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 4
@@ -48,31 +48,6 @@ def test_an_oracle_and_one_cost_need_no_curve(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 3
     assert "They know the real speeds." in page
-
-
-def test_jobs_share_devices_only_with_a_file_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    work = tmp_path / "more.csv"
-    work.write_text("application,samples\ntoy,200000\n")
-    arguments = command(tmp_path, "--policy", "ours", "user", "--oracle", "--work", str(work))
-    means = []
-    for more in ([], ["--pairs", str(write_pairs(tmp_path, 0.98))]):
-        assert main([*arguments, *more]) == 0
-        shown = capsys.readouterr().out
-        means.append({policy: re.findall(rf"^{policy} .*", shown, re.MULTILINE) for policy in ("ours", "user")})
-    assert means[0]["user"] == means[1]["user"]
-    assert means[0]["ours"] != means[1]["ours"]
-    assert "Two jobs may share devices" in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_bad_file_of_pairs_is_refused_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_pairs(tmp_path, 0.9)
-    with path.open("a") as file:
-        file.write("v100,toy (batch size 4),1,toy (batch size 4),1,quick,1\n")
-    assert main(command(tmp_path, "--pairs", str(path))) == 2
-    assert f"pair_throughputs.csv:{len(path.read_text().splitlines())}: 'quick' is no speed" in capsys.readouterr().err
-    assert main(command(tmp_path, "--pairs", str(tmp_path / "none.csv"))) == 2
-    assert main(command(tmp_path, "--pairs", str(write_pairs(tmp_path, 0.9)), "--pairs-device", "k80")) == 2
-    assert "holds no pair that fits on one device of kind 'k80'; its kinds are v100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -98,7 +73,8 @@ def test_a_bad_trace_is_refused_with_file_and_line(
     "option, value, message",
     [
         ("--nodes", "16", "'16' is not NODESxDEVICES"),
-        ("--resize-cost", "-1", "'-1' is neither a number of seconds nor by-model"),
+        ("--resize-cost", "-1", "'-1' is neither a number of seconds nor by-model or live"),
+        ("--start-cost", "live", "'live' is neither a number of seconds nor by-model"),
         ("--seeds", "0", "'0' is not a whole number above 0"),
         ("--policy", "best", "invalid choice: 'best'"),
     ],
@@ -119,7 +95,7 @@ def test_parser_offers_every_policy_of_the_registry() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_same_command_goes_on_after_ctrl_c(tmp_path: Path, processes: str) -> None:
-    arguments = command(tmp_path, "--policy", "user", "--seeds", "400", "--processes", processes)
+    arguments = command(tmp_path, "--policy", "as-requested", "--seeds", "400", "--processes", processes)
     run = [sys.executable, "-m", "lightning_dlrover.cli", *arguments]
     first = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     records = tmp_path / "out" / "simulations.jsonl"

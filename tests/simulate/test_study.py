@@ -15,13 +15,13 @@ import pytest
 from measured_clusters import write_speeds, write_trace
 from waiting import eventually
 
-from lightning_dlrover.planner.cluster import Policy
+from lightning_dlrover.planner.cluster import Job, Policy, Profile, State
 from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
 from lightning_dlrover.planner.cluster.workloads import WorkloadError
 from lightning_dlrover.simulate import run
-from lightning_dlrover.simulate.records import FILE_NAME, Results, ResultsError, Simulated
+from lightning_dlrover.simulate.records import BY_MODEL, FILE_NAME, LIVE, Results, ResultsError, Simulated
 from lightning_dlrover.simulate.run import registered_policy, run_study
-from lightning_dlrover.simulate.study import BY_MODEL, Inputs, PolicyMaker, Question, Trace, answer, questions, read_inputs
+from lightning_dlrover.simulate.study import Cost, Inputs, PolicyMaker, Question, Trace, answer, questions, read_inputs
 
 CLUSTER = Cluster(2, 2)
 SAMPLES = {"toy": 64 * 100}
@@ -33,7 +33,7 @@ def inputs_of(tmp_path: Path, every_s: float = 60.0, num_jobs: int = 6) -> tuple
 
 
 def asked_of(traces: Sequence[Trace]) -> list[Question]:
-    return questions(traces, ["user", "srtf"], [1.0, 30.0], [0, 1])
+    return questions(traces, ["as-requested", "srtf"], [1.0, 30.0], [0, 1])
 
 
 def test_every_combination_is_asked_for_once(tmp_path: Path) -> None:
@@ -44,12 +44,32 @@ def test_every_combination_is_asked_for_once(tmp_path: Path) -> None:
 
 def test_a_key_depends_on_every_input(tmp_path: Path) -> None:
     inputs, (trace,) = inputs_of(tmp_path)
-    question = Question(trace, "user", 30.0, 0)
+    question = Question(trace, "as-requested", 30.0, 0)
     others = [replace(question, policy="las"), replace(question, cost=BY_MODEL), replace(question, seed=1)]
     keys = {question.key(inputs), *(other.key(inputs) for other in others)}
     slower, (longer,) = inputs_of(tmp_path, every_s=30.0, num_jobs=7)
-    keys |= {question.key(slower), Question(longer, "user", 30.0, 0).key(inputs)}
+    keys |= {question.key(slower), Question(longer, "as-requested", 30.0, 0).key(inputs)}
     assert len(keys) == 6
+
+
+def test_a_start_costs_the_same_whatever_a_resize_costs(tmp_path: Path) -> None:
+    inputs, (trace,) = inputs_of(tmp_path, num_jobs=1)
+    costs: list[tuple[float, Cost]] = [(10.0, 1.0), (10.0, 30.0), (10.0, LIVE), (25.0, 1.0)]
+    times = [
+        answer(replace(inputs, start_cost=start), Question(trace, "as-requested", cost, 0), registered_policy).ended
+        for start, cost in costs
+    ]
+    assert times[0] == times[1] == times[2]
+    assert times[3][0] == pytest.approx(times[0][0] + 15)
+
+
+def test_no_policy_of_a_study_puts_a_long_wait_before_its_own_order() -> None:
+    devices = Cluster(1, 1).devices()
+    late, short = (
+        Job(name, {"gpu": Profile(0, 1.0)}, steps_left=left, submitted_s=at_s)
+        for name, left, at_s in (("late", 1e5, 0.0), ("short", 10.0, 9e5))
+    )
+    assert set(registered_policy("srtf", 0)(State(1e6, devices, (late, short)))) == {"short"}
 
 
 def test_simulations_on_record_are_not_repeated(tmp_path: Path) -> None:
@@ -98,7 +118,9 @@ def lost(name: str, seed: int) -> Policy:
     os._exit(7)
 
 
-@pytest.mark.parametrize("make_policy, message", [(unusable, "no policy (user|srtf)"), (lost, "has ended with exit code 7")])
+@pytest.mark.parametrize(
+    "make_policy, message", [(unusable, "no policy (as-requested|srtf)"), (lost, "has ended with exit code 7")]
+)
 def test_a_failure_in_another_process_ends_the_study(tmp_path: Path, make_policy: PolicyMaker, message: str) -> None:
     inputs, traces = inputs_of(tmp_path)
     with Results(tmp_path / "out") as results, pytest.raises((ValueError, RuntimeError), match=message):
@@ -107,8 +129,8 @@ def test_a_failure_in_another_process_ends_the_study(tmp_path: Path, make_policy
 
 
 def stops_or_fails(folder: Path, name: str, seed: int) -> Policy:
-    """Stop this process for `user`; fail for another policy once that process has stopped."""
-    if name == "user":
+    """Stop this process for `as-requested`; fail for another policy once that process has stopped."""
+    if name == "as-requested":
         (folder / f"{os.getpid()}.pid").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
     eventually(
@@ -122,7 +144,7 @@ def test_a_process_that_does_not_end_is_killed_and_named(tmp_path: Path, monkeyp
     """A stopped process does not act on the signal that ends it."""
     monkeypatch.setattr(run, "END_WITHIN_S", 0.2)
     inputs, traces = inputs_of(tmp_path)
-    asked = questions(traces, ["user", "srtf"], [1.0], [0])
+    asked = questions(traces, ["as-requested", "srtf"], [1.0], [0])
     make_policy = functools.partial(stops_or_fails, tmp_path)
     with Results(tmp_path / "out") as results, pytest.raises(RuntimeError, match=r"SpawnProcess-\d+ \(pid \d+\)") as raised:
         run_study(inputs, asked, results, make_policy=make_policy, processes=2)
@@ -132,7 +154,7 @@ def test_a_process_that_does_not_end_is_killed_and_named(tmp_path: Path, monkeyp
 
 def test_a_simulation_holds_every_job_and_all_of_its_time_on_devices(tmp_path: Path) -> None:
     inputs, (trace,) = inputs_of(tmp_path)
-    simulated = answer(inputs, Question(trace, "user", 10.0, 0), registered_policy)
+    simulated = answer(inputs, Question(trace, "as-requested", 10.0, 0), registered_policy)
     assert sorted(simulated.jobs) == [f"toy-{n}" for n in range(6)]
     assert (simulated.completions_s > 0).all()
     device_s = sum((ended - began) * devices for _, began, ended, devices in simulated.spans)

@@ -48,25 +48,3 @@ def write_trace(path: Path, num_jobs: int = 6, gap_s: float = 60.0, application:
     rows += [f"{application}-{n},{n * gap_s:g},{application},{1 + n % 4},{batch}" for n in range(num_jobs)]
     path.write_text("\n".join(rows) + "\n")
     return path
-
-
-def write_pairs(
-    folder: Path, speed: float, name: str = "toy", batches: tuple[int, ...] = (4, 8, 16, 32), others: float = 0.9
-) -> Path:
-    """Write measured pairs in Gavel's form: each job of `name` has this relative speed beside others of `name`.
-
-    Pairs with, and of, two further models have about the relative speed `others`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [(model, batch) for model in (name, "bow", "rnn") for batch in batches]
-    alone = ["device,job,num_devices,steps_per_s"]
-    alone += [f"v100,{model} (batch size {batch}),1,{100 / batch}" for model, batch in jobs]
-    (folder / "throughputs.csv").write_text("\n".join(alone) + "\n")
-    rows = ["device,job_a,num_devices_a,job_b,num_devices_b,steps_per_s_a,steps_per_s_b"]
-    for (a, batch_a), (b, batch_b) in product(jobs, jobs):
-        relative = speed if a == b == name else others * (1.05 if (batch_a + batch_b) % 3 else 0.95)
-        of_a, of_b = relative * 100 / batch_a, relative * 100 / batch_b
-        rows.append(f"v100,{a} (batch size {batch_a}),1,{b} (batch size {batch_b}),1,{of_a},{of_b}")
-    path = folder / "pair_throughputs.csv"
-    path.write_text("\n".join(rows) + "\n")
-    return path

@@ -1,8 +1,7 @@
 """Elastic jobs of a workload: which sizes each can have, how much work it has, and how fast it really is.
 
 All jobs of one application with one global batch are a family. A job runs on any number of devices that leaves each of them a
-local batch that was measured; its global batch never changes. Two jobs may share their devices if pairs of their applications
-were measured, see `measured_pairs`.
+local batch that was measured; its global batch never changes.
 """
 
 from __future__ import annotations
@@ -11,20 +10,36 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_dlrover.planner.cluster.jobs import Device, Job, Profile
-from lightning_dlrover.planner.cluster.measured_pairs import SHARED_LINKS, MeasuredPairs, Partner
 from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, Placement, even_placement
-from lightning_dlrover.planner.cluster.simulator import Arrival, SimulationError
+from lightning_dlrover.planner.cluster.simulator import Arrival
 from lightning_dlrover.planner.cluster.work import SAMPLES, USUAL_BATCHES
 from lightning_dlrover.planner.cluster.workloads import Submission, WorkloadError
 
-__all__ = ["GUESS_STEPS_PER_S", "Cluster", "ElasticTruth", "ElasticWorkload", "Family", "elastic_workload", "placement_of"]
+__all__ = [
+    "GUESS_STEPS_PER_S",
+    "Cluster",
+    "ElasticTruth",
+    "ElasticWorkload",
+    "Family",
+    "Lengths",
+    "elastic_workload",
+    "placement_of",
+]
 
 KIND = "gpu"
 
+LENGTH_SPREAD = math.log(2)
+"""Deviation of the logarithm of a wrong length: a third of all jobs are more than a factor of 2 off."""
+
 GUESS_STEPS_PER_S = 1.0
 """Assumed steps/s of one device for a family of which nothing has been measured."""
+
+
+Lengths: TypeAlias = Literal["known", "unknown", "wrong"]
+"""What policies know of the steps of a job: all, nothing, or the steps times a random factor (log-normal, `LENGTH_SPREAD`)."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +57,10 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_nodes * self.per_node
 
-    def devices(self, places: int = 1) -> tuple[Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         width = len(str(self.num_nodes - 1))
         return tuple(
-            Device(f"n{node:0{width}}g{gpu}", KIND, f"n{node:0{width}}", memory_bytes=16 << 30, places=places)
+            Device(f"n{node:0{width}}g{gpu}", KIND, f"n{node:0{width}}", memory_bytes=16 << 30, places=1)
             for node in range(self.num_nodes)
             for gpu in range(self.per_node)
         )
@@ -70,61 +85,24 @@ class Family:
     def steps_per_s(self, placement: Placement) -> float:
         return self.application.steps_per_s(placement, self.global_batch)
 
-    def partner(self, num_devices: int, pairs: MeasuredPairs) -> Partner | None:
-        """Return the measured job that is like one device's part of this one; None if no model is."""
-        model = pairs.model(self.application.name)
-        return None if model is None else (model, float(math.ceil(self.global_batch / num_devices)))
-
-    def speed_beside(self, placement: Placement, other: Family, pairs: MeasuredPairs) -> float | None:
-        """Return the speed on these devices beside a job of the other family, over that alone; None: they cannot share."""
-        one, two = self.partner(sum(placement), pairs), other.partner(sum(placement), pairs)
-        speed = None if one is None or two is None else pairs.relative_speed(one, two)
-        if speed is None:
-            return None
-        time = self.application.step_time(placement, self.global_batch)
-        return time.step_s / ((time.step_s - time.sync_s) / speed + SHARED_LINKS * time.sync_s)
-
 
 @dataclass(frozen=True)
 class ElasticWorkload:
-    """Arrivals of elastic jobs, and the families of their jobs by `Job.family`.
-
-    Args:
-        pairs: speeds of jobs that share devices; None: no jobs do.
-    """
+    """Arrivals of elastic jobs, and the families of their jobs by `Job.family`."""
 
     arrivals: tuple[Arrival, ...]
     families: Mapping[str, Family]
     cluster: Cluster
-    pairs: MeasuredPairs | None = None
-
-    def devices(self) -> tuple[Device, ...]:
-        """Return the devices of the cluster, with places for all jobs that may share one."""
-        return self.cluster.devices(places=1 if self.pairs is None else 2)
 
 
 @dataclass(frozen=True)
 class ElasticTruth:
-    """Real steps/s of elastic jobs; a `Truth` of the simulator. Two jobs that share devices share all of them."""
+    """Real steps/s of elastic jobs; a `Truth` of the simulator."""
 
     families: Mapping[str, Family]
-    pairs: MeasuredPairs | None = None
 
     def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
-        family, placement = self.families[job.family], placement_of(devices)
-        partners = {other.name: other for others in beside.values() for other in others}
-        if not partners:
-            return family.steps_per_s(placement)
-        if self.pairs is None or len(partners) > 1 or not all(beside[device.name] for device in devices):
-            raise SimulationError(f"{job.name!r} shares devices with {sorted(partners)}; two jobs share all of them, or none")
-        (other,) = partners.values()
-        relative = family.speed_beside(placement, self.families[other.family], self.pairs)
-        if relative is None:
-            raise SimulationError(
-                f"{job.name!r} shares {len(devices)} devices with {other.name!r}; such a pair was not measured, "
-                "or does not fit in memory"
-            )
-        return relative * family.steps_per_s(placement)
+        return self.families[job.family].steps_per_s(placement_of(devices))
 
 
 def placement_of(devices: Sequence[Device]) -> Placement:
@@ -140,10 +118,12 @@ def elastic_workload(
     applications: Mapping[str, MeasuredApplication],
     cluster: Cluster,
     *,
+    start_s: float | Mapping[str, float] = 30.0,
     change_s: float | Mapping[str, float] = 30.0,
+    joins: bool = False,
+    lengths: Lengths = "known",
     samples: Mapping[str, int] = SAMPLES,
     seed: int = 0,
-    pairs: MeasuredPairs | None = None,
 ) -> ElasticWorkload:
     """Return the arrivals of submitted jobs, each with its work in steps.
 
@@ -151,9 +131,12 @@ def elastic_workload(
     name and the seed. Its work is the number of steps that it made in its duration on the devices that it had.
 
     Args:
-        change_s: seconds without a step when a job starts or changes; one figure for all, or by application.
+        start_s: seconds without a step when a job starts; one figure for all, or by application.
+        change_s: the same when its devices change.
+        joins: a running job makes steps until the workers on its new devices have started, which takes `start_s`.
+        lengths: what policies know of them, see `Lengths`.
         samples: work by application.
-        pairs: speeds of jobs that share devices; None: no jobs do.
+        seed: of drawn applications and lengths.
     Raises:
         WorkloadError: a job's batch is too small for its devices, its work is not known, or nodes are larger than measured.
     """
@@ -176,14 +159,23 @@ def elastic_workload(
             )
         family = Family(application, job.batch_size, most)
         family = families.setdefault(family.name, family)
+        begin_s = start_s if isinstance(start_s, float | int) else _looked_up(start_s, job, "the cost of a start")
         cost_s = change_s if isinstance(change_s, float | int) else _looked_up(change_s, job, "the cost of a change")
+        costs = _Costs(float(begin_s), float(cost_s), float(begin_s) if joins else 0.0)
         steps = _steps(job, family, cluster, samples)
-        has_pairs = pairs is not None and pairs.model(application.name) is not None
-        arrivals.append(Arrival(_job(job, family, float(cost_s), steps, exclusive=not has_pairs), steps))
-    return ElasticWorkload(tuple(arrivals), families, cluster, pairs)
+        told = random.Random(f"{seed}/length/{job.name}").lognormvariate(0, LENGTH_SPREAD) if lengths == "wrong" else 1.0
+        known = None if lengths == "unknown" else steps * told
+        arrivals.append(Arrival(_job(job, family, costs, known), steps, told=told))
+    return ElasticWorkload(tuple(arrivals), families, cluster)
 
 
-def _job(submission: Submission, family: Family, change_s: float, steps: float, *, exclusive: bool) -> Job:
+class _Costs(NamedTuple):
+    start_s: float
+    change_s: float
+    join_s: float
+
+
+def _job(submission: Submission, family: Family, costs: _Costs, steps: float | None) -> Job:
     return Job(
         submission.name,
         {KIND: Profile(0, GUESS_STEPS_PER_S)},
@@ -194,8 +186,9 @@ def _job(submission: Submission, family: Family, change_s: float, steps: float, 
         max_devices=family.max_devices,
         family=family.name,
         batch_size=family.global_batch / submission.num_devices,
-        exclusive=exclusive,
-        change_s=change_s,
+        start_s=costs.start_s,
+        change_s=costs.change_s,
+        join_s=costs.join_s,
     )
 
 

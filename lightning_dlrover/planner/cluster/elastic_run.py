@@ -7,9 +7,8 @@ import numpy as np
 from lightning_dlrover.planner.cluster.elastic_jobs import ElasticTruth, ElasticWorkload
 from lightning_dlrover.planner.cluster.knowledge import LearnedKnowledge, PerfectKnowledge
 from lightning_dlrover.planner.cluster.outcome import SimulationOutcome
-from lightning_dlrover.planner.cluster.pair_knowledge import LearnedPairs, PerfectPairs
 from lightning_dlrover.planner.cluster.policy import Floats, Policy
-from lightning_dlrover.planner.cluster.simulator import PairKnowledge, simulate
+from lightning_dlrover.planner.cluster.simulator import simulate
 
 __all__ = ["fairness_ratios", "run_elastic"]
 
@@ -27,23 +26,17 @@ def run_elastic(
         SimulationError: the policy exceeds a limit, or leaves jobs waiting for ever.
     """
     knowledge: PerfectKnowledge | LearnedKnowledge
-    pair_knowledge: PairKnowledge | None = None
     if oracle:
         knowledge = PerfectKnowledge(workload.families, workload.cluster)
-        if workload.pairs is not None:
-            pair_knowledge = PerfectPairs(workload.families, workload.cluster, workload.pairs)
     else:
         knowledge = LearnedKnowledge(workload.families, workload.cluster, seed)
-        if workload.pairs is not None:
-            pair_knowledge = LearnedPairs(workload.families, workload.cluster, workload.pairs, knowledge.alone, seed)
     return simulate(
         workload.arrivals,
-        workload.devices(),
+        workload.cluster.devices(),
         policy,
-        ElasticTruth(workload.families, workload.pairs),
+        ElasticTruth(workload.families),
         every_s=every_s,
         knowledge=knowledge,
-        pair_knowledge=pair_knowledge,
     )
 
 
@@ -66,7 +59,7 @@ def fairness_ratios(outcome: SimulationOutcome, workload: ElasticWorkload) -> Fl
         family = workload.families[job.job.family]
         share = min(family.max_devices, max(1, int(outcome.num_devices / others)))
         fastest = max(family.steps_per_s(workload.cluster.packed(devices)) for devices in range(1, share + 1))
-        ratios.append(job.completion_s / (job.job.change_s + job.steps / fastest))
+        ratios.append(job.completion_s / (job.job.start_s + job.steps / fastest))
     return np.array(ratios)
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_dlrover.planner.cluster.beside import Beside
 from lightning_dlrover.planner.cluster.scaling import Scaling
 
 __all__ = ["HOST_RESOURCES", "RESOURCES", "Allocation", "Device", "Job", "Profile", "Running", "State"]
@@ -105,7 +104,10 @@ class Job:
         batch_size: samples per worker and step; 0 where unknown. Only a hint for predictions.
         exclusive: shares its devices with no other job.
         scaling: speed by number of devices as far as it is known; None for a job that is not elastic.
-        change_s: expected time without a step when the job starts or its devices change.
+        start_s: expected time without a step when the job starts, or starts again after a pause.
+        change_s: expected time without a step when its devices change while it runs.
+        join_s: further time until devices that are added to a running job make steps; the others make steps until then. A
+            job that keeps none of its devices makes none. 0: the job stops for `change_s`, as for a restart.
         deadline_s: time by which it should have ended, on the clock of `State.now_s`; None: any.
     """
 
@@ -126,7 +128,9 @@ class Job:
     batch_size: float = 0.0
     exclusive: bool = False
     scaling: Scaling | None = None
+    start_s: float = 0.0
     change_s: float = 0.0
+    join_s: float = 0.0
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -169,14 +173,12 @@ class State:
     Args:
         now_s: seconds on any clock.
         waiting: jobs without devices, in any order.
-        beside: speeds of elastic jobs that share devices, as far as they are known; None: none of them do.
     """
 
     now_s: float
     devices: tuple[Device, ...]
     waiting: tuple[Job, ...] = ()
     running: tuple[Running, ...] = ()
-    beside: Beside | None = None
 
     @property
     def allocation(self) -> dict[str, tuple[str, ...]]:

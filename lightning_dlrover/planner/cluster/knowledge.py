@@ -25,7 +25,7 @@ from lightning_dlrover.planner.cluster.measured_speeds import Placement, even_pl
 from lightning_dlrover.planner.cluster.policy import Floats
 from lightning_dlrover.planner.cluster.scaling import Scaling, Speeds
 
-__all__ = ["AloneTime", "LearnedKnowledge", "PerfectKnowledge", "ScalingTable"]
+__all__ = ["LearnedKnowledge", "PerfectKnowledge", "ScalingTable"]
 
 NOISE = 0.03
 """Standard deviation of the logarithm of a window's step time."""
@@ -52,14 +52,6 @@ class ScalingTable:
         inside = (num_devices < most_devices) & (num_nodes < most_nodes)
         devices, nodes = np.where(inside, num_devices, 0), np.where(inside, num_nodes, 0)
         return Speeds(self.steps_per_s[devices, nodes], self.spread[devices, nodes])
-
-
-@dataclass(frozen=True)
-class AloneTime:
-    """A family on devices of its own: its expected speed, and the share of a step that synchronises in the nearest window."""
-
-    steps_per_s: float
-    sync_share: float
 
 
 @dataclass(frozen=True)
@@ -149,15 +141,6 @@ class _Learned:
             self.table = self._with_measured(self.fitted)
         return self.table
 
-    def alone(self, placement: Placement) -> AloneTime:
-        nodes, devices = np.array([len(placement)]), np.array([sum(placement)])
-        (steps_per_s,) = self.scaling().speeds(devices, nodes).steps_per_s.tolist()
-        if not self.merged:
-            return AloneTime(steps_per_s, 0.0)
-        nearest = min(self.merged, key=lambda key: (abs(math.log(key[1] / devices[0])), abs(key[0] - nodes[0]), key))
-        window = self.merged[nearest]
-        return AloneTime(steps_per_s, window.communication_s / window.step_time_s)
-
     def _is_news(self) -> bool:
         placements, windows = len(self.windows), sum(map(len, self.windows.values()))
         few = self.fitted_placements < FEW_PLACEMENTS
@@ -199,10 +182,6 @@ class LearnedKnowledge:
 
     def scaling(self, job: Job) -> Scaling:
         return self._families[job.family].scaling()
-
-    def alone(self, family: str, placement: Placement) -> AloneTime:
-        """Return what is known of a family's step on devices of its own."""
-        return self._families[family].alone(placement)
 
 
 def _configuration(placement: Placement, global_batch: int) -> Configuration:

@@ -3,7 +3,7 @@
 Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be. It is
 the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there,
 and may know more than the policy does: of an elastic job, a policy knows only `Knowledge`. A job that starts or
-changes its devices makes no step for as long as that costs.
+changes its devices makes no step for as long as that costs. New devices of a job with `join_s` idle until they have joined.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from lightning_dlrover.planner.cluster.beside import Beside
 from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
 from lightning_dlrover.planner.cluster.losses import Fragility, NodeLoss
 from lightning_dlrover.planner.cluster.outcome import Finished, SimulationOutcome, Span
@@ -23,7 +22,7 @@ from lightning_dlrover.planner.cluster.policy import Policy
 from lightning_dlrover.planner.cluster.scaling import Scaling
 from lightning_dlrover.planner.cluster.slowdown import Observation
 
-__all__ = ["Arrival", "Costs", "Knowledge", "Learner", "PairKnowledge", "SimulationError", "Truth", "simulate"]
+__all__ = ["Arrival", "Costs", "Knowledge", "Learner", "SimulationError", "Truth", "simulate"]
 
 WINDOW_S = 20.0
 """Seconds of steps that make a window. On the same devices, the next one ends when twice as many seconds have passed."""
@@ -43,12 +42,14 @@ class Arrival:
     Args:
         job: as the policy sees it; while it runs, `steps_left` is kept where it is known.
         steps: until the job ends.
+        told: steps that policies are told of, over the real ones. A job that has made more has an unknown end.
         fragility: the consequences of lost nodes.
     """
 
     job: Job
     steps: float
     fragility: Fragility = field(default_factory=Fragility)
+    told: float = 1.0
 
 
 class Truth(Protocol):
@@ -84,21 +85,9 @@ class Knowledge(Protocol):
         ...
 
 
-class PairKnowledge(Protocol):
-    """The policies' knowledge of the speed of elastic jobs that share devices."""
-
-    def ran_beside(self, job: Job, other: Job, devices: Sequence[Device], steps_per_s: float, /) -> None:
-        """Observe a window of steps of a job beside the other one, with its real speed."""
-        ...
-
-    def beside(self) -> Beside:
-        """Return the present knowledge. The same object as before if nothing has been learned since."""
-        ...
-
-
 @dataclass(frozen=True)
 class Costs:
-    """Seconds without a step, beside each job's own `change_s`."""
+    """Seconds without a step, added to each job's own `start_s` and `change_s`."""
 
     start_s: float = 0.0
     change_s: float = 0.0  # other devices, or more or fewer of them
@@ -106,7 +95,11 @@ class Costs:
 
 @dataclass
 class _Run:
-    """A running job: its progress up to `at_s`, and its speed from `ready_s` on."""
+    """A running job: its progress up to `at_s`, and its speed from `ready_s` on.
+
+    Args:
+        kept: devices that make steps until the others have joined at `joined_s`.
+    """
 
     job: Job
     devices: tuple[Device, ...]
@@ -115,18 +108,27 @@ class _Run:
     since_s: float
     ready_s: float
     names: tuple[str, ...]
+    kept: tuple[Device, ...] = ()
+    joined_s: float = -math.inf
+    kept_per_s: float = 0.0  # steps/s until then
     steps_per_s: float = 0.0
     next_window_s: float = WINDOW_S  # seconds of steps at which the next window ends
-    partners: frozenset[str] = frozenset()  # other jobs on its devices
-    steady_s: float = -math.inf  # time from which on it and these partners make steps
     version: int = -1  # number of the valid entry in the heap; others were computed with another speed
 
     def advance(self, now_s: float) -> None:
-        self.left = max(self.left - self.steps_per_s * max(now_s - max(self.at_s, self.ready_s), 0.0), 0.0)
-        self.at_s = now_s
+        made = self.kept_per_s * max(min(now_s, self.joined_s) - self.at_s, 0.0)
+        made += self.steps_per_s * max(now_s - max(self.at_s, self.ready_s), 0.0)
+        self.left, self.at_s = max(self.left - made, 0.0), now_s
 
     def end_s(self) -> float:
-        return max(self.at_s, self.ready_s) + (self.left / self.steps_per_s if self.steps_per_s > 0 else math.inf)
+        before = self.kept_per_s * max(self.joined_s - self.at_s, 0.0)
+        if before > 0 and self.left <= before:
+            return self.at_s + self.left / self.kept_per_s
+        return max(self.at_s, self.ready_s) + ((self.left - before) / self.steps_per_s if self.steps_per_s > 0 else math.inf)
+
+    def working(self, now_s: float) -> tuple[Device, ...]:
+        """Return the devices that do not wait to join."""
+        return self.kept if now_s < self.joined_s else self.devices
 
 
 @dataclass
@@ -141,6 +143,13 @@ class _Progress:
     served_device_s: float = 0.0
     starts: int = 0
     changes: int = 0
+
+    def told_left(self, left: float) -> float | None:
+        """Return the steps that a policy is told of, with so many left until the job ends or fails."""
+        if self.arrival.job.steps_left is None:
+            return None
+        told = left + self.beyond + (self.arrival.told - 1) * self.arrival.steps
+        return told if told > 0 or self.arrival.told == 1 else None
 
 
 def _progress(arrival: Arrival) -> _Progress:
@@ -158,7 +167,6 @@ def simulate(
     every_s: float | None = None,
     learner: Learner | None = None,
     knowledge: Knowledge | None = None,
-    pair_knowledge: PairKnowledge | None = None,
     losses: Iterable[NodeLoss] = (),
 ) -> SimulationOutcome:
     """Run all jobs to their ends.
@@ -166,13 +174,12 @@ def simulate(
     Args:
         every_s: seconds between decisions without a cause; None: only when jobs come and end.
         knowledge: source of `Job.scaling` for the policy; None: jobs keep the one that they came with.
-        pair_knowledge: source of `State.beside` for the policy; None: there is none, and elastic jobs share no devices.
         losses: lost nodes in order of time, perhaps without an end.
     Raises:
         SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.
     """
     return _Simulation(
-        arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner, knowledge, pair_knowledge, iter(losses)
+        arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner, knowledge, iter(losses)
     ).run()
 
 
@@ -186,7 +193,6 @@ class _Simulation:
     every_s: float | None
     learner: Learner | None
     knowledge: Knowledge | None
-    pair_knowledge: PairKnowledge | None
     losses: Iterator[NodeLoss]
     now_s: float = 0.0
     waiting: dict[str, Job] = field(default_factory=dict)
@@ -315,13 +321,12 @@ class _Simulation:
             progress = self.progress[run.job.name]
             run.advance(self.now_s)
             served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
-            left = None if run.job.steps_left is None else run.left + progress.beyond
+            left = progress.told_left(run.left)
             scaling = run.job.scaling if self.knowledge is None else self.knowledge.scaling(run.job)
             restarts = progress.changes + progress.starts - 1
             job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts, scaling=scaling)
             running.append(Running(job, run.names, run.since_s))
-        beside = None if self.pair_knowledge is None else self.pair_knowledge.beside()
-        return State(self.now_s, self.devices, self._waiting(), tuple(running), beside)
+        return State(self.now_s, self.devices, self._waiting(), tuple(running))
 
     def _waiting(self) -> tuple[Job, ...]:
         if self.knowledge is not None:
@@ -335,15 +340,10 @@ class _Simulation:
         """Let a run show a window if its steps make one."""
         if self.knowledge is None:
             return
-        ran_s = self.now_s - max(run.ready_s, run.steady_s)
+        ran_s = self.now_s - run.ready_s
         if ran_s >= run.next_window_s and ran_s * run.steps_per_s >= WINDOW_STEPS:
             run.next_window_s = 2 * ran_s
-            if not run.partners:
-                self.knowledge.ran(run.job, run.devices)
-            elif self.pair_knowledge is not None and len(run.partners) == 1:
-                (partner,) = run.partners
-                other = self.progress[partner].arrival.job
-                self.pair_knowledge.ran_beside(run.job, other, run.devices, run.steps_per_s)
+            self.knowledge.ran(run.job, run.devices)
 
     def _apply(self, allocation: Allocation) -> None:
         wanted = {name: tuple(self.by_name[device] for device in names) for name, names in allocation.items() if names}
@@ -361,23 +361,30 @@ class _Simulation:
             self._stop(run)
             if name in wanted:
                 self.progress[name].changes += 1
-                self._begin(run.job, wanted[name], self.costs.change_s + run.job.change_s)
+                self._change(run, wanted[name])
             else:
                 progress = self.progress[name]
-                left = None if run.job.steps_left is None else progress.left + progress.beyond
                 self.waiting[name] = replace(
                     run.job,
                     waiting_since_s=self.now_s,
                     served_device_s=progress.served_device_s,
-                    steps_left=left,
+                    steps_left=progress.told_left(progress.left),
                     restarts=progress.changes + progress.starts,
                 )
         for name in starting:
             self.progress[name].starts += 1
             job = self.waiting.pop(name)
-            self._begin(job, wanted[name], self.costs.start_s + job.change_s)
+            self._begin(job, wanted[name], self.costs.start_s + job.start_s)
         self._check_limits(changed)
         self._set_speeds(changed)
+
+    def _change(self, run: _Run, devices: tuple[Device, ...]) -> None:
+        kept = tuple(device for device in run.working(self.now_s) if device in devices)
+        join_s = run.job.join_s if len(kept) < len(devices) else 0.0
+        self._begin(run.job, devices, join_s + self.costs.change_s + run.job.change_s)
+        if kept and join_s:
+            begun = self.running[run.job.name]
+            begun.kept, begun.joined_s = kept, self.now_s + join_s
 
     def _begin(self, job: Job, devices: tuple[Device, ...], cost_s: float) -> None:
         progress = self.progress[job.name]
@@ -426,18 +433,12 @@ class _Simulation:
         for run in affected:
             run.advance(self.now_s)
             beside = {d.name: [job for job in everywhere[d.name] if job.name != run.job.name] for d in run.devices}
-            self._meet(run, frozenset(job.name for others in beside.values() for job in others))
             run.steps_per_s = self.truth(run.job, run.devices, beside)
+            run.kept_per_s = self.truth(run.job, run.kept, beside) if self.now_s < run.joined_s else 0.0
             # Counted over all jobs, so that an entry of a job's earlier devices cannot be taken for one of the present.
             self.version += 1
             run.version = self.version
             heapq.heappush(self.ends, (run.end_s(), run.job.name, run.version))
-
-    def _meet(self, run: _Run, partners: frozenset[str]) -> None:
-        """Begin another window where a job has other partners than before. It lasts while all of them make steps."""
-        if partners != run.partners:
-            run.partners, run.next_window_s = partners, WINDOW_S
-            run.steady_s = max(self.now_s, *(self.running[name].ready_s for name in partners), run.ready_s)
 
     def _show(self, changing: set[str]) -> None:
         """Show the learner the speeds of groups that are about to change, if all of their jobs have one device."""

@@ -10,7 +10,7 @@ import pytest
 from measured_clusters import write_speeds
 
 from lightning_dlrover.planner.cluster import Allocation, State
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, ElasticWorkload, elastic_workload
+from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, ElasticWorkload, Lengths, elastic_workload
 from lightning_dlrover.planner.cluster.elastic_run import fairness_ratios, run_elastic
 from lightning_dlrover.planner.cluster.knowledge import GUESS_SPREAD, NOISE
 from lightning_dlrover.planner.cluster.measured_speeds import read_applications
@@ -45,9 +45,9 @@ def known(state: State) -> list[Scaling]:
     return [job.scaling for job in jobs if job.scaling is not None]
 
 
-def workload(folder: Path, *jobs: Submission, change_s: float | Mapping[str, float] = 10.0) -> ElasticWorkload:
+def workload(folder: Path, *jobs: Submission, start_s: float | Mapping[str, float] = 10.0) -> ElasticWorkload:
     applications = read_applications(write_speeds(folder))
-    return elastic_workload(jobs, applications, Cluster(2, 2), change_s=change_s, samples=WORK)
+    return elastic_workload(jobs, applications, Cluster(2, 2), start_s=start_s, samples=WORK)
 
 
 def job(name: str, at_s: float, num_devices: int = 1, batch_size: int = 64) -> Submission:
@@ -63,10 +63,10 @@ def test_a_job_alone_takes_its_start_and_its_steps(tmp_path: Path) -> None:
 
 
 def test_costs_may_differ_by_application(tmp_path: Path) -> None:
-    load = workload(tmp_path, job("a", 0), change_s={"toy": 7.0})
-    assert load.arrivals[0].job.change_s == 7
-    with pytest.raises(WorkloadError, match=r"t.csv:2: the cost of a change of 'toy' is unknown"):
-        workload(tmp_path, job("a", 0), change_s={"other": 7.0})
+    load = workload(tmp_path, job("a", 0), start_s={"toy": 7.0})
+    assert load.arrivals[0].job.start_s == 7
+    with pytest.raises(WorkloadError, match=r"t.csv:2: the cost of a start of 'toy' is unknown"):
+        workload(tmp_path, job("a", 0), start_s={"other": 7.0})
 
 
 def test_a_batch_too_small_for_its_devices_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -123,6 +123,21 @@ def test_an_oracle_knows_all_speeds(tmp_path: Path) -> None:
     run_elastic(load, policy, oracle=True)
 
 
+def test_lengths_are_known_or_not_or_wrong_by_about_a_factor_of_two(tmp_path: Path) -> None:
+    applications, jobs = read_applications(write_speeds(tmp_path)), [job(f"j{n}", 0) for n in range(200)]
+
+    def told(lengths: Lengths, seed: int = 0) -> list[float | None]:
+        load = elastic_workload(jobs, applications, Cluster(2, 2), samples=WORK, lengths=lengths, seed=seed)
+        assert [arrival.steps for arrival in load.arrivals] == [200.0] * len(jobs)
+        return [arrival.job.steps_left for arrival in load.arrivals]
+
+    assert told("known") == [200.0] * len(jobs)
+    assert told("unknown") == [None] * len(jobs)
+    factors = np.log(np.array(told("wrong"), dtype=float) / 200)
+    assert factors.std() == pytest.approx(np.log(2), rel=0.2)
+    assert told("wrong") == told("wrong") != told("wrong", seed=1)
+
+
 def test_equal_seeds_give_equal_outcomes(tmp_path: Path) -> None:
     jobs = [job(f"j{n}", 40.0 * n, 1 + n % 3) for n in range(8)]
     one = run_elastic(workload(tmp_path, *jobs), everything_to_the_oldest, seed=3)
@@ -140,6 +155,6 @@ def test_a_job_alone_is_treated_fairly_and_one_that_waits_is_not(tmp_path: Path)
 def test_a_trace_without_models_draws_them_by_name_and_keeps_durations(tmp_path: Path) -> None:
     applications = read_applications(write_speeds(tmp_path, "ncf", batches=(4, 16, 32768)))
     flow = Submission("x", "", 0.0, 2, 0, 1e4)
-    load = elastic_workload([flow], applications, Cluster(2, 2), change_s=0.0)
+    load = elastic_workload([flow], applications, Cluster(2, 2), start_s=0.0)
     assert load.arrivals[0].job.family == "ncf/32768"
     assert run_elastic(load, as_asked).finished[0].completion_s == pytest.approx(1e4)

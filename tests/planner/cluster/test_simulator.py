@@ -69,10 +69,53 @@ def test_elastic_jobs_change_their_devices_at_a_cost() -> None:
     assert outcome.changes_per_job == 1.0
 
 
+def test_new_devices_idle_until_they_have_joined_and_the_others_go_on() -> None:
+    # a: 5 s on 4 devices do 40 of 80 steps; from 6 on 2 devices; b ends at 10 with a at 56. The two that come back have joined
+    # at 13, with a at 68, and cost 1 s; the last 12 steps take 1.5 s.
+    arrivals = [arrival("a", 0, 40, max_devices=4, join_s=3.0), arrival("b", 5, 10, max_devices=4)]
+    assert ends(arrivals, devices(4), elastic, costs=Costs(change_s=1)) == {"b": 10, "a": 15.5}
+    # It may end before they have joined.
+    arrivals = [arrival("a", 0, 33, max_devices=4, join_s=3.0), arrival("b", 5, 10, max_devices=4)]
+    assert ends(arrivals, devices(4), elastic) == {"b": 10, "a": 11.5}
+
+
+def test_a_job_that_keeps_no_device_waits_for_all_to_join() -> None:
+    def moves(state: State) -> Allocation:
+        names = [device.name for device in state.devices]
+        return {run.job.name: (names[1],) for run in state.running} | {job.name: (names[0],) for job in state.waiting}
+
+    assert ends([arrival("a", 0, 20, join_s=3.0, start_s=2.0)], devices(2), moves, every_s=5.0) == {"a": 2 + 3 + 20}
+
+
 def shortest_first(state: State) -> Allocation:
     """Preempts: one device, to the job with the fewest steps left."""
     jobs = [*state.waiting, *(r.job for r in state.running)]
     return {min(jobs, key=lambda job: job.steps_left or 0).name: (state.devices[0].name,)} if jobs else {}
+
+
+@pytest.mark.parametrize(
+    "told, left, expected",
+    [
+        (1.0, 20.0, {0.0: 20.0, 5.0: 10.0, 7.0: 10.0}),
+        (2.0, 40.0, {0.0: 40.0, 5.0: 30.0, 7.0: 30.0}),
+        (0.5, 10.0, {0.0: 10.0, 5.0: None, 7.0: None}),  # it has outlived its length
+        (1.0, None, {0.0: None, 5.0: None, 7.0: None}),
+    ],
+)
+def test_policies_see_the_length_that_they_are_told(
+    told: float, left: float | None, expected: dict[float, float | None]
+) -> None:
+    """The job is paused at 5 s for two seconds."""
+    seen: dict[float, float | None] = {}
+
+    def policy(state: State) -> Allocation:
+        jobs = (*state.waiting, *(run.job for run in state.running))
+        seen.update((state.now_s, job.steps_left) for job in jobs if state.now_s in expected)
+        return {} if 5 <= state.now_s < 7 else {job.name: (state.devices[0].name,) for job in jobs}
+
+    late = replace(arrival("a", 0, 10, steps_left=left), told=told)
+    assert ends([late], devices(1), policy, every_s=1.0) == {"a": 12}
+    assert seen == expected
 
 
 def test_preempted_jobs_keep_their_progress() -> None:

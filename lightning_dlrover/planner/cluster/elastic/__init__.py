@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_dlrover.planner.cluster.elastic.afs import afs
+from lightning_dlrover.planner.cluster.elastic.as_requested import as_requested
 from lightning_dlrover.planner.cluster.elastic.autopilot import autopilot
-from lightning_dlrover.planner.cluster.elastic.couples import ours_with_pairs
 from lightning_dlrover.planner.cluster.elastic.dlrover import dlrover
+from lightning_dlrover.planner.cluster.elastic.dlrover_rm import dlrover_rm
+from lightning_dlrover.planner.cluster.elastic.elastic_srtf import elastic_srtf
+from lightning_dlrover.planner.cluster.elastic.hesrpt import hesrpt
 from lightning_dlrover.planner.cluster.elastic.las import las
 from lightning_dlrover.planner.cluster.elastic.optimus import INTERVAL_S as OPTIMUS_EVERY_S
 from lightning_dlrover.planner.cluster.elastic.optimus import optimus
@@ -21,23 +25,24 @@ from lightning_dlrover.planner.cluster.elastic.sia import INTERVAL_S as SIA_EVER
 from lightning_dlrover.planner.cluster.elastic.sia import sia
 from lightning_dlrover.planner.cluster.elastic.sizes import with_placement
 from lightning_dlrover.planner.cluster.elastic.srtf import srtf
-from lightning_dlrover.planner.cluster.elastic.tuned import tuned
-from lightning_dlrover.planner.cluster.elastic.user import user
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
 
 __all__ = ["ELASTIC_POLICIES", "make_elastic"]
 
 ELASTIC_POLICIES: Mapping[str, SizePolicy] = {
-    "user": SizePolicy(user, preempts=False, rigid=True),
-    "tuned": SizePolicy(tuned, preempts=False),
+    "as-requested": SizePolicy(as_requested, preempts=False, rigid=True),
     "srtf": SizePolicy(srtf, rigid=True),
+    "elastic-srtf": SizePolicy(elastic_srtf),
     "las": SizePolicy(las, rigid=True),
     "dlrover": SizePolicy(dlrover, preempts=False),
+    "dlrover-rm": SizePolicy(dlrover_rm),
     "autopilot": SizePolicy(autopilot, preempts=False),
     "optimus": SizePolicy(optimus, every_s=OPTIMUS_EVERY_S),
+    "afs": SizePolicy(afs),
+    "hesrpt": SizePolicy(hesrpt),
     "pollux": SizePolicy(pollux, every_s=POLLUX_EVERY_S),
     "sia": SizePolicy(sia, every_s=SIA_EVERY_S),
-    "ours": SizePolicy(ours, choose_pairs=ours_with_pairs),
+    "ours": SizePolicy(ours),
 }
 
 

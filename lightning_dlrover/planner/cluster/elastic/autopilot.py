@@ -5,10 +5,11 @@ The autoscaler requests the decaying 90th percentile of usage, times `MARGIN`, a
 
     usage(n) = s(n) / (s(f) / f)        f: its fewest devices
 
-In a steady state all samples are equal, so that percentile is the present usage. Jobs start as asked, first come first served.
-Growth waits until all jobs before have started, as nothing is preempted.
+In a steady state all samples are equal, so that percentile is the present usage.
 
-Difference: the originals set the cores and memory of a task. Here the size of a job is the only dimension.
+Differences: the originals set the cores and memory of a task; here the size of a job is the only dimension. They leave the
+queue to the cluster's scheduler; here jobs start as in `as_requested`, and none grows while a job waits, as nothing is
+preempted. Usage is predicted from the learned speeds, not sampled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
-from lightning_dlrover.planner.cluster.elastic.turn_taking import start_in_turn
+from lightning_dlrover.planner.cluster.elastic.turn_taking import backfilled
 
 __all__ = ["INTERVAL_S", "MARGIN", "MIN_CHANGE", "autopilot", "recommended"]
 
@@ -34,7 +35,8 @@ MIN_CHANGE = 0.1
 def autopilot(share: Share) -> Ints:
     """Return the sizes."""
     wanted = recommended(share)
-    numbers, left = start_in_turn(share, share.asked)
+    numbers = backfilled(share, share.asked)
+    left = share.num_devices - int(numbers.sum()) if numbers.all() else 0
     is_due = (share.present > 0) & (share.now_s - share.since_s >= INTERVAL_S)
     is_due &= np.abs(wanted - share.present) > MIN_CHANGE * share.present
     for index in np.flatnonzero(is_due).tolist():

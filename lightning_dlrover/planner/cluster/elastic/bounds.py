@@ -141,4 +141,5 @@ def _seconds_to_end(share: Share, index: int) -> Floats:
     speeds = np.where(share.sizes <= share.most[index], speeds, 0.0)
     with np.errstate(divide="ignore"):
         seconds = np.where(speeds > 0, share.steps_left[index] / np.where(speeds > 0, speeds, 1.0), np.inf)
-    return np.asarray(seconds + np.where(share.sizes == share.present[index], 0.0, job.change_s))
+    cost_s = job.change_s + job.join_s if share.present[index] else job.start_s
+    return np.asarray(seconds + np.where(share.sizes == share.present[index], 0.0, cost_s))

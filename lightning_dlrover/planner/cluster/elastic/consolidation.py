@@ -139,7 +139,7 @@ def _is_worth(
         return False
     seconds = LASTS_S if job.steps_left is None else min(LASTS_S, job.steps_left / after)
     lost = sum(
-        jobs[other].change_s * len(devices)
+        (jobs[other].change_s + jobs[other].join_s) * len(devices)
         for other, devices in moves.items()
         if set(placed[other]) == set(running.get(other, ())) and set(devices) != set(placed[other])
     )

@@ -6,7 +6,8 @@ back to the first, where it stays until it has had another `THRESHOLD_DEVICE_S`.
 Pollux's artefact.
 
 Differences: service is weighed by a job's weight. The state holds the service of all of a job's runs, so the time that it ran
-is that over its size.
+is that over its size. Queues are updated at each decision. Tiresias places skewed models only on few nodes, and lets others
+be split; here all jobs have the shared placement. Its variant with Gittins indices is not there.
 """
 
 from __future__ import annotations

@@ -18,17 +18,15 @@ of two prices of a job's work, each of which is best for another future:
 All jobs get some devices while that is efficient.
 
 A change costs c_i seconds without a step, and then lasts l_i seconds: until the job ends, but no longer than `HORIZON_S`. The
-present size costs nothing, so sizes stay unless others are better by more than the cost. A waiting job pays for its start at
-any time, so only the difference between its sizes counts. A job that is paused pays for a later start.
+present size costs nothing, so sizes stay unless others are better by more than the cost. Where new devices take time to join,
+the job has its present speed until then. A waiting job pays for its start at any time, so only the difference between its sizes
+counts. A job that is paused pays for a later start.
 
-Speeds are uncertain where no job of the family has run. They count `CAUTION` deviations below the expected one, so a job
-tries a new size where that gains in the less favourable case, too. The maximum is exact for clusters of usual size, see
-`knapsack`.
+Speeds count as expected, however uncertain they are: counted half a deviation lower, jobs learned less and ended 1.5 % later.
+The maximum is exact for clusters of usual size, see `knapsack`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,7 +36,7 @@ from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["CAUTION", "Worth", "ours", "urgencies", "values", "worth_of"]
+__all__ = ["ours", "urgencies", "values"]
 
 HORIZON_S = 300.0
 """Seconds for which sizes are expected to stay."""
@@ -48,9 +46,6 @@ SPEEDUP_EXPONENT = 0.7
 
 SHARE_OF_PRICES = 0.5
 """Exponent of the price by learned speedups in the urgency; the rest is that of heSRPT's price."""
-
-CAUTION = 0.5
-"""Deviations of a speed's logarithm by which uncertain speeds count less."""
 
 
 def ours(share: Share) -> Ints:
@@ -62,51 +57,29 @@ def ours(share: Share) -> Ints:
 
 def values(share: Share) -> Floats:
     """Return the value of each size for each job, shape ``(num_jobs, num_sizes)``; minus infinity where it is not allowed."""
-    return worth_of(share).values(share)
-
-
-@dataclass(frozen=True)
-class Worth:
-    """Parts of the value of a size, for each job and size: shape ``(num_jobs, num_sizes)``, but for `urgency`.
-
-    Args:
-        urgency: v_i, shape ``(num_jobs,)``.
-        speedups: S_i(k), as far as uncertainty lets it count.
-        kept: l_i / (l_i + c_i), and 1 for the present size.
-        moved: the same, as if the job had other devices, or none.
-    """
-
-    urgency: Floats
-    speedups: Floats
-    kept: Floats
-    moved: Floats
-
-    def values(self, share: Share, kept: Floats | None = None) -> Floats:
-        """Return the value of each size.
-
-        Args:
-            kept: in the place of `self.kept`.
-        """
-        gained = self.speedups - share.settings.least_gain * share.sizes
-        value = self.urgency[:, None] * gained * (self.kept if kept is None else kept)
-        now = self.urgency * self.speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
-        cost_s = np.array([job.change_s for job in share.jobs])
-        value[:, 0] = -now * np.minimum(cost_s / HORIZON_S, 1.0)
-        return np.where(share.filling, value, -np.inf)
-
-
-def worth_of(share: Share) -> Worth:
-    """Return the parts of the values of a share's jobs."""
     unit = np.where(share.most_efficient > 0, share.most_efficient, 1.0)[:, None]
-    speedups = share.speeds * np.exp(-CAUTION * share.spreads) / unit
-    cost_s = np.array([job.change_s for job in share.jobs])[:, None]
-    lasts_s = np.minimum(share.seconds_left, HORIZON_S)
-    moved = lasts_s / np.maximum(lasts_s + cost_s, 1e-9)
-    kept = np.where(share.sizes == share.present[:, None], 1.0, moved)
+    speedups = share.speeds / unit
+    urgency = _urgency(share, speedups)
+    value = urgency[:, None] * _gained(share, speedups)
+    now = speedups[np.arange(len(share.jobs)), share.columns_of(share.present)]
+    start_s = np.array([job.start_s for job in share.jobs])
+    value[:, 0] = -urgency * now * np.minimum(start_s / HORIZON_S, 1.0)
+    return np.where(share.filling, value, -np.inf)
+
+
+def _gained(share: Share, speedups: Floats) -> Floats:
+    """Return the speedups less the price of devices, as far as the costs of changes leave them, of the shape of `speedups`."""
+    start_s, change_s, join_s = np.array([(job.start_s, job.change_s, job.join_s) for job in share.jobs]).T[:, :, None]
+    price = share.settings.least_gain * share.sizes
+    gained, now = speedups - price, speedups[np.arange(len(share.jobs)), share.columns_of(share.present)][:, None]
+    lasts_s = np.maximum(np.minimum(share.seconds_left, HORIZON_S), 1e-9)
+    joins_s = np.where(share.sizes > share.present[:, None], join_s, 0.0)
+    changed = (joins_s * (now - price) + lasts_s * gained) / (joins_s + lasts_s + change_s)
+    started = lasts_s / (lasts_s + start_s)
     first = (share.allowed & (share.sizes > 0)).argmax(axis=1)
-    smallest = kept[np.arange(len(share.jobs)), first]
-    relative = np.where(share.present > 0, 1.0, np.maximum(smallest, 1e-9))[:, None]
-    return Worth(_urgency(share, speedups), speedups, kept / relative, moved / relative)
+    started = started / started[np.arange(len(share.jobs)), first][:, None]
+    running = np.where(share.sizes == share.present[:, None], gained, changed)
+    return np.where(share.present[:, None] > 0, running, gained * started)
 
 
 def _urgency(share: Share, speedups: Floats) -> Floats:

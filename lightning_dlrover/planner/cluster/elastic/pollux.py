@@ -12,7 +12,9 @@ Differences: Pollux adapts each job's batch size, and goodput is throughput time
 never changes, so that efficiency is 1, and goodput is speed. Individuals are numbers of devices, which the shared placement
 puts on few nodes, so sizes are those that fill nodes; the artefact's are devices on each node. The artefact begins a search
 with the population of the last one. This function keeps nothing. It begins with the present sizes, a fair share, their
-mutants, and a climb of concave hulls, and ends when `PATIENCE` generations have found nothing better.
+mutants, and a climb of concave hulls, and ends when `PATIENCE` generations have found nothing better. The artefact takes
+devices that are not there from jobs in the order of their attained service, and charges the restart factor to waiting jobs,
+too. Here that order is random, and a waiting job that starts pays nothing.
 """
 
 from __future__ import annotations

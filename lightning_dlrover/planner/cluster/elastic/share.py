@@ -10,15 +10,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.planner.cluster.beside import Beside
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
 from lightning_dlrover.planner.cluster.jobs import Job
 from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
 
-__all__ = ["ChoosePairs", "ChooseSizes", "Division", "Share", "SizePolicy"]
+__all__ = ["ChooseSizes", "Share", "SizePolicy"]
 
 UNKNOWN_WORK_DEVICE_S = 600.0
 """Least expected work of a job with an unknown end, seconds times devices."""
+
+SERVICE_STEP = 8.0
+"""Factor between two levels of attained service."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,6 @@ class Share:
         sizes: numbers of devices to choose from, ascending, beginning with 0, shape ``(num_sizes,)``.
         speeds: predicted steps/s, shape ``(num_jobs, num_sizes)``; 0 where a job cannot run.
         spreads: deviations of the logarithms of these speeds, of that shape.
-        partners: name of the job that shares each job's devices now; "" where there is none. Empty: no job has one.
     """
 
     now_s: float
@@ -50,7 +51,6 @@ class Share:
     speeds: Floats
     spreads: Floats
     settings: PolicySettings
-    partners: tuple[str, ...] = ()
 
     @cached_property
     def fewest(self) -> Ints:
@@ -97,9 +97,12 @@ class Share:
     def work_left(self) -> Floats:
         """Device seconds that each job has left at its most efficient size, shape ``(num_jobs,)``.
 
-        A job of unknown length is expected to need as much again as it has had, as of lengths without a scale.
+        A job of unknown length is expected to need as much again as it has had, as of lengths without a scale. What it has had
+        counts in powers of `SERVICE_STEP`: jobs with about as much service would take turns without end otherwise.
         """
         served = np.array([max(job.served_device_s, UNKNOWN_WORK_DEVICE_S) for job in self.jobs])
+        step = np.log(SERVICE_STEP)
+        served = UNKNOWN_WORK_DEVICE_S * np.exp(step * np.floor(np.log(served / UNKNOWN_WORK_DEVICE_S) / step + 1e-9))
         known = self.steps_left / np.where(self.most_efficient > 0, self.most_efficient, 1e-300)
         return np.where(np.isfinite(self.steps_left), known, served)
 
@@ -144,7 +147,6 @@ class Share:
             self.speeds[some],
             self.spreads[some],
             self.settings,
-            tuple(self.partners[i] for i in some) if self.partners else (),
         )
 
 
@@ -160,32 +162,10 @@ class ChooseSizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Division:
-    """Sizes, and pairs of jobs that share all of their devices.
-
-    Args:
-        numbers: devices of each job, shape ``(num_jobs,)``. Both jobs of a pair have the same number.
-        couples: indices of the host and the guest of each pair. The guest has the devices of its host.
-    """
-
-    numbers: Ints
-    couples: tuple[tuple[int, int], ...] = ()
-
-
-class ChoosePairs(Protocol):
-    """A pure function: which job gets how many devices, and which jobs share them."""
-
-    def __call__(self, share: Share, beside: Beside, /) -> Division:
-        """Return the sizes. Without the guests, their sum is at most `share.num_devices`."""
-        ...
-
-
-@dataclass(frozen=True)
 class SizePolicy:
     """A way to choose sizes, and the facts that its caller needs.
 
     Args:
-        choose_pairs: used in the place of `choose` where jobs may share devices; None: it lets no jobs share.
         every_s: seconds between decisions in its paper. A running job with a change within them is left alone, so
             that a policy that is asked more often changes no job more often. None: it decides whenever it is asked.
         preempts: takes devices from running jobs for waiting ones. Otherwise it sees the jobs of all priorities at once, in
@@ -197,4 +177,3 @@ class SizePolicy:
     every_s: float | None = None
     preempts: bool = True
     rigid: bool = False
-    choose_pairs: ChoosePairs | None = None

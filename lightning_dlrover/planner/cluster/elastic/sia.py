@@ -11,6 +11,8 @@ profiled. Rounds come every `INTERVAL_S`. The program is a knapsack problem, whi
 that takes too long, SciPy's HiGHS solves it to a gap of 1e-4, the artefact's.
 
 Differences: devices are of one kind at a time, so there is no choice of kinds, and the batch is given, so goodput is speed.
+The published artefact never adds the term of lambda_a. The program is solved when jobs come and go, too, for those that have
+not changed within a round.
 """
 
 from __future__ import annotations

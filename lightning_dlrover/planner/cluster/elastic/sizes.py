@@ -1,10 +1,7 @@
 """Make a policy of a way to choose sizes: sizes decide, one shared placement turns them into devices.
 
 Devices of one kind, with equal memory, are divided by themselves. A running job with limits for one size only stays where it
-is.
-
-Two jobs may have the same devices if the state knows speeds of jobs beside each other, the policy chooses couples, and running
-jobs may be paused. A couple is placed like one job, its host. In all other cases a device has one worker.
+is. A device has one worker.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic.bounds import floors_of, turns, within_limits
 from lightning_dlrover.planner.cluster.elastic.placement import place
-from lightning_dlrover.planner.cluster.elastic.share import Division, Share, SizePolicy
+from lightning_dlrover.planner.cluster.elastic.share import Share, SizePolicy
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints, SpeedTables, sizes_to_consider
 from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
@@ -33,13 +30,10 @@ def with_placement(sizes: SizePolicy, settings: PolicySettings) -> Policy:
         fixed = [run for run in state.running if _is_fixed(run.job)]
         allocation = {run.job.name: run.devices for run in fixed}
         for pool in _pools(state, fixed):
-            numbers, hosts = _divide(pool, state, sizes, settings, tables) if pool.jobs else ({}, {})
+            numbers = _divide(pool, state.now_s, sizes, settings, tables) if pool.jobs else {}
             running = {name: run.devices for name, run in pool.running.items()}
             jobs = {job.name: job for job in pool.jobs}
-            for guest, host in hosts.items():
-                jobs[host] = replace(jobs[host], change_s=max(jobs[host].change_s, jobs[guest].change_s))
             allocation.update(place(pool.devices, pool.per_node, jobs, numbers, running))
-            allocation.update({guest: allocation[host] for guest, host in hosts.items()})
         return allocation
 
     return decide
@@ -109,14 +103,11 @@ def _can_run(job: Job, kind: str, memory_bytes: int) -> bool:
     return kind in job.profiles and job.profiles[kind].memory_bytes <= memory_bytes
 
 
-def _divide(
-    pool: _Pool, state: State, sizes: SizePolicy, settings: PolicySettings, tables: SpeedTables
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Devices of each job of a pool, and the hosts of guests. Jobs that wait, and guests, are absent from the first."""
-    share = _share(pool, state.now_s, settings, tables)
+def _divide(pool: _Pool, now_s: float, sizes: SizePolicy, settings: PolicySettings, tables: SpeedTables) -> dict[str, int]:
+    """Devices of each job of a pool. Jobs that wait are absent."""
+    share = _share(pool, now_s, settings, tables)
     share = share.rows(turns(share), share.num_devices)
     numbers = np.zeros(len(share.jobs), dtype=np.int64)
-    hosts: dict[str, str] = {}
     if not sizes.preempts:
         numbers = within_limits(share, sizes.choose(share))
     else:
@@ -128,21 +119,9 @@ def _divide(
         for rows in _by_priority(share, floors.is_short, held):
             owed -= int(floors.devices[rows].sum())
             some = share.rows(rows, left - owed)
-            division = _chosen(some, state, sizes)
-            numbers[rows] = division.numbers
+            numbers[rows] = within_limits(some, sizes.choose(some))
             left -= int(numbers[rows].sum())
-            hosts |= {some.jobs[guest].name: some.jobs[host].name for host, guest in division.couples}
-    return {job.name: number for job, number in zip(share.jobs, numbers.tolist(), strict=True) if number}, hosts
-
-
-def _chosen(share: Share, state: State, sizes: SizePolicy) -> Division:
-    """Return the policy's sizes within all limits. Guests have the devices of their hosts, and no number of their own."""
-    if sizes.choose_pairs is None or state.beside is None or not share.settings.may_pause:
-        return Division(within_limits(share, sizes.choose(share)))
-    division = sizes.choose_pairs(share, state.beside)
-    numbers = division.numbers.copy()
-    numbers[[guest for _, guest in division.couples]] = 0
-    return replace(division, numbers=within_limits(share, numbers))
+    return {job.name: number for job, number in zip(share.jobs, numbers.tolist(), strict=True) if number}
 
 
 def _held(share: Share, every_s: float | None) -> list[int]:
@@ -202,17 +181,4 @@ def _share(pool: _Pool, now_s: float, settings: PolicySettings, tables: SpeedTab
         speeds,
         spreads,
         settings,
-        _partners(jobs, pool.running),
     )
-
-
-def _partners(jobs: Sequence[Job], running: Mapping[str, Running]) -> tuple[str, ...]:
-    """Return the name of the job that shares each job's devices, "" where there is none; nothing if there are no couples."""
-    on: dict[str, list[str]] = {}
-    for name, run in running.items():
-        on.setdefault(run.devices[0], []).append(name)
-    partner_of: dict[str, str] = {}
-    for names in on.values():
-        if len(names) == 2:
-            partner_of |= {names[0]: names[1], names[1]: names[0]}
-    return tuple(partner_of.get(job.name, "") for job in jobs) if partner_of else ()

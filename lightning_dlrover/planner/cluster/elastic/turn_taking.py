@@ -52,7 +52,7 @@ def backfilled(share: Share, wanted: Ints) -> Ints:
                 head = index
                 reserved_s, spare = _reservation(share, numbers, seconds, left, devices)
             continue
-        ends_before = reserved_s < np.inf and seconds[index] + share.jobs[index].change_s <= reserved_s
+        ends_before = reserved_s < np.inf and seconds[index] + share.jobs[index].start_s <= reserved_s
         if devices <= left and (ends_before or devices <= spare):
             numbers[index] = devices
             left -= devices

@@ -172,6 +172,7 @@ def _job(job: PoolJob, units: int, kind: str, now_s: float) -> Job:
         max_devices=job.max_workers * units,
         served_device_s=job.served_by(now_s) * units,
         scaling=scaling,
+        start_s=job.change_s,
         change_s=job.change_s,
         deadline_s=job.deadline_s,
     )

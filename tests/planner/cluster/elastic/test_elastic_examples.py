@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from elastic_jobs import Amdahl, Table, cluster, job, numbers, running
 
 from lightning_dlrover.planner.cluster import Job, PolicySettings, Running, State
 from lightning_dlrover.planner.cluster.elastic import make_elastic
+from lightning_dlrover.planner.cluster.elastic.hesrpt import shares
 from lightning_dlrover.planner.cluster.elastic.las import THRESHOLD_DEVICE_S
 from lightning_dlrover.planner.cluster.elastic.ours import urgencies
 
@@ -16,30 +19,42 @@ LINEAR = Table(tuple(float(n) for n in range(1, 65)))
 
 
 def sizes(
-    policy: str, waiting: list[Job], runs: list[Running], num_nodes: int = 1, now_s: float = 1000.0, **settings: object
+    policy: str,
+    waiting: list[Job],
+    runs: list[Running],
+    num_nodes: int = 1,
+    per_node: int = 4,
+    now_s: float = 1000.0,
+    **settings: object,
 ) -> dict[str, int]:
-    state = State(now_s, cluster(num_nodes), tuple(waiting), tuple(runs))
+    state = State(now_s, cluster(num_nodes, per_node), tuple(waiting), tuple(runs))
     return numbers(make_elastic(policy, PolicySettings(**settings))(state))  # type: ignore[arg-type]
 
 
-def test_user_starts_a_short_job_ahead_of_one_that_waits_for_devices() -> None:
+def test_as_requested_starts_a_short_job_ahead_of_one_that_waits_for_devices() -> None:
     now = running(job("now", num_devices=3, scaling=LINEAR, steps_left=300.0), NODE[:3], 900.0)  # ends in 100 s
     head = job("head", num_devices=4, submitted_s=990.0, scaling=LINEAR)
     short = job("short", num_devices=1, submitted_s=995.0, steps_left=90.0, scaling=LINEAR)
     long = job("long", num_devices=1, submitted_s=995.0, steps_left=110.0, scaling=LINEAR)
-    assert sizes("user", [head, short], [now]) == {"now": 3, "short": 1}
-    assert sizes("user", [head, long], [now]) == {"now": 3}
-
-
-def test_tuned_takes_the_largest_size_at_half_of_the_ideal_speedup() -> None:
-    # Efficiency of n devices: 1 / (0.2 n + 0.8), which is 1/2 at n = 6.
-    assert sizes("tuned", [job("a", scaling=Amdahl(serial=0.2))], [], num_nodes=2) == {"a": 6}
+    assert sizes("as-requested", [head, short], [now]) == {"now": 3, "short": 1}
+    assert sizes("as-requested", [head, long], [now]) == {"now": 3}
 
 
 def test_srtf_stops_a_long_job_for_a_short_one() -> None:
     long = running(job("long", num_devices=4, steps_left=1000.0), NODE, 0.0)
     assert sizes("srtf", [job("short", num_devices=4, steps_left=10.0)], [long]) == {"short": 4}
     assert sizes("srtf", [job("longer", num_devices=4, steps_left=1001.0)], [long]) == {"long": 4}
+
+
+def test_elastic_srtf_gives_what_is_left_to_the_shortest_jobs_first() -> None:
+    short = job("short", num_devices=2, steps_left=10.0, scaling=LINEAR, max_devices=3)
+    long = job("long", num_devices=4, steps_left=1000.0, scaling=LINEAR)
+    assert sizes("elastic-srtf", [short, long], [], num_nodes=1) == {"short": 2, "long": 2}
+    assert sizes("elastic-srtf", [short, long], [], num_nodes=2) == {"short": 3, "long": 5}
+    fixed = replace(long, min_devices=4)
+    assert sizes("elastic-srtf", [short, fixed], [], num_nodes=1) == {"short": 3}
+    flat = replace(short, scaling=Table((1.0, 1.0, 0.9)))
+    assert sizes("elastic-srtf", [flat], [], num_nodes=1) == {"short": 2}
 
 
 def test_las_puts_much_served_jobs_last_and_promotes_after_a_long_wait() -> None:
@@ -63,6 +78,48 @@ def test_autopilot_takes_devices_that_are_not_used() -> None:
     assert sizes("autopilot", [flat], [], num_nodes=2) == {"flat": 8}
     devices = [device.name for device in cluster(2)]
     assert sizes("autopilot", [], [running(flat, devices)], num_nodes=2) == {"flat": 2}
+
+
+def test_autopilot_lets_a_short_job_pass_one_that_does_not_fit_and_nobody_grow() -> None:
+    now = running(job("now", num_devices=2, scaling=LINEAR, steps_left=100.0, max_devices=8), NODE[:2], 0.0)
+    wide = job("wide", num_devices=4, min_devices=4, submitted_s=1.0, scaling=LINEAR)
+    short = job("short", num_devices=1, submitted_s=2.0, steps_left=10.0, scaling=LINEAR)
+    assert sizes("autopilot", [wide, short], [now]) == {"now": 2, "short": 1}
+    assert sizes("autopilot", [], [now]) == {"now": 3}
+
+
+def test_dlrover_rm_weighs_throughput_by_the_time_left() -> None:
+    # Of the best throughput, a further device gains each job a quarter; the weights are 1 / 25 s and 1 / 50 s.
+    short, long = (
+        job(name, scaling=LINEAR, max_devices=4, steps_left=left) for name, left in (("short", 100.0), ("long", 200.0))
+    )
+    assert sizes("dlrover-rm", [long, short], []) == {"short": 4}
+    fewest = [replace(one, min_devices=1) for one in (short, long)]
+    # It pauses nobody whose first device gains more than the third of the other one.
+    concave = Table((3.0, 4.0, 4.5, 4.6))
+    assert sizes("dlrover-rm", [replace(one, scaling=concave) for one in fewest], []) == {"short": 2, "long": 2}
+
+
+def test_afs_gives_a_device_to_the_shorter_job_only_while_it_gains_more_than_the_longer_one_loses() -> None:
+    # From one device to two, the short one's speed grows by 100 %, the long one's by half of what it would be then.
+    short, long = (job(name, scaling=LINEAR, steps_left=left) for name, left in (("short", 100.0), ("long", 1000.0)))
+    assert sizes("afs", [long, short], [], num_nodes=2) == {"short": 4, "long": 4}
+    assert sizes("afs", [long, short], [], per_node=3) == {"short": 2, "long": 1}
+    # A gain of 40 % for the short one against 1/2: the long one comes first.
+    slow = replace(short, scaling=Table((1.0, 1.4, 1.6, 1.7)))
+    assert sizes("afs", [long, slow], [], per_node=3) == {"short": 1, "long": 2}
+    many = [job(f"j{left}", scaling=LINEAR, steps_left=float(left)) for left in (50, 20, 40, 10, 30)]
+    assert sizes("afs", many, []) == {"j10": 1, "j20": 1, "j30": 1, "j40": 1}
+
+
+def test_hesrpt_divides_by_its_closed_form() -> None:
+    work = np.array([10.0, 1e4, 100.0])
+    power = 1 / (1 - 0.6)
+    expected = [1 - (2 / 3) ** power, (1 / 3) ** power, (2 / 3) ** power - (1 / 3) ** power]
+    assert shares(work, np.ones(3), 0.6) == pytest.approx(expected)
+    jobs = [job(f"j{left:g}", scaling=LINEAR, steps_left=left, max_devices=64) for left in work]
+    found = sizes("hesrpt", jobs, [], num_nodes=16)
+    assert found == {"j10": round(64 * expected[0]), "j10000": round(64 * expected[1]), "j100": round(64 * expected[2])}
 
 
 def test_optimus_gives_each_device_to_the_largest_gain() -> None:
@@ -92,6 +149,15 @@ def test_sia_chooses_powers_of_two_and_whole_nodes() -> None:
     found = sizes("sia", [job(f"j{i}", max_devices=64, scaling=LINEAR) for i in range(3)], [], num_nodes=5)
     # Fairness prefers (4, 8, 8) of 20 devices to all other configurations: 1/2 + 2 / sqrt(8) is the least.
     assert sorted(found.values()) == [4, 8, 8]
+
+
+@pytest.mark.parametrize("policy", ["srtf", "elastic-srtf", "afs"])
+def test_jobs_of_unknown_length_do_not_take_turns_while_they_have_had_about_as_much(policy: str) -> None:
+    for had, expected in ((4700.0, "now"), (38500.0, "next")):  # the second is more than 8 times 4,800
+        old = job("now", steps_left=None, num_devices=4, min_devices=4, served_device_s=had, start_s=30.0, max_devices=5)
+        new = job("next", steps_left=None, num_devices=4, min_devices=4, served_device_s=4000.0, start_s=30.0, max_devices=5)
+        found = sizes(policy, [replace(new, submitted_s=1.0)], [running(old, NODE, 0.0)])
+        assert found == {expected: 4}
 
 
 def test_ours_divides_as_hesrpt_where_speedups_are_powers() -> None:

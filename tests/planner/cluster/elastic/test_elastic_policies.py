@@ -35,7 +35,9 @@ def jobs(draw: st.DrawFn) -> Job:
         max_devices=asked + draw(st.integers(0, 12)),
         served_device_s=draw(st.floats(0, 1e6)),
         restarts=draw(st.integers(0, 9)),
+        start_s=draw(st.sampled_from([0.0, 30.0])),
         change_s=draw(st.sampled_from([0.0, 0.5, 30.0])),
+        join_s=draw(st.sampled_from([0.0, 30.0])),
         deadline_s=draw(st.none() | st.floats(0, 1e5)),
         scaling=draw(
             st.none()
@@ -115,7 +117,7 @@ def test_all_jobs_end_in_overload_and_equal_runs_are_equal(name: str) -> None:
     for i in range(40):
         steps = 10 ** rng.uniform(1, 3.5)
         size = rng.choice([1, 2, 4, 8])
-        one = job(f"j{i}", submitted_s=rng.uniform(0, 600), steps_left=steps, num_devices=size, change_s=5.0)
+        one = job(f"j{i}", submitted_s=rng.uniform(0, 600), steps_left=steps, num_devices=size, start_s=5.0, change_s=5.0)
         arrivals.append(Arrival(one, steps))
     results = [
         simulate(order, cluster(3), make_elastic(name, PolicySettings(seed=1)), spread_speed, every_s=60.0)
@@ -155,5 +157,5 @@ def test_running_jobs_are_not_paused_where_that_is_forbidden(name: str) -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'lifo'.*user, tuned"):
+    with pytest.raises(ValueError, match=r"'lifo'.*as-requested, srtf"):
         make_elastic("lifo")

@@ -20,7 +20,7 @@ TWO_KINDS = {"gpu": Profile(GB, 2.0), "old": Profile(GB, 1.0)}
 def test_waiting_jobs_spread_over_kinds_by_speed_and_load() -> None:
     devices = (*cluster(1), *cluster(1, kind="old"))
     jobs = [job(f"j{i}", profiles=TWO_KINDS, num_devices=4, submitted_s=float(i)) for i in range(3)]
-    placed = make_elastic("user")(State(10.0, devices, tuple(jobs)))
+    placed = make_elastic("as-requested")(State(10.0, devices, tuple(jobs)))
     # The second waits for the fast devices: half of them are as fast as all of the slow ones.
     kinds = {name: found[0][:3] for name, found in placed.items()}
     assert kinds == {"j0": "gpu", "j2": "old"}
