@@ -107,6 +107,10 @@ class Knowledge:
         known = self._profiles.get((kind, device_kind))
         return Profile(0, known.steps_per_s, known.use) if known is not None else None
 
+    def usual_use(self, device_kind: str) -> dict[str, float]:
+        """Return the mean use of all kinds that were measured on a kind of device; nothing where none was."""
+        return _mean_use([known.use for (_, where), known in self._profiles.items() if where == device_kind])
+
     def alone(self, device_kind: str) -> Alone:
         """Return the speed of each kind alone."""
         return {
@@ -229,5 +233,9 @@ class Knowledge:
 
 def _mean(alone: Sequence[Profiled]) -> Profiled:
     """Return the mean of windows of one kind of job alone."""
-    use = {name: fmean(each.use.get(name, 0.0) for each in alone) for name in alone[0].use}
+    use = _mean_use([each.use for each in alone])
     return replace(alone[0], use=use, steps_per_s=fmean(each.steps_per_s for each in alone))
+
+
+def _mean_use(uses: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: fmean(use.get(name, 0.0) for use in uses) for name in dict.fromkeys(name for use in uses for name in use)}

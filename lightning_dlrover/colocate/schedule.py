@@ -1,7 +1,7 @@
 """Choose the jobs that run now: ask a policy of `planner/cluster`, and turn its answer into starts, pauses and resumptions.
 
 A policy that may pause jobs (`complementary`) gets more of them to choose from: a few beyond those that run are started ahead,
-and then wait with their processes stopped. Each kind of job runs alone for a second, once. Jobs that would leave most of the
+and then wait with their processes stopped. Each kind of job runs alone for a few steps, once. Jobs that would leave most of the
 machine idle at the end of the queue start first.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
-from lightning_dlrover.colocate.places import CPU, Place
+from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.tenants import Action, Memory, Pause, Resume, Sizes, Start, Tenant, Waiting
 from lightning_dlrover.planner.cluster import Allocation, Device, Job, PolicySettings, Profile, Running, State
 from lightning_dlrover.planner.cluster.cores import LEAST_IDLE, CoreUse, equal_shares, expected, thread_shares
@@ -24,8 +24,8 @@ __all__ = ["AHEAD", "Scheduler", "jobs_per_core"]
 
 AHEAD = 4
 """Jobs that are started beyond those that run."""
-ALONE_LIMIT_S = 10.0
-"""A job that has not been measured alone within this time is not measured."""
+ALONE_LIMIT_S, STEP_LIMIT_S = 90.0, 30.0
+"""A job that has not been measured alone within this time, or has made no step for the second, is not measured."""
 QUANTUM_S = 30.0
 """Jobs that run stay together for this long, unless one comes or goes."""
 LAST_QUANTUM_S = 1.0
@@ -33,8 +33,10 @@ LAST_QUANTUM_S = 1.0
 MOST_TOGETHER = 6
 PAUSING = ("complementary",)
 """Policies that may pause jobs."""
-GUESS = {"cores": 1.0}
-"""Use of a job that was never measured, or still starts. One that was not measured on a GPU may keep that busy, too."""
+START = {"cores": 1.0}
+"""Use of a job that still starts."""
+UNKNOWN_PART = 0.5
+"""Part of a device's cores that a job uses where no kind was measured. On a GPU, such a job keeps that busy, too."""
 
 
 def jobs_per_core(policy: str) -> int:
@@ -49,6 +51,8 @@ class _Alone:
     job: str
     kind: str
     since_s: float
+    num_steps: int
+    moved_s: float  # moment of its last step
 
 
 @dataclass
@@ -101,11 +105,18 @@ class Scheduler:
         """Return the threads of each process of jobs that run side by side, by their measured use or in equal parts.
 
         Args:
-            kinds: of the jobs; an unknown one, such as that of a job that still starts, keeps one core busy.
+            kinds: of the jobs; "" stands for a job that still starts.
         """
-        known = [self._knowledge.profile(kind, place.kind) for kind in kinds]
-        cores = [GUESS["cores"] if profile is None else profile.use.get("cores", 1.0) for profile in known]
+        cores = [self._use(kind, place)["cores"] if kind else START["cores"] for kind in kinds]
         return self._shares(cores, place.num_cores)
+
+    def _use(self, kind: str, place: Place) -> Mapping[str, float]:
+        """Return what a kind of job uses alone on a device: as measured, else as much as a usual job does."""
+        known = self._knowledge.profile(kind, place.kind)
+        if known is not None:
+            return {"cores": 1.0, **known.use}
+        guess = {"cores": max(1.0, UNKNOWN_PART * place.num_cores), **({} if place.gpu is None else {"gpu": 1.0})}
+        return {**guess, **self._knowledge.usual_use(place.kind)}
 
     def actions(
         self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
@@ -169,7 +180,10 @@ class Scheduler:
             tenant = by_name.get(current.job)
             is_measured = self._knowledge.is_profiled(current.kind, place.kind)
             is_gone = tenant is None or tenant.phase == "ending"
-            if not (is_measured or is_gone or now - current.since_s > ALONE_LIMIT_S):
+            if tenant is not None and tenant.num_steps > current.num_steps:
+                current.num_steps, current.moved_s = tenant.num_steps, now
+            is_late = now - current.since_s > ALONE_LIMIT_S or now - current.moved_s > STEP_LIMIT_S
+            if not (is_measured or is_gone or is_late):
                 return current.job
             if not is_measured:
                 self._given_up.add(current.kind)  # too short to be measured, or without steps
@@ -178,7 +192,7 @@ class Scheduler:
             is_able = tenant.is_admitted and not tenant.paused_for_memory
             is_known = self._knowledge.is_profiled(tenant.kind, place.kind) or tenant.kind in self._given_up
             if is_able and not is_known and len(tenants) > 1:
-                self._alone[place.name] = _Alone(tenant.name, tenant.kind, now)
+                self._alone[place.name] = _Alone(tenant.name, tenant.kind, now, tenant.num_steps, now)
                 return tenant.name
         return None
 
@@ -207,7 +221,7 @@ class Scheduler:
         num_paused = sum(tenant.phase == "paused" and not tenant.paused_for_memory for tenant in tenants)
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in tenants)
         # A start keeps one core busy. One is always under way.
-        busy = num_starting + sum(self._cores_beside_others(t.kind, place.kind) for t in tenants if t.phase == "running")
+        busy = num_starting + sum(self._cores_beside_others(self._use(t.kind, place)) for t in tenants if t.phase == "running")
         overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
         if num_starting and busy + LEAST_IDLE > place.num_cores:
             return []
@@ -218,28 +232,25 @@ class Scheduler:
         idle_s = {job.kind: self._knowledge.idle_s(job.kind, place.kind, place.limits) for job in waiting}
         return sorted(waiting, key=lambda job: (-job.priority, -idle_s[job.kind], job.submitted_s, job.name))[:1]
 
-    def _cores_beside_others(self, kind: str, device_kind: str) -> float:
-        """Return the cores that a job of a kind keeps busy if no other takes them. Alone it may have had more threads."""
-        known = self._knowledge.profile(kind, device_kind)
-        if known is None:
-            return GUESS["cores"]
-        alone = CoreUse(kind, known.use.get("cores", 1.0), known.use.get("input", 0.0))
+    def _cores_beside_others(self, use: Mapping[str, float]) -> float:
+        """Return the cores that a job keeps busy if no other takes them. Alone it may have had more threads."""
+        alone = CoreUse("", use["cores"], use.get("input", 0.0))
         return float(expected([alone], [max(1, round(self._side_by_side))], alone.cores).use[0])
 
     # --- as policies see it --------------------------------------------------------------------------------------------------
 
     def _state(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
         """Return the state for a policy that starts jobs and lets them run to their ends."""
-        kind_of = {place.name: place.kind for place in places}
+        by_name = {place.name: place for place in places}
         jobs = []
         for job in waiting:
-            needs = {place.kind: (place.kind, _charges(job, place.sizes)) for place in _suitable(job, places)}
+            needs = {place.kind: (place, _charges(job, place.sizes)) for place in _suitable(job, places)}
             jobs.append(self._job(job, needs, None))
         running = []
         for tenant in tenants:
-            kind = kind_of[tenant.device]
+            place = by_name[tenant.device]
             held = {memory: holding.held_bytes for memory, holding in tenant.holdings.items()}
-            running.append(Running(self._job(tenant, {kind: (kind, held)}, None), (tenant.device,), tenant.started_s))
+            running.append(Running(self._job(tenant, {place.kind: (place, held)}, None), (tenant.device,), tenant.started_s))
         return State(now, tuple(_device(place) for place in places), tuple(jobs), tuple(running))
 
     def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant], starting: Sequence[Tenant]) -> State:
@@ -248,41 +259,37 @@ class Scheduler:
         Those that start run in any case. Each keeps one core busy.
         """
         # Jobs that run do not wait. The longer one has run, the later is its turn.
-        kind_of = {place.name: place.kind for place in places}
+        by_name = {place.name: place for place in places}
         jobs = tuple(
             self._job(
                 tenant,
-                {tenant.device: (kind_of[tenant.device], {})},
+                {tenant.device: (by_name[tenant.device], {})},
                 tenant.since_s if tenant.phase == "paused" else 2 * now - tenant.since_s,
             )
             for tenant in able
         )
         running = tuple(
-            Running(Job(tenant.name, {tenant.device: Profile(0, 1.0, GUESS)}), (tenant.device,), tenant.started_s)
+            Running(Job(tenant.name, {tenant.device: Profile(0, 1.0, START)}), (tenant.device,), tenant.started_s)
             for tenant in starting
         )
         return State(now, tuple(replace(_device(place), kind=place.name) for place in places), jobs, running)
 
-    def _job(self, of: Waiting | Tenant, needs: Mapping[str, tuple[str, Sizes]], waiting_since_s: float | None) -> Job:
+    def _job(self, of: Waiting | Tenant, needs: Mapping[str, tuple[Place, Sizes]], waiting_since_s: float | None) -> Job:
         """Return a job as policies see it.
 
         Args:
-            needs: for each kind of device that the policy knows, the kind that was measured, and the memory that the job takes
-                there; empty: it has it already.
+            needs: for each kind of device that the policy knows, a device, and the memory that the job takes there; empty: it
+                has it already.
         """
         profiles = {}
-        are_known = True
-        for kind, (measured, charge) in needs.items():
-            on_gpu = measured != CPU
-            known = self._knowledge.profile(of.kind, measured)
-            if known is None:
-                are_known = False
-                known = Profile(0, 1.0, {**GUESS, "gpu": 1.0} if on_gpu else GUESS)
-            else:
-                known = replace(known, use={**known.use, "cores": self._cores_beside_others(of.kind, measured)})
+        for kind, (place, charge) in needs.items():
+            known = self._knowledge.profile(of.kind, place.kind)
+            use = self._use(of.kind, place)
+            use = {**use, "cores": self._cores_beside_others(use)}
             host_bytes = charge.get("host", 0)
-            sizes = (charge.get("gpu", 0), host_bytes) if on_gpu else (host_bytes, 0)
-            profiles[kind] = replace(known, memory_bytes=sizes[0], host_memory_bytes=sizes[1])
+            sizes = (host_bytes, 0) if place.gpu is None else (charge.get("gpu", 0), host_bytes)
+            profiles[kind] = Profile(sizes[0], 1.0 if known is None else known.steps_per_s, use, sizes[1])
+        are_known = all(self._knowledge.is_profiled(of.kind, place.kind) for place, _ in needs.values())
         return Job(
             of.name,
             profiles,

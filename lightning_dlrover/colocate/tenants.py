@@ -117,6 +117,7 @@ class Tenant:
     min_processes: int = 0
     is_shrinking: bool = False
     steps_left: int | None = None
+    num_steps: int = 0
 
     @property
     def can_shrink(self) -> bool:

@@ -193,6 +193,7 @@ class WatchedJob:
             min_processes=0 if self._has_failed_to_shrink else min((r.min_processes for r in self.reports), default=0),
             is_shrinking=0 < self.most_processes < self.num_processes,
             steps_left=self.steps_left,
+            num_steps=self.num_steps,
         )
 
     @property

@@ -45,7 +45,7 @@ class Pretended:
     def learn(self, kind: str) -> None:
         self.knowledge.learn(Profiled(kind, "cpu", {"cores": 0.2 if kind == "input" else 0.9}, 10.0))
 
-    def step(self) -> None:
+    def step(self, measure: bool = True) -> None:
         self.now += 1.0
         for tenant in list(self.tenants.values()):
             need, run_s = self.needs[tenant.name]
@@ -59,7 +59,8 @@ class Pretended:
         running = [tenant for tenant in self.tenants.values() if tenant.phase == "running"]
         self.most_running = max(self.most_running, len(running))
         if (
-            len(running) == len([t for t in self.tenants.values() if t.phase != "paused"]) == 1
+            measure
+            and len(running) == len([t for t in self.tenants.values() if t.phase != "paused"]) == 1
             and self.ran_s[running[0].name] >= 2
         ):
             self.learn(running[0].kind)
@@ -171,6 +172,32 @@ def test_kind_whose_job_ends_before_it_is_measured_is_not_measured_again() -> No
         pauses += queue.tenants["j0"].phase == "paused"
     assert queue.knowledge.profile("short", "cpu") is None
     assert pauses <= 2
+
+
+def test_job_of_slow_steps_keeps_the_device_until_it_is_measured_and_one_without_steps_does_not() -> None:
+    for step_s, is_measured in ((12, True), (1000, False)):
+        queue = Pretended("complementary", [("input", 0, 400, 400.0), ("slow", 0, 400, 200.0)])
+        queue.learn("input")
+        alone_s = 0
+        while "j1" not in queue.tenants or queue.tenants["j1"].phase in ("starting", "asks"):
+            queue.step()
+        while queue.now < 150.0:
+            queue.step(measure=False)
+            slow = queue.tenants["j1"]
+            queue.put(slow, slow.phase, since_s=slow.since_s, num_steps=int(queue.ran_s["j1"] / step_s))
+            alone_s += queue.tenants["j0"].phase == "paused"
+            if queue.ran_s["j1"] == 5 * step_s:
+                queue.learn("slow")
+        assert queue.knowledge.is_profiled("slow", "cpu") == is_measured
+        assert 50 <= alone_s <= 62 if is_measured else alone_s <= 32
+
+
+def test_jobs_that_were_not_measured_share_the_cores_and_run_side_by_side() -> None:
+    queue = Pretended("complementary", [("one", 0, 400, 60.0), ("other", 0, 400, 60.0)])
+    large = place(num_cores=16.0)
+    assert queue.scheduler.thread_shares(large, ["one", "other"]) == [8, 8]
+    queue.knowledge.learn(Profiled("usual", "cpu", {"cores": 4.0}, 10.0))
+    assert queue.scheduler.thread_shares(large, ["one", "other", ""]) == [4, 4, 1]
 
 
 def test_job_of_a_low_priority_runs_for_a_part_of_the_time() -> None:
