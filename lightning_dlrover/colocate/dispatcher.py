@@ -172,6 +172,7 @@ class Dispatcher:
     def _recall(self, record: Record) -> None:
         if isinstance(record, Added):
             self._specs[record.spec.name] = record.spec
+            self.knowledge.meet(record.spec)
             self._added_s[record.spec.name] = record.at - self._epoch_s
         elif isinstance(record, Started):
             self._attempts[record.job] = record.attempt

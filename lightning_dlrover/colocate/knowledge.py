@@ -1,7 +1,8 @@
 """Measurements of kinds of jobs: their use and speed alone, their speeds side by side, their peak memory.
 
-It comes from the queue's own journal and from those of earlier queues. Jobs with the same command, folder and variables are of
-one kind. Side by side, jobs on cores are predicted by `CoreSpeeds`, and those on a GPU by `SlowdownModel`.
+It comes from the queue's own journal and from those of earlier queues. Jobs of one declared kind, or with the same command,
+folder and variables, are of one kind. Kinds with the same script are kin: what is not known of one is guessed from the others.
+Side by side, jobs on cores are predicted by `CoreSpeeds`, and those on a GPU by `SlowdownModel`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ SPREAD = 1.05
 MAX_OBSERVATIONS = 400
 MAX_ALONE = 8
 """Windows alone of which a profile is the mean."""
+ALIKE, LEAST_ALIKE = 1.2, 2
+"""Kin whose uses and speeds differ by less than this factor, so many or more of them, stand for the rest."""
 
 
 class Knowledge:
@@ -48,6 +51,7 @@ class Knowledge:
         self._shares = shares
         self._device_kinds = dict(device_kinds or {})
         self._specs: dict[str, JobSpec] = {}
+        self._kin: dict[str, str] = {}  # key: kind
         self._alone: dict[tuple[str, str], list[Profiled]] = {}  # key: kind and kind of device
         self._profiles: dict[tuple[str, str], Profiled] = {}  # the means of those
         self._steps: dict[str, int] = {}  # key: kind; of the newest job that is done
@@ -72,11 +76,16 @@ class Knowledge:
         """Learn from records of a journal."""
         for record in records:
             if isinstance(record, Added):
-                self._specs[record.spec.name] = record.spec
+                self.meet(record.spec)
             elif isinstance(record, Ended) and record.job in self._specs:
                 self.learn_end(self._specs[record.job], record)
             elif isinstance(record, Profiled | Rates):
                 self.learn(record)
+
+    def meet(self, spec: JobSpec) -> None:
+        """Take note of a job of a queue."""
+        self._specs[spec.name] = spec
+        self._kin[spec.kind] = spec.kin
 
     # --- speeds --------------------------------------------------------------------------------------------------------------
 
@@ -107,9 +116,27 @@ class Knowledge:
         known = self._profiles.get((kind, device_kind))
         return Profile(0, known.steps_per_s, known.use) if known is not None else None
 
-    def usual_use(self, device_kind: str) -> dict[str, float]:
-        """Return the mean use of all kinds that were measured on a kind of device; nothing where none was."""
-        return _mean_use([known.use for (_, where), known in self._profiles.items() if where == device_kind])
+    def guess(self, kind: str, device_kind: str) -> Profile | None:
+        """Return the mean of a kind's kin, or of all kinds, that were measured on a kind of device; None where none was.
+
+        Kinds that are no kin have speeds in other steps, so that the speed is then 1.
+        """
+        if kin := self._measured_kin(kind, device_kind):
+            return Profile(0, fmean(each.steps_per_s for each in kin), _mean_use([each.use for each in kin]))
+        known = [each.use for (_, where), each in self._profiles.items() if where == device_kind]
+        return Profile(0, 1.0, _mean_use(known)) if known else None
+
+    def is_as_its_kin(self, kind: str, device_kind: str) -> bool:
+        """Whether a kind that was not measured has kin enough that were, all of them with much the same use and speed."""
+        kin = self._measured_kin(kind, device_kind)
+        amounts = [[each.steps_per_s, *(each.use.get(name, 0.0) + 0.1 for name in ("cores", "input", "gpu"))] for each in kin]
+        return len(kin) >= LEAST_ALIKE and all(max(column) < ALIKE * min(column) for column in zip(*amounts, strict=True))
+
+    def _measured_kin(self, kind: str, device_kind: str) -> list[Profiled]:
+        kin = self._kin.get(kind)
+        return [
+            known for (of, where), known in self._profiles.items() if where == device_kind and kin and self._kin.get(of) == kin
+        ]
 
     def alone(self, device_kind: str) -> Alone:
         """Return the speed of each kind alone."""

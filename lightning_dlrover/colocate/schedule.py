@@ -111,12 +111,11 @@ class Scheduler:
         return self._shares(cores, place.num_cores)
 
     def _use(self, kind: str, place: Place) -> Mapping[str, float]:
-        """Return what a kind of job uses alone on a device: as measured, else as much as a usual job does."""
-        known = self._knowledge.profile(kind, place.kind)
+        """Return what a kind of job uses alone on a device: as measured, else as its kin or a usual job does."""
+        known = self._knowledge.profile(kind, place.kind) or self._knowledge.guess(kind, place.kind)
         if known is not None:
             return {"cores": 1.0, **known.use}
-        guess = {"cores": max(1.0, UNKNOWN_PART * place.num_cores), **({} if place.gpu is None else {"gpu": 1.0})}
-        return {**guess, **self._knowledge.usual_use(place.kind)}
+        return {"cores": max(1.0, UNKNOWN_PART * place.num_cores), **({} if place.gpu is None else {"gpu": 1.0})}
 
     def actions(
         self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
@@ -165,7 +164,9 @@ class Scheduler:
         actions: list[Action] = []
         for tenant in tenants:
             is_chosen = tenant.name in wanted or not tenant.is_admitted
-            runs = is_chosen if alone is None else tenant.name == alone
+            # A job that shows its peak holds all memory that is free. The sooner it has made its first steps, the better.
+            shows_peak = any(holding.is_guess for holding in tenant.holdings.values())
+            runs = shows_peak or (is_chosen if alone is None else tenant.name == alone)
             if tenant.phase in ("running", "starting") and not runs:
                 actions.append(Pause(tenant.name, "others run" if alone is None else f"{alone} is measured alone"))
             elif tenant.phase == "paused" and not tenant.paused_for_memory and runs:
@@ -190,11 +191,15 @@ class Scheduler:
             del self._alone[place.name]
         for tenant in tenants:
             is_able = tenant.is_admitted and not tenant.paused_for_memory
-            is_known = self._knowledge.is_profiled(tenant.kind, place.kind) or tenant.kind in self._given_up
+            is_known = tenant.kind in self._given_up or self._knows(tenant.kind, place)
             if is_able and not is_known and len(tenants) > 1:
                 self._alone[place.name] = _Alone(tenant.name, tenant.kind, now, tenant.num_steps, now)
                 return tenant.name
         return None
+
+    def _knows(self, kind: str, place: Place) -> bool:
+        """Whether a kind need not be measured alone on a device."""
+        return self._knowledge.is_profiled(kind, place.kind) or self._knowledge.is_as_its_kin(kind, place.kind)
 
     def _starts(
         self, now: float, place: Place, tenants: Sequence[Tenant], waiting: Sequence[Waiting], wanted: Sequence[Waiting]
@@ -283,13 +288,13 @@ class Scheduler:
         """
         profiles = {}
         for kind, (place, charge) in needs.items():
-            known = self._knowledge.profile(of.kind, place.kind)
+            known = self._knowledge.profile(of.kind, place.kind) or self._knowledge.guess(of.kind, place.kind)
             use = self._use(of.kind, place)
             use = {**use, "cores": self._cores_beside_others(use)}
             host_bytes = charge.get("host", 0)
             sizes = (host_bytes, 0) if place.gpu is None else (charge.get("gpu", 0), host_bytes)
             profiles[kind] = Profile(sizes[0], 1.0 if known is None else known.steps_per_s, use, sizes[1])
-        are_known = all(self._knowledge.is_profiled(of.kind, place.kind) for place, _ in needs.values())
+        are_known = all(self._knows(of.kind, place) for place, _ in needs.values())
         return Job(
             of.name,
             profiles,

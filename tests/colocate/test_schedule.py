@@ -3,10 +3,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from colocated_jobs import MIB, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_dlrover.colocate.gpus import Gpu
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Ended, Profiled
 from lightning_dlrover.colocate.knowledge import Knowledge
@@ -198,6 +200,62 @@ def test_jobs_that_were_not_measured_share_the_cores_and_run_side_by_side() -> N
     assert queue.scheduler.thread_shares(large, ["one", "other"]) == [8, 8]
     queue.knowledge.learn(Profiled("usual", "cpu", {"cores": 4.0}, 10.0))
     assert queue.scheduler.thread_shares(large, ["one", "other", ""]) == [4, 4, 1]
+
+
+def sweep(num_values: int, knowledge: Knowledge) -> list[JobSpec]:
+    specs = [JobSpec(f"value-{value}", ("python", "train.py", str(value)), "/") for value in range(num_values)]
+    for spec in specs:
+        knowledge.meet(spec)
+    return specs
+
+
+def test_values_of_a_sweep_start_from_those_that_were_measured() -> None:
+    queue = Pretended("complementary", [])
+    measured, new = sweep(2, queue.knowledge)
+    queue.knowledge.learn(Profiled("stranger", "cpu", {"cores": 2.0}, 10.0))
+    queue.knowledge.learn(Profiled(measured.kind, "cpu", {"cores": 6.0}, 10.0))
+    large = place(num_cores=16.0)
+    assert queue.scheduler.thread_shares(large, [new.kind, "", ""]) == [6, 1, 1]
+    assert queue.scheduler.thread_shares(large, ["unknown", "", ""]) == [4, 1, 1]
+
+
+@pytest.mark.parametrize(("speeds", "num_alone"), [((10.0, 10.5, 10.0, 10.0), 2), ((10.0, 20.0, 5.0, 40.0), 4)])
+def test_only_two_values_of_a_sweep_are_measured_alone_if_these_are_alike(speeds: Sequence[float], num_alone: int) -> None:
+    knowledge = Knowledge()
+    specs = sweep(4, knowledge)
+    queue = Pretended("complementary", [(spec.kind, 0, 400, 40.0) for spec in specs])
+    queue.knowledge, queue.scheduler = knowledge, Scheduler("complementary", knowledge)
+    speed_of = {spec.kind: speed for spec, speed in zip(specs, speeds, strict=True)}
+    measured = []
+
+    def learn(kind: str) -> None:
+        if not knowledge.is_profiled(kind, "cpu") and len(queue.tenants) > 1:
+            measured.append(kind)
+            knowledge.learn(Profiled(kind, "cpu", {"cores": 0.9}, speed_of[kind]))
+
+    queue.learn = learn  # type: ignore[method-assign]
+    queue.finish(400.0)
+    assert len(measured) == num_alone
+
+
+def test_job_that_shows_its_peak_on_a_gpu_is_not_paused() -> None:
+    knowledge = Knowledge(device_kinds={"gpu:0": "a GPU"})
+    gpu = replace(
+        PLACE,
+        name="gpu:0",
+        kind="a GPU",
+        gpu=Gpu(0, "GPU-0", "a GPU", 4000 * MIB, 4000 * MIB, {"gpu": 1.0}),
+        gpu_bytes=4000 * MIB,
+    )
+    scheduler = Scheduler("complementary", knowledge)
+    measured = Tenant("first", "one", "running", "gpu:0", 0, 0.0, 0.0, {"gpu": Holding(MIB), "host": Holding(MIB)}, True)
+    assert scheduler.actions(1.0, [gpu], [], [measured, replace(measured, name="other", kind="two")]) == [
+        Pause("other", "first is measured alone")
+    ]
+    guess = {"gpu": Holding(3000 * MIB, is_guess=True), "host": Holding(MIB)}
+    shows = replace(measured, name="other", kind="two", holdings=guess)
+    assert scheduler.actions(1.1, [gpu], [], [measured, shows]) == []
+    assert scheduler.actions(1.2, [gpu], [], [measured, replace(shows, phase="paused")]) == [Resume("other")]
 
 
 def test_job_of_a_low_priority_runs_for_a_part_of_the_time() -> None:
