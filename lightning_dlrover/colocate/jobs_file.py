@@ -37,7 +37,7 @@ class JobSpec:
         folder: the working folder.
         env: variables that the job has beside those of the dispatcher.
         priority: jobs with a higher one go first.
-        device: `cpu`, `gpu`, or `any`: a GPU where the queue has one.
+        device: type of the device that it runs on: `cpu`, `gpu`, or `any` of them.
         memory_bytes: peak of all its processes together, as its owner states it; 0: unknown.
         gpu_memory_bytes: the same of its GPU's memory.
         declared_kind: jobs with the same one share their measurements; empty: those with the same command, folder and
@@ -78,8 +78,8 @@ class JobSpec:
     def kind(self) -> str:
         """A hash of the declared kind, or of command, folder and variables. Jobs with the same one need the same resources."""
         if self.declared_kind:
-            return _hash(self.declared_kind, self.device)
-        return _hash(self.command, self.folder, tuple(sorted(self.env.items())), self.device)
+            return _hash(self.declared_kind)
+        return _hash(self.command, self.folder, tuple(sorted(self.env.items())))
 
     @property
     def kin(self) -> str:
@@ -88,7 +88,7 @@ class JobSpec:
         A script is the module after `-m`, a file of Python or of a shell, or a program of its own.
         """
         script = _script(self.command)
-        return _hash(script, self.folder, self.device) if script else ""
+        return _hash(script, self.folder) if script else ""
 
 
 def _script(command: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from lightning_dlrover.colocate.gpus import GpuSums
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Span
 from lightning_dlrover.colocate.kept_job import KeptJob
-from lightning_dlrover.colocate.tenants import Holding, Memory, Phase, Tenant
+from lightning_dlrover.colocate.tenants import Holding, Memory, Phase, Tenant, Where
 from lightning_dlrover.colocate.usage import TreeUse, tree_use
 from lightning_dlrover.observe.seat import SeatReport, has_reported, read_reports
 
@@ -119,6 +119,11 @@ class WatchedJob:
 
     def _see(self, memory: Memory, peak_bytes: int) -> None:
         self.peaks[memory] = max(self.peaks.get(memory, 0), peak_bytes)
+
+    @property
+    def where(self) -> Where:
+        """Type of its device."""
+        return "gpu" if "gpu" in self.charges else "cpu"
 
     def resident_bytes(self, memory: Memory) -> int:
         """Return the bytes that it has now."""

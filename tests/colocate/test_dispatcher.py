@@ -194,7 +194,7 @@ def test_second_run_of_a_kind_is_expected_to_need_what_the_first_has_needed(tmp_
         dispatcher(tmp_path, journal, [python("first", HOARDER.format(mib=300, seconds=0.6))]).run()
         again = dispatcher(tmp_path, journal, [python("second", HOARDER.format(mib=300, seconds=0.6))])
         (waiting,) = again.waiting()
-    assert 300 << 20 < waiting.expected["host"] < 400 << 20
+    assert 300 << 20 < waiting.expected["cpu"]["host"] < 400 << 20
 
 
 def test_job_of_a_measured_kind_needs_no_estimate(tmp_path: Path) -> None:

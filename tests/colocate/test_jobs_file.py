@@ -30,11 +30,11 @@ def test_copies_have_names_of_their_own_and_one_kind(tmp_path: Path) -> None:
     assert {(spec.memory_bytes, spec.priority, spec.env["A"]) for spec in specs} == {(3 << 29, 2, "1")}
 
 
-def test_jobs_of_a_declared_kind_are_of_one_kind_on_their_device(tmp_path: Path) -> None:
-    text = "- {command: a --lr 1, kind: sweep}\n- {command: b, kind: sweep}\n- {command: b, kind: sweep, device: cpu}\n"
-    first, second, elsewhere = read_jobs(written(tmp_path, f"jobs:\n{text}"))
+def test_jobs_of_a_declared_kind_are_of_one_kind(tmp_path: Path) -> None:
+    text = "- {command: a --lr 1, kind: sweep}\n- {command: b, kind: sweep}\n- {command: b, kind: other}\n"
+    first, second, other = read_jobs(written(tmp_path, f"jobs:\n{text}"))
     assert first.kind == second.kind
-    assert first.kind != elsewhere.kind
+    assert first.kind != other.kind
 
 
 @pytest.mark.parametrize(

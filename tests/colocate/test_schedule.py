@@ -110,7 +110,7 @@ job = st.tuples(
 
 
 @given(
-    st.sampled_from(["complementary", "fifo", "sequential", "random_sets", "rmixer", "muri"]),
+    st.sampled_from(["complementary", "fifo", "sequential", "random_sets", "rmixer", "rmixer_mixed", "muri"]),
     st.lists(job, min_size=1, max_size=12),
     st.booleans(),
 )
@@ -252,7 +252,7 @@ def test_job_that_shows_its_peak_on_a_gpu_is_not_paused() -> None:
     assert scheduler.actions(1.0, [gpu], [], [measured, replace(measured, name="other", kind="two")]) == [
         Pause("other", "first is measured alone")
     ]
-    guess = {"gpu": Holding(3000 * MIB, is_guess=True), "host": Holding(MIB)}
+    guess: dict[Memory, Holding] = {"gpu": Holding(3000 * MIB, is_guess=True), "host": Holding(MIB)}
     shows = replace(measured, name="other", kind="two", holdings=guess)
     assert scheduler.actions(1.1, [gpu], [], [measured, shows]) == []
     assert scheduler.actions(1.2, [gpu], [], [measured, replace(shows, phase="paused")]) == [Resume("other")]
