@@ -54,16 +54,23 @@ class Kind:
         return self.train_s if place.gpu is None else self.gpu_s
 
 
-KINDS: Mapping[str, Kind] = {
+KINDS = {
     "compute": Kind(cores=1.85, wait=0.0, pressure=0.03, memory_mib=320, train_s=6.0, start_s=2.2),
     "memory": Kind(cores=1.7, wait=0.0, pressure=0.1, memory_mib=700, train_s=6.0, start_s=2.7),
     "input": Kind(cores=0.1, wait=0.9, pressure=0.01, memory_mib=330, train_s=6.0, start_s=2.2),
     "mixed": Kind(cores=1.0, wait=0.4, pressure=0.05, memory_mib=420, train_s=6.0, start_s=2.2),
 }
+KINDS |= {
+    f"slow_{name}": replace(kind, train_s=2 * kind.train_s) for name, kind in KINDS.items() if name in ("compute", "memory")
+}
+KINDS |= {
+    "slow_input": Kind(cores=0.1, wait=0.9, pressure=0.01, memory_mib=330, train_s=12.0, start_s=2.2),
+    "slow_mixed": Kind(cores=0.5, wait=0.75, pressure=0.03, memory_mib=320, train_s=12.0, start_s=2.2),
+}
 """CPU time of starts and steps as measured with `colocation_job.py`; pressures are guesses."""
 
 
-GPU_KINDS: Mapping[str, Kind] = {
+GPU_KINDS = {
     "compute": Kind(1.9, 0.0, 0.03, 320, 120.0, 2.2, gpu_s=8.0, gpu_busy=0.95),
     "memory": Kind(1.7, 0.0, 0.1, 700, 60.0, 2.7, gpu_s=12.0, gpu_busy=0.6),
     "input": Kind(0.3, 0.8, 0.01, 330, 30.0, 2.2, gpu_s=25.0, gpu_busy=0.05),
