@@ -81,10 +81,10 @@ HOUR_S = 3600.0
 
 def report_errors(title: str, errors: Sequence[Errors]) -> float:
     """Print the median error of each part; return that of all together."""
-    print(f"\n{title}: median error of the relative speed, of trees, and the fraction inside of the 90 % interval")
+    print(f"\n{title}: median error of the relative speed, and of trees")
     for part in errors:
         ours, trees = 100 * statistics.median(part.values), 100 * statistics.median(part.trees)
-        print(f"  {part.of:<24} {ours:6.2f} %  {trees:6.2f} %  {100 * part.inside:5.1f} %  of {len(part.values)}")
+        print(f"  {part.of:<24} {ours:6.2f} %  {trees:6.2f} %  of {len(part.values)}")
     for name in ("values", "trees"):
         parts = [getattr(part, name) for part in errors]
         together = 100 * statistics.median([value for part in parts for value in part])
