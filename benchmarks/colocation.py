@@ -2,7 +2,7 @@
 
     python benchmarks/colocation.py [--mixes NAME...] [--policies NAME...] [--rounds N] [--job-seconds S] [--minutes M] [--cold]
     python benchmarks/colocation.py --gpu N [--copies N] [--policies NAME...] [--rounds N] [--job-seconds S]
-    python benchmarks/colocation.py --rehearse [--mixes NAME...] [--policies NAME...] [--seeds N] [--cold]
+    python benchmarks/colocation.py --rehearse [--mixes NAME...] [--policies NAME...] [--seeds N] [--cold] [--with-gpu]
     python benchmarks/colocation.py --tune [--rehearse] [--policies NAME...] [--rounds N] [--seeds N] [--job-seconds S]
     python benchmarks/colocation.py --pairs [--data DIR] [--device NAME] [--seeds N] [--quick]
     python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
@@ -22,7 +22,8 @@ best number of each. `POLICIES` holds the result: every policy runs with its own
 ours over one job at a time.
 
 --rehearse: the same mixes on a simulated machine of two cores, by the scheduler of `dlrover colocate`
-(`colocation_rehearsal.py`): mean makespan, how many times ours that is, and the used part of the cores' time. It takes seconds.
+(`colocation_rehearsal.py`): mean makespan, how many times ours that is, and the used part of the cores' time. It takes minutes.
+--with-gpu: the machine has a GPU, too, and jobs run on either; the makespan on the GPU alone stands behind.
 
 DIR holds Gavel's traces (default: $DLROVER_SHARED_DATA/job_traces/gavel, else ../shared/data/job_traces/gavel), whose form
 `gavel_traces.py` describes.
@@ -53,6 +54,7 @@ from colocation_mixes import (
     OURS,
     POLICIES,
     SEQUENTIAL,
+    SLOW_MIX,
     Length,
     figures,
     measure_mixes,
@@ -70,7 +72,7 @@ from colocation_pairs import (
     left_out_errors,
     quarter,
 )
-from colocation_rehearsal import rehearse
+from colocation_rehearsal import GPU_KINDS, rehearse
 from colocation_simulation import LOADS, Run, runs
 from gavel_traces import MeasuredPairs, TraceError, default_folder, read_arrivals, read_pairs
 from jobs import BenchmarkError, describe_machine, result_line
@@ -201,6 +203,20 @@ def _rehearsed_s(counts: Mapping[str, int], policy: str, arguments: argparse.Nam
     )
 
 
+def rehearsal_with_gpu(policies: Sequence[str], num_seeds: int, is_cold: bool) -> None:
+    for mix in [mix for mix in MIXES if mix != SLOW_MIX]:
+        print(mix)
+        for policy in policies:
+            both, alone = (
+                statistics.fmean(
+                    rehearse(MIXES[mix], policy, 0, seed, GPU_KINDS, True, with_cores=cores, is_cold=is_cold).now
+                    for seed in range(num_seeds)
+                )
+                for cores in (True, False)
+            )
+            print(f"  {policy:15}{both:8.1f} s  on the GPU alone {alone:8.1f} s", flush=True)
+
+
 def rehearsal(mixes: Sequence[str], policies: Sequence[str], num_seeds: int, is_cold: bool) -> None:
     for mix in mixes:
         variants = {policy: variant_of(policy) for policy in dict.fromkeys((OURS, *policies))}
@@ -224,6 +240,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="run the mixes on a simulated machine of two cores")
     parser.add_argument("--tune", action="store_true", help="find the best number of jobs at once of each policy")
     parser.add_argument("--cold", action="store_true", help="no kind of job was measured before")
+    parser.add_argument("--with-gpu", action="store_true", help="with --rehearse: the simulated machine has a GPU, too")
     parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
     mixes = [mix for mix in MIXES if mix != GPU_MIX]
     parser.add_argument("--mixes", nargs="+", choices=mixes, default=mixes, help="mixes of real jobs (default: all)")
@@ -259,6 +276,9 @@ def main() -> int:
     try:
         if arguments.tune:
             tune(arguments)
+            return 0
+        if arguments.rehearse and arguments.with_gpu:
+            rehearsal_with_gpu([OURS, "rmixer_mixed", "rmixer", "fifo"], arguments.seeds, arguments.cold)
             return 0
         if arguments.rehearse:
             rehearsal(arguments.mixes, arguments.policies, arguments.seeds, arguments.cold)

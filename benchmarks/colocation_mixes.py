@@ -32,6 +32,7 @@ __all__ = [
     "OURS",
     "POLICIES",
     "SEQUENTIAL",
+    "SLOW_MIX",
     "Length",
     "MixResult",
     "Variant",
@@ -72,6 +73,7 @@ class Variant:
     at_once: int = 0
 
 
+# On two cores, --tune finds 4 best for fifo, rmixer and muri, and 4 to 8 for ours: the numbers that `dlrover colocate` chooses.
 POLICIES: Mapping[str, Variant] = {
     "sequential": Variant("sequential"),
     "fifo": Variant("fifo"),
