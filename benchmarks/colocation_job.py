@@ -9,6 +9,8 @@ memory    many random rows of tables that no cache holds
 input     each batch waits for a store
 mixed     some of each
 
+Their steps take milliseconds. A step of the kinds slow_... has many batches, and takes 0.5 to 3 s alone on two cores.
+
 The optimizer is written out: the first one of `torch.optim` imports as much again as all of torch.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -39,7 +41,8 @@ class Kind:
     lookups: int
     width: int
     batch: int
-    wait_s: float
+    wait_s: float  # of each batch
+    batches: int = 1  # of each step
 
 
 KINDS = {
@@ -47,6 +50,12 @@ KINDS = {
     "memory": Kind(rows=300_000, dim=64, num_tables=4, lookups=16, width=64, batch=512, wait_s=0.0),
     "input": Kind(rows=50_000, dim=16, num_tables=4, lookups=4, width=64, batch=128, wait_s=0.02),
     "mixed": Kind(rows=200_000, dim=32, num_tables=4, lookups=8, width=256, batch=256, wait_s=0.003),
+}
+KINDS |= {
+    "slow_compute": replace(KINDS["compute"], batches=30),
+    "slow_memory": replace(KINDS["memory"], batches=50),
+    "slow_input": replace(KINDS["input"], wait_s=0.3, batches=6),
+    "slow_mixed": replace(KINDS["compute"], wait_s=0.05, batches=40),
 }
 
 
@@ -102,15 +111,17 @@ def main() -> None:
     for done in range(1, steps + 1):
         if done == WARMUP_STEPS + 1:
             started = time.monotonic()
-        began = time.monotonic()
-        next_batch = batch()
-        waited_s = time.monotonic() - began
-        torch.autograd.backward(step((next_batch[0].to(device), next_batch[1].to(device))))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
-                    parameter.grad = None
+        waited_s = 0.0
+        for _ in range(kind.batches):
+            began = time.monotonic()
+            dense, ids = batch()
+            waited_s += time.monotonic() - began
+            torch.autograd.backward(step((dense.to(device), ids.to(device))))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
+                        parameter.grad = None
         if seat is not None:
             seat.step_ended(waited_s)
             if seat.is_due:

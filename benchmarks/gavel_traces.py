@@ -19,9 +19,9 @@ import numpy as np
 from scipy.optimize import linprog
 
 from lightning_dlrover.planner.cluster import Device, Job, Profile
-from lightning_dlrover.planner.cluster.pair_features import expected_speeds, traits_of
 from lightning_dlrover.planner.cluster.policy import Floats
 from lightning_dlrover.planner.cluster.simulator import Arrival
+from lightning_dlrover.planner.cluster.slowdown import SlowdownModel
 
 __all__ = ["MEMORY_BYTES", "MeasuredPairs", "TraceError", "default_folder", "read_arrivals", "read_pairs"]
 
@@ -60,7 +60,7 @@ class MeasuredPairs:
         for other in others:
             known = self.speeds.get((name, other.name.split("#")[0]))
             if known is None:  # a pair that memory allows and that was not measured
-                known = expected_speeds(traits_of(job, self.device), traits_of(other, self.device))[0]
+                known = float(SlowdownModel().relative_speeds([(job, other)], self.device)[0][0])
             excess += 1 / known - 1
         return 1 / (1 + excess)
 

@@ -24,7 +24,7 @@ from lightning_dlrover.cli.options import (
 )
 from lightning_dlrover.cli.pool_options import add_brain, add_place_in_pool, add_queue, add_what_if
 
-POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "muri")
+POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "rmixer_mixed", "muri")
 """Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
 
 ELASTIC_POLICIES = (

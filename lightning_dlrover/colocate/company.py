@@ -1,7 +1,9 @@
 """Measure how fast jobs run, alone and side by side.
 
-A window begins once the set of running jobs on a device has been the same for a moment, and ends when that set changes or the
-window is long enough. Alone, a window gives the job's profile. Side by side, it gives each job's speed relative to alone.
+A window begins once the set of running jobs on a device has been the same for a moment. It ends when it is long enough and each
+job has made some steps in it, or when the set changes. Alone, a window gives the job's profile. Side by side, it gives each
+job's speed relative to alone. A job's part of a window lasts from the end of one step to the end of another, so that a few long
+steps give a speed as well as many short ones.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Company:
         self._settle_s = SETTLE_S if device_kind == CPU else GPU_SETTLE_S
         self._members: tuple[str, ...] = ()
         self._since_s = 0.0
-        self._first: dict[str, Moment] | None = None
+        self._first: dict[str, Moment] = {}  # by name; a job is absent until its part of the window has begun
         self._newest: Mapping[str, Companion] = {}
 
     def look(self, now: float, running: Sequence[Companion], alone: Alone) -> list[Profiled | Rates]:
@@ -77,25 +79,29 @@ class Company:
         members = tuple(sorted(companion.name for companion in running))
         if members != self._members:
             found = self._close(alone)
-            self._members, self._since_s, self._first = members, now, None
+            self._members, self._since_s, self._first = members, now, {}
         self._newest = {companion.name: companion for companion in running}
-        if self._first is None:
-            if now - self._since_s >= self._settle_s and running and all(companion.is_warm for companion in running):
-                self._first = {companion.name: companion.moment for companion in running}
-        elif min(self._newest[name].moment.at_s - first.at_s for name, first in self._first.items()) >= (
-            ALONE_S if len(members) == 1 else TOGETHER_S
-        ):
+        if now - self._since_s >= self._settle_s and all(companion.is_warm for companion in running):
+            for companion in running:
+                # An older report is that of a step that ran, or was paused, beside the former set.
+                if companion.moment.at_s >= self._since_s:
+                    self._first.setdefault(companion.name, companion.moment)
+        if members and self._has_measured(ALONE_S if len(members) == 1 else TOGETHER_S):
             found += self._close(alone)
         return found
 
+    def _has_measured(self, least_s: float) -> bool:
+        """Whether every job has made enough steps in a window of this length."""
+        return len(self._first) == len(self._members) and all(
+            now.moment.at_s - then.at_s >= least_s and (not now.reports or now.moment.num_steps - then.num_steps >= LEAST_STEPS)
+            for now, then in ((self._newest[name], then) for name, then in self._first.items())
+        )
+
     def _close(self, alone: Alone) -> list[Profiled | Rates]:
-        first, self._first = self._first, None
-        if not first:
-            return []
-        pairs = [(self._newest[name], then) for name, then in first.items()]
-        if any(now.moment.at_s - then.at_s < LEAST_S for now, then in pairs):
-            return []
-        if any(now.reports and now.moment.num_steps - then.num_steps < LEAST_STEPS for now, then in pairs):
+        is_measured = bool(self._first) and self._has_measured(LEAST_S)
+        pairs = [(self._newest[name], then) for name, then in self._first.items()]
+        self._first = {}
+        if not is_measured:
             return []
         if len(pairs) == 1:
             return [self._profile(*pairs[0])]

@@ -31,7 +31,7 @@ from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import GROWTH, memory_actions
 from lightning_dlrover.colocate.places import Place
 from lightning_dlrover.colocate.schedule import Scheduler
-from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting
+from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting, Where
 from lightning_dlrover.colocate.usage import Families, families, is_program, marked
 from lightning_dlrover.colocate.watched import WatchedJob
 from lightning_dlrover.observe.seat import Answer, has_reported, write_answer
@@ -130,7 +130,7 @@ class Dispatcher:
         Raises:
             ValueError: a job of the same name is in the queue, and differs; or no device is of the kind that a job asks for.
         """
-        kinds = {"cpu" if place.gpu is None else "gpu" for place in self.places.values()}
+        kinds = {place.where for place in self.places.values()}
         for spec in (*specs, *self._specs.values()):
             if spec.name not in self.ended and spec.device not in ("any", *kinds):
                 have = ", ".join(self.places)
@@ -149,17 +149,16 @@ class Dispatcher:
 
     def waiting(self) -> list[Waiting]:
         """Return the jobs that have no processes, in the order of their arrival."""
-        has_gpus = any(place.gpu is not None for place in self.places.values())
+        types: set[Where] = {place.where for place in self.places.values()}
         return [
             Waiting(
                 name=name,
                 kind=spec.kind,
                 priority=spec.priority,
                 submitted_s=self._added_s[name],
-                expected=self.knowledge.expected(spec),
+                expected={where: self.knowledge.expected(spec, where) for where in types if spec.device in ("any", where)},
                 owner=spec.owner,
                 not_before_s=self._not_before_s.get(name, 0.0),
-                on_gpu=spec.device == "gpu" or (spec.device == "any" and has_gpus),
             )
             for name, spec in self._specs.items()
             if name not in self.running and name not in self.ended
@@ -172,6 +171,7 @@ class Dispatcher:
     def _recall(self, record: Record) -> None:
         if isinstance(record, Added):
             self._specs[record.spec.name] = record.spec
+            self.knowledge.meet(record.spec)
             self._added_s[record.spec.name] = record.at - self._epoch_s
         elif isinstance(record, Started):
             self._attempts[record.job] = record.attempt
@@ -260,16 +260,17 @@ class Dispatcher:
             job.probed = {}
             job.charges = {m: min(charge, int(GROWTH * job.resident_bytes(m))) for m, charge in job.charges.items()}
             # On the host, a process that stands before its first step has most of what it will have.
-            knows_gpu = "gpu" not in job.charges or self.knowledge.knows(job.spec, "gpu") or job.estimate("gpu")[0] > 0
+            knows_gpu = "gpu" not in job.charges or self.knowledge.knows(job.spec, "gpu", "gpu") or job.estimate("gpu")[0] > 0
             job.guessed = set() if knows_gpu else {"gpu"}
             job.enter("asks", now)
         elif job.phase == "starting" and self._is_probed(job, now):
-            job.probed = {m: self.knowledge.probed_bytes(job.spec, m, job.peaks.get(m, 0)) for m in job.charges}
+            job.probed = {m: self.knowledge.probed_bytes(job.spec, job.where, m, job.peaks.get(m, 0)) for m in job.charges}
             job.charges = {m: max(charge, job.probed[m]) for m, charge in job.charges.items()}
             job.enter("running", now)
         elif job.phase == "running" and job.guessed and job.num_steps >= PROBE_STEPS:
             for memory in job.guessed:
-                job.charges[memory] = job.probed[memory] = self.knowledge.probed_bytes(job.spec, memory, job.peaks[memory])
+                found = self.knowledge.probed_bytes(job.spec, job.where, memory, job.peaks[memory])
+                job.charges[memory] = job.probed[memory] = found
             job.guessed = set()
         if job.phase == "ending" and now > job.grace_over_s + END_S:
             log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
@@ -305,7 +306,9 @@ class Dispatcher:
         return [
             job.tenant(
                 {
-                    memory: self.knowledge.need_bytes(job.spec, memory, job.estimate(memory), job.resident_bytes(memory), size)
+                    memory: self.knowledge.need_bytes(
+                        job.spec, place.where, memory, job.estimate(memory), job.resident_bytes(memory), size
+                    )
                     for memory, size in place.sizes.items()
                 }
             )
@@ -438,6 +441,7 @@ class Dispatcher:
             gpu_peak_bytes=job.peaks.get("gpu", 0),
             gpu_estimate_bytes=gpu_estimate,
             gpu_margin_bytes=gpu_margin,
+            where=job.where,
         )
         self._record(ended)
         if result == "evicted":

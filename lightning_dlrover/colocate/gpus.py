@@ -57,7 +57,6 @@ class GpuSums:
 
     at_s: float = 0.0
     busy_s: float = 0.0  # time in which a kernel ran
-    memory_busy_s: float = 0.0  # time in which its memory was read or written, however few bytes these were
     pcie_bytes: float = 0.0  # in both directions
 
     def rates_since(self, then: GpuSums) -> dict[str, float]:
@@ -67,7 +66,6 @@ class GpuSums:
             return {}
         return {
             "gpu": (self.busy_s - then.busy_s) / seconds,
-            "gpu_memory_busy": (self.memory_busy_s - then.memory_busy_s) / seconds,
             "pcie": (self.pcie_bytes - then.pcie_bytes) / seconds,
         }
 
@@ -236,14 +234,13 @@ class GpuWatch:
         """Read a GPU's memory and how busy it is. The counters of its link take 40 ms."""
         nvml, handle, then = self._nvml, self._handles[index], self._uses[index].sums
         rates = known(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        busy, memory_busy = (rates.gpu / 100, rates.memory / 100) if rates is not None else (0.0, 0.0)
+        busy = rates.gpu / 100 if rates is not None else 0.0
         pcie = known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) if self._has_pcie[index] else None
         now = time.monotonic()
         passed = now - then.at_s
         sums = GpuSums(
             now,
             then.busy_s + passed * busy,
-            then.memory_busy_s + passed * memory_busy,
             then.pcie_bytes + passed * (pcie or 0.0),
         )
         return replace(self._memory(index), sums=sums)
@@ -251,7 +248,7 @@ class GpuWatch:
 
 def _limits(nvml: Any, handle: Any) -> dict[str, float]:
     """Return the largest use of each resource: all of the time, and the bytes/s of its link, as far as NVML knows them."""
-    found = {"gpu": 1.0, "gpu_memory_busy": 1.0}
+    found = {"gpu": 1.0}
     generation = known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
     lanes = known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
     if lanes and generation in PCIE_BYTES_PER_LANE_S and known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) is not None:

@@ -19,7 +19,8 @@ __all__ = ["JobSpec", "JobsFileError", "read_jobs"]
 DEVICES = ("any", "cpu", "gpu")
 MAX_JOBS = 10_000
 MAX_PRIORITY = 1_000
-FIELDS = ("name", "command", "folder", "env", "priority", "device", "memory", "gpu_memory", "copies", "owner")
+FIELDS = ("name", "command", "folder", "env", "priority", "device", "memory", "gpu_memory", "copies", "owner", "kind")
+INTERPRETERS = re.compile(r"(ba|da|z)?sh|env|python[\d.]*")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -36,9 +37,11 @@ class JobSpec:
         folder: the working folder.
         env: variables that the job has beside those of the dispatcher.
         priority: jobs with a higher one go first.
-        device: `cpu`, `gpu`, or `any`: a GPU where the queue has one.
+        device: type of the device that it runs on: `cpu`, `gpu`, or `any` of them.
         memory_bytes: peak of all its processes together, as its owner states it; 0: unknown.
         gpu_memory_bytes: the same of its GPU's memory.
+        declared_kind: jobs with the same one share their measurements; empty: those with the same command, folder and
+            variables do.
     """
 
     name: str
@@ -50,10 +53,13 @@ class JobSpec:
     memory_bytes: int = 0
     owner: str = ""
     gpu_memory_bytes: int = 0
+    declared_kind: str = ""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r}: up to 100 letters, digits and `._-`, the first a letter or digit")
+        if self.declared_kind and not NAME.fullmatch(self.declared_kind):
+            raise ValueError(f"kind {self.declared_kind!r}: up to 100 letters, digits and `._-`, the first a letter or digit")
         if not self.command or not all(self.command[:1]):
             raise ValueError("command is empty; give the program and its arguments")
         if self.device not in DEVICES:
@@ -70,13 +76,33 @@ class JobSpec:
 
     @property
     def kind(self) -> str:
-        """A hash of command, folder and variables. Jobs with the same one need the same resources."""
-        return _kind(self.command, self.folder, tuple(sorted(self.env.items())), self.device)
+        """A hash of the declared kind, or of command, folder and variables. Jobs with the same one need the same resources."""
+        if self.declared_kind:
+            return _hash(self.declared_kind)
+        return _hash(self.command, self.folder, tuple(sorted(self.env.items())))
+
+    @property
+    def kin(self) -> str:
+        """A hash of the script and its folder, which jobs have in common that differ in arguments; empty: it has no script.
+
+        A script is the module after `-m`, a file of Python or of a shell, or a program of its own.
+        """
+        script = _script(self.command)
+        return _hash(script, self.folder) if script else ""
 
 
-@functools.lru_cache(MAX_JOBS)  # a dispatcher asks for it at every look
-def _kind(command: tuple[str, ...], folder: str, env: tuple[tuple[str, str], ...], device: str) -> str:
-    return hashlib.sha256(json.dumps([command, folder, env, device]).encode()).hexdigest()[:16]
+def _script(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a command up to its script."""
+    is_interpreted = INTERPRETERS.fullmatch(command[0].rpartition("/")[2]) is not None
+    for number, word in enumerate(command):
+        if word.endswith((".py", ".sh")) or (is_interpreted and number and command[number - 1] == "-m"):
+            return command[: number + 1]
+    return () if is_interpreted else command[:1]
+
+
+@functools.lru_cache(4 * MAX_JOBS)  # a dispatcher asks for it at every look
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def read_jobs(path: Path) -> list[JobSpec]:
@@ -140,6 +166,7 @@ def _specs(job: Any, where: str, base: Path, number: int) -> list[JobSpec]:
                 _memory(job, "memory", where),
                 str(job.get("owner", "")),
                 _memory(job, "gpu_memory", where),
+                _kind(job, where),
             )
             for each in names
         ]
@@ -160,6 +187,13 @@ def _command(command: Any, where: str) -> tuple[str, ...]:
     ):
         return tuple(map(str, command))
     raise JobsFileError(f"{where}: command {command!r:.80} is neither a text nor a list of texts")
+
+
+def _kind(job: Mapping[str, Any], where: str) -> str:
+    kind = job.get("kind", "")
+    if not isinstance(kind, str) or (not kind and "kind" in job):
+        raise JobsFileError(f"{where}: kind {kind!r} is not a text; quote it, or leave it out")
+    return kind
 
 
 def _number(job: Mapping[str, Any], name: str, default: int, where: str) -> int:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from lightning_dlrover.colocate.jobs_file import JobSpec
+from lightning_dlrover.colocate.tenants import Where
 from lightning_dlrover.record_file import RecordFile, RecordForm, read_lines
 
 __all__ = [
@@ -114,6 +115,7 @@ class Ended:
         estimate_bytes: the peak that was expected; 0: none was.
         margin_bytes: by how much the peak might have been higher.
         gpu_peak_bytes: the same three of a GPU's memory.
+        where: type of the device that it ran on.
     """
 
     job: str
@@ -133,6 +135,7 @@ class Ended:
     gpu_peak_bytes: int = 0
     gpu_estimate_bytes: int = 0
     gpu_margin_bytes: int = 0
+    where: Where = "cpu"
 
     def __post_init__(self) -> None:
         if self.result not in ("done", "failed", "evicted", "stopped"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from lightning_dlrover.colocate.gpus import VISIBLE, Gpu
 from lightning_dlrover.colocate.memory import START_BYTES
-from lightning_dlrover.colocate.tenants import Sizes
+from lightning_dlrover.colocate.tenants import Sizes, Where
 from lightning_dlrover.observe.resources import available_bytes, available_cores
 
 __all__ = ["CPU", "Place", "gpus_of", "places_of"]
@@ -46,6 +46,11 @@ class Place:
     most_jobs: int
     gpu: Gpu | None = None
     gpu_bytes: int = 0
+
+    @property
+    def where(self) -> Where:
+        """Its type."""
+        return "cpu" if self.gpu is None else "gpu"
 
     @property
     def sizes(self) -> Sizes:

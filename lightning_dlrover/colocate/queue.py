@@ -89,8 +89,8 @@ def run_queue(
 
 
 def _used_devices(devices: Sequence[str], jobs: Sequence[JobSpec]) -> Sequence[str]:
-    """Leave `cpu` out if no job asks for it: jobs of any device run on the GPUs, which then get its share of the host."""
-    if "cpu" not in devices or not gpus_of(devices) or any(job.device == "cpu" for job in jobs):
+    """Leave `cpu` out if all jobs ask for GPUs, which then get its share of the host."""
+    if "cpu" not in devices or not gpus_of(devices) or any(job.device != "gpu" for job in jobs):
         return devices
-    log.warning("no job has `device: cpu`: the GPUs' jobs get all cores")
+    log.warning("all jobs have `device: gpu`: they get all cores")
     return [device for device in devices if device != "cpu"]

@@ -95,7 +95,8 @@ def _table(dispatcher: Dispatcher, now: float) -> Table:
     for job in sorted(dispatcher.running.values(), key=lambda job: job.at_s)[:MAX_ROWS]:
         table.add_row(*_cells(job, now))
     for each in waiting[: max(0, MAX_ROWS - len(dispatcher.running))]:
-        expected = ", ".join(_size(memory, f"{size >> 20}") for memory, size in each.expected.items() if size) or "unknown"
+        sizes = each.expected.get("gpu") or each.expected.get("cpu", {})
+        expected = ", ".join(_size(memory, f"{size >> 20}") for memory, size in sizes.items() if size) or "unknown"
         table.add_row(each.name, "waiting", "", f"{max(0.0, now - each.submitted_s):.0f} s", "", expected, "")
     return table
 

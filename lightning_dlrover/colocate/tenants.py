@@ -33,6 +33,7 @@ __all__ = [
     "Start",
     "Tenant",
     "Waiting",
+    "Where",
     "after",
 ]
 
@@ -41,6 +42,8 @@ Memory: TypeAlias = Literal["host", "gpu"]
 """A job on cores has host memory; one on a GPU has both."""
 Sizes: TypeAlias = Mapping[Memory, int]
 """Bytes of each memory of a device."""
+Where: TypeAlias = Literal["cpu", "gpu"]
+"""A device's type: cores alone, or a GPU with cores for its jobs' own code."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,18 @@ class Waiting:
     """A job that has no processes.
 
     Args:
-        expected: peaks with their margins, from earlier runs of its kind or from its owner; absent or 0: unknown.
+        expected: for each type of device that it may run on, its peaks there with their margins, from earlier runs of its kind
+            or from its owner; absent or 0: unknown.
         not_before_s: moment before which it is not started again, on the dispatcher's clock.
-        on_gpu: it runs on GPUs only; otherwise on cores only.
     """
 
     name: str
     kind: str
     priority: int
     submitted_s: float
-    expected: Sizes = field(default_factory=dict)
+    expected: Mapping[Where, Sizes] = field(default_factory=lambda: {"cpu": {}})
     owner: str = ""
     not_before_s: float = 0.0
-    on_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Tenant:
     min_processes: int = 0
     is_shrinking: bool = False
     steps_left: int | None = None
+    num_steps: int = 0
 
     @property
     def can_shrink(self) -> bool:

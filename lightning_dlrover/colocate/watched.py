@@ -10,7 +10,7 @@ from lightning_dlrover.colocate.gpus import GpuSums
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Span
 from lightning_dlrover.colocate.kept_job import KeptJob
-from lightning_dlrover.colocate.tenants import Holding, Memory, Phase, Tenant
+from lightning_dlrover.colocate.tenants import Holding, Memory, Phase, Tenant, Where
 from lightning_dlrover.colocate.usage import TreeUse, tree_use
 from lightning_dlrover.observe.seat import SeatReport, has_reported, read_reports
 
@@ -120,6 +120,11 @@ class WatchedJob:
     def _see(self, memory: Memory, peak_bytes: int) -> None:
         self.peaks[memory] = max(self.peaks.get(memory, 0), peak_bytes)
 
+    @property
+    def where(self) -> Where:
+        """Type of its device."""
+        return "gpu" if "gpu" in self.charges else "cpu"
+
     def resident_bytes(self, memory: Memory) -> int:
         """Return the bytes that it has now."""
         return self.gpu_bytes if memory == "gpu" else self.use.resident_bytes
@@ -193,6 +198,7 @@ class WatchedJob:
             min_processes=0 if self._has_failed_to_shrink else min((r.min_processes for r in self.reports), default=0),
             is_shrinking=0 < self.most_processes < self.num_processes,
             steps_left=self.steps_left,
+            num_steps=self.num_steps,
         )
 
     @property

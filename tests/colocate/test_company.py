@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_dlrover.colocate.company import Alone, Companion, Company
+from lightning_dlrover.colocate.company import ALONE_S, GPU_SETTLE_S, WARMUP_STEPS, Alone, Companion, Company
 from lightning_dlrover.colocate.journal import Profiled, Rates
-from lightning_dlrover.colocate.watched import Moment
+from lightning_dlrover.colocate.places import CPU
+from lightning_dlrover.colocate.watched import MEASURE_S, Moment
+from lightning_dlrover.observe.seat import REPORT_S
 
 
 class Pretended:
@@ -80,3 +82,80 @@ def test_window_of_a_set_that_changed_too_early_tells_nothing() -> None:
 def test_first_steps_do_not_count() -> None:
     slow = Pretended("a", 0.5, 1.0)
     assert watch(Company("cpu", "fast"), [slow], 4.0) == []
+
+
+class Reporting:
+    """A job that reports as `observe/seat.py` does: at the end of a step, `REPORT_S` or more after its last report."""
+
+    def __init__(self, name: str, step_s: float, began_s: float = 0.0) -> None:
+        self.name, self.step_s = name, step_s
+        self._now = self._reported_s = began_s
+        self._num_steps, self._left_s = 0, step_s
+        self._reported = 0
+
+    def run_to(self, now: float, speed: float = 1.0) -> None:
+        """Make steps up to a moment, in as many seconds as they take at this speed."""
+        while self._now + self._left_s / speed <= now:
+            self._now += self._left_s / speed
+            self._num_steps, self._left_s = self._num_steps + 1, self.step_s
+            if self._now - self._reported_s >= REPORT_S:
+                self._reported_s, self._reported = self._now, self._num_steps
+        self._left_s -= (now - self._now) * speed
+        self._now = now
+
+    def pause_to(self, now: float) -> None:
+        self._now = now
+
+    def seen(self) -> Companion:
+        measured_s = MEASURE_S * int(self._now / MEASURE_S)
+        moment = Moment(self._reported_s, measured_s, measured_s, self._reported, self._reported * self.step_s, 0.0)
+        return Companion(self.name, self.name, moment)
+
+
+STEPS_S = (0.05, 0.3, 0.5, 1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("kind", [CPU, "a GPU"])
+@pytest.mark.parametrize("step_s", STEPS_S)
+def test_job_of_any_step_time_is_measured_alone_after_a_few_steps(step_s: float, kind: str) -> None:
+    company, job = Company("device", kind), Reporting("a", step_s)
+    took_s = 0.0
+    while not (found := company.look(took_s, [job.seen()], {})):
+        took_s += 0.1
+        job.run_to(took_s)
+        assert took_s <= WARMUP_STEPS * step_s + GPU_SETTLE_S + max(ALONE_S, 5 * step_s) + 2 * REPORT_S
+    (profile,) = found
+    assert isinstance(profile, Profiled)
+    assert profile.steps_per_s == pytest.approx(1 / step_s, rel=0.01)
+
+
+def test_pause_in_the_middle_of_a_step_is_no_part_of_its_time() -> None:
+    company, job = Company("cpu", CPU), Reporting("a", 2.0)
+    job.run_to(5.0)  # two steps and a half
+    company.look(5.0, [job.seen(), Reporting("b", 0.1, 5.0).seen()], {})
+    company.look(5.1, [Reporting("b", 0.1, 5.1).seen()], {})
+    job.pause_to(30.0)
+    found: list[Profiled | Rates] = []
+    for tick in range(300, 395):
+        job.run_to(tick / 10)
+        found += company.look(tick / 10, [job.seen()], {})
+    assert [each.steps_per_s for each in found if isinstance(each, Profiled)] == [pytest.approx(0.5, rel=0.01)]
+
+
+@pytest.mark.parametrize("kind", [CPU, "a GPU"])
+@pytest.mark.parametrize("steps_s", [(0.05, 0.05), (0.05, 2.0), (0.05, 3.0), (1.0, 3.0), (3.0, 3.0)])
+def test_jobs_of_any_step_times_are_measured_side_by_side(steps_s: tuple[float, float], kind: str) -> None:
+    company = Company("device", kind)
+    jobs = [Reporting(name, step_s) for name, step_s in zip("ab", steps_s, strict=True)]
+    alone: Alone = {(job.name, True): 1 / job.step_s for job in jobs}
+    found: list[Profiled | Rates] = []
+    now, longest_s = 0.0, max(steps_s) / 0.6
+    while not found:
+        now += 0.1
+        for job in jobs:
+            job.run_to(now, speed=0.6)
+        found = company.look(now, [job.seen() for job in jobs], alone)
+        assert now <= GPU_SETTLE_S + max(6.0, 6 * longest_s) + longest_s
+    (rates,) = found
+    assert isinstance(rates, Rates)
+    assert rates.speeds == pytest.approx({"a": 0.6, "b": 0.6}, rel=0.02)

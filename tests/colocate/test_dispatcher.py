@@ -17,7 +17,7 @@ from lightning_dlrover import variables
 from lightning_dlrover.colocate import dispatcher as dispatcher_module
 from lightning_dlrover.colocate.dispatcher import Rules
 from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, read_records
+from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, Profiled, read_records
 from lightning_dlrover.colocate.kept_job import OUTPUT
 from lightning_dlrover.colocate.usage import families, is_program, marked
 from lightning_dlrover.observe.seat import Answer, write_answer
@@ -61,6 +61,14 @@ def test_job_without_progress_fails_as_hanging(tmp_path: Path) -> None:
         dispatcher(tmp_path, journal, jobs, rules=Rules(probe_s=0.2, grace_s=1.0, hang_s=1.5)).run()
     assert results(tmp_path) == {"good": ["done"], "hangs": ["failed"]}
     assert "no step and no use of a core for 2 s" in reason(tmp_path, "hangs")
+
+
+def test_jobs_whose_steps_take_half_a_second_are_measured_alone(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        jobs = [seated("one", 50, 20, steps=12, step_s=0.5), seated("other", 50, 20, steps=12, step_s=0.6)]
+        dispatcher(tmp_path, journal, jobs, policy="complementary").run()
+    speeds = {each.job_kind: each.steps_per_s for each in read_records(tmp_path) if isinstance(each, Profiled)}
+    assert speeds == {jobs[0].kind: pytest.approx(2.0, rel=0.1), jobs[1].kind: pytest.approx(1 / 0.6, rel=0.1)}
 
 
 def test_job_waits_at_its_first_step_until_its_memory_is_free(tmp_path: Path) -> None:
@@ -186,7 +194,7 @@ def test_second_run_of_a_kind_is_expected_to_need_what_the_first_has_needed(tmp_
         dispatcher(tmp_path, journal, [python("first", HOARDER.format(mib=300, seconds=0.6))]).run()
         again = dispatcher(tmp_path, journal, [python("second", HOARDER.format(mib=300, seconds=0.6))])
         (waiting,) = again.waiting()
-    assert 300 << 20 < waiting.expected["host"] < 400 << 20
+    assert 300 << 20 < waiting.expected["cpu"]["host"] < 400 << 20
 
 
 def test_job_of_a_measured_kind_needs_no_estimate(tmp_path: Path) -> None:

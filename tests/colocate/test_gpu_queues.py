@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from lightning_dlrover.colocate import gpus, run_queue
 from lightning_dlrover.colocate import queue as queue_module
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
 from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Ended, Journal, Profiled, read_records
+from lightning_dlrover.colocate.journal import Ended, Journal, Profiled, Started, read_records
 from lightning_dlrover.colocate.summary import summary_text
 
 MIB = 1 << 20
@@ -118,9 +119,20 @@ def test_jobs_on_a_gpu_and_on_cores_share_a_queue_and_see_their_own_devices(nvml
     assert not {*output["cores"].strip("[]").split(", ")} & {*output["gpu"].partition("[")[2].strip("]").split(", ")}
 
 
+def test_jobs_of_any_device_run_on_the_gpu_and_on_cores(nvml: FakeNvml, tmp_path: Path) -> None:
+    jobs = [seated(f"job-{number}", 50, 20, steps=50) for number in range(4)]
+    run_queue(jobs, tmp_path / "out", policy="fifo", devices=["gpu:0", "cpu"], at_once=1, rules=RULES)
+    records = read_records(tmp_path / "out")
+    assert {record.device for record in records if isinstance(record, Started)} == {"cpu", "gpu:0"}
+    found = ends(tmp_path / "out")
+    assert {end.where for of_job in found.values() for end in of_job} == {"cpu", "gpu"}
+    assert [of_job[-1].result for of_job in found.values()] == ["done"] * 4
+
+
 def test_device_that_no_job_asks_for_takes_no_cores(nvml: FakeNvml, tmp_path: Path) -> None:
-    run_queue([python("any", "import os; print(*sorted(os.sched_getaffinity(0)))")], tmp_path / "out", devices=["cpu", "gpu:0"])
-    output = (tmp_path / "out/jobs/any/1/output.log").read_text()
+    job = replace(python("job", "import os; print(*sorted(os.sched_getaffinity(0)))"), device="gpu")
+    run_queue([job], tmp_path / "out", devices=["cpu", "gpu:0"])
+    output = (tmp_path / "out/jobs/job/1/output.log").read_text()
     assert {*map(int, output.split())} == os.sched_getaffinity(0)
 
 

@@ -27,12 +27,12 @@ def test_gpus_have_their_free_memory_and_the_limits_that_policies_know(tmp_path:
     occupy(tmp_path, 1.0)
     found = find_gpus(FakeNvml(tmp_path, (4 * GIB, 8 * GIB)), [0])
     assert {index: gpu.free_bytes for index, gpu in found.items()} == {0: 3 * GIB, 1: 8 * GIB}
-    assert found[1].limits == {"gpu": 1.0, "gpu_memory_busy": 1.0, "pcie": pytest.approx(63e9, rel=0.01)}
+    assert found[1].limits == {"gpu": 1.0, "pcie": pytest.approx(63e9, rel=0.01)}
     assert found[0].limits.keys() <= {*RESOURCES}
 
 
 def test_gpu_without_counters_is_limited_by_its_time_alone(tmp_path: Path) -> None:
-    assert find_gpus(FakeNvml(tmp_path, has_counters=False), [0])[0].limits == {"gpu": 1.0, "gpu_memory_busy": 1.0}
+    assert find_gpus(FakeNvml(tmp_path, has_counters=False), [0])[0].limits == {"gpu": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_busy_time_and_traffic_of_a_window_are_those_of_the_window(tmp_path: Pat
         eventually(lambda: watch.use(0).sums.at_s > first.at_s + 0.5, "half a second of measurements")
         rates = watch.use(0).sums.rates_since(first)
         assert watch.use(0).of_processes == {os.getpid(): GIB}
-    assert rates == {"gpu": pytest.approx(0.4), "gpu_memory_busy": pytest.approx(0.2), "pcie": pytest.approx(80e6)}
+    assert rates == {"gpu": pytest.approx(0.4), "pcie": pytest.approx(80e6)}
     assert first.rates_since(first) == {}
 
 

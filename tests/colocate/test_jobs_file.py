@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.colocate.jobs_file import JobsFileError, read_jobs
+from lightning_dlrover.colocate.jobs_file import JobsFileError, JobSpec, read_jobs
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -29,6 +30,32 @@ def test_copies_have_names_of_their_own_and_one_kind(tmp_path: Path) -> None:
     assert {(spec.memory_bytes, spec.priority, spec.env["A"]) for spec in specs} == {(3 << 29, 2, "1")}
 
 
+def test_jobs_of_a_declared_kind_are_of_one_kind(tmp_path: Path) -> None:
+    text = "- {command: a --lr 1, kind: sweep}\n- {command: b, kind: sweep}\n- {command: b, kind: other}\n"
+    first, second, other = read_jobs(written(tmp_path, f"jobs:\n{text}"))
+    assert first.kind == second.kind
+    assert first.kind != other.kind
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "are_kin"),
+    [
+        ("python train.py --lr 0.1", "python train.py --lr 0.2", True),
+        ("dlrover run --workers 2 train.py a", "dlrover run --workers 2 train.py b", True),
+        ("python -m train.ctr --lr 0.1", "python -m train.ctr", True),
+        ("./train --size 1", "./train --size 2", True),
+        ("python train.py", "python other.py", False),
+        ("python -m one", "python -m other", False),
+        ("bash -c 'python one.py'", "bash -c 'python other.py'", False),
+        ("python -c 'print(1)'", "python -c 'print(2)'", False),
+    ],
+)
+def test_jobs_with_one_script_are_kin(first: str, second: str, are_kin: bool) -> None:
+    specs = [JobSpec("job", tuple(shlex.split(command)), "/") for command in (first, second)]
+    assert specs[0].kind != specs[1].kind
+    assert (specs[0].kin == specs[1].kin != "") == are_kin
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -47,6 +74,9 @@ def test_copies_have_names_of_their_own_and_one_kind(tmp_path: Path) -> None:
         ("jobs:\n- {command: x, device: tpu}", "device 'tpu' is none of"),
         ("jobs:\n- {command: x, name: ../up}", "name '../up'"),
         ("jobs:\n- {command: x, name: 7}", "name 7 is not a text"),
+        ("jobs:\n- {command: x, kind: 7}", "kind 7 is not a text"),
+        ("jobs:\n- {command: x, kind: ''}", "kind '' is not a text"),
+        ("jobs:\n- {command: x, kind: a/b}", "kind 'a/b': up to 100 letters"),
         ("jobs:\n- {command: x, gpu_memory: 3}", "gpu_memory 3 is no size"),
         ("jobs:\n- {command: x, env: {A=B: 1}}", "env has the name 'A=B'"),
         ("jobs:\n- {command: x, env: {CUDA_VISIBLE_DEVICES: 0}}", "env has CUDA_VISIBLE_DEVICES, which the queue sets"),

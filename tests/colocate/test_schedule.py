@@ -3,10 +3,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from colocated_jobs import MIB, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_dlrover.colocate.gpus import Gpu
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Ended, Profiled
 from lightning_dlrover.colocate.knowledge import Knowledge
@@ -45,7 +47,7 @@ class Pretended:
     def learn(self, kind: str) -> None:
         self.knowledge.learn(Profiled(kind, "cpu", {"cores": 0.2 if kind == "input" else 0.9}, 10.0))
 
-    def step(self) -> None:
+    def step(self, measure: bool = True) -> None:
         self.now += 1.0
         for tenant in list(self.tenants.values()):
             need, run_s = self.needs[tenant.name]
@@ -59,7 +61,8 @@ class Pretended:
         running = [tenant for tenant in self.tenants.values() if tenant.phase == "running"]
         self.most_running = max(self.most_running, len(running))
         if (
-            len(running) == len([t for t in self.tenants.values() if t.phase != "paused"]) == 1
+            measure
+            and len(running) == len([t for t in self.tenants.values() if t.phase != "paused"]) == 1
             and self.ran_s[running[0].name] >= 2
         ):
             self.learn(running[0].kind)
@@ -107,7 +110,7 @@ job = st.tuples(
 
 
 @given(
-    st.sampled_from(["complementary", "fifo", "sequential", "random_sets", "rmixer", "muri"]),
+    st.sampled_from(["complementary", "fifo", "sequential", "random_sets", "rmixer", "rmixer_mixed", "muri"]),
     st.lists(job, min_size=1, max_size=12),
     st.booleans(),
 )
@@ -171,6 +174,88 @@ def test_kind_whose_job_ends_before_it_is_measured_is_not_measured_again() -> No
         pauses += queue.tenants["j0"].phase == "paused"
     assert queue.knowledge.profile("short", "cpu") is None
     assert pauses <= 2
+
+
+def test_job_of_slow_steps_keeps_the_device_until_it_is_measured_and_one_without_steps_does_not() -> None:
+    for step_s, is_measured in ((12, True), (1000, False)):
+        queue = Pretended("complementary", [("input", 0, 400, 400.0), ("slow", 0, 400, 200.0)])
+        queue.learn("input")
+        alone_s = 0
+        while "j1" not in queue.tenants or queue.tenants["j1"].phase in ("starting", "asks"):
+            queue.step()
+        while queue.now < 150.0:
+            queue.step(measure=False)
+            slow = queue.tenants["j1"]
+            queue.put(slow, slow.phase, since_s=slow.since_s, num_steps=int(queue.ran_s["j1"] / step_s))
+            alone_s += queue.tenants["j0"].phase == "paused"
+            if queue.ran_s["j1"] == 5 * step_s:
+                queue.learn("slow")
+        assert queue.knowledge.is_profiled("slow", "cpu") == is_measured
+        assert 50 <= alone_s <= 62 if is_measured else alone_s <= 32
+
+
+def test_jobs_that_were_not_measured_share_the_cores_and_run_side_by_side() -> None:
+    queue = Pretended("complementary", [("one", 0, 400, 60.0), ("other", 0, 400, 60.0)])
+    large = place(num_cores=16.0)
+    assert queue.scheduler.thread_shares(large, ["one", "other"]) == [8, 8]
+    queue.knowledge.learn(Profiled("usual", "cpu", {"cores": 4.0}, 10.0))
+    assert queue.scheduler.thread_shares(large, ["one", "other", ""]) == [4, 4, 1]
+
+
+def sweep(num_values: int, knowledge: Knowledge) -> list[JobSpec]:
+    specs = [JobSpec(f"value-{value}", ("python", "train.py", str(value)), "/") for value in range(num_values)]
+    for spec in specs:
+        knowledge.meet(spec)
+    return specs
+
+
+def test_values_of_a_sweep_start_from_those_that_were_measured() -> None:
+    queue = Pretended("complementary", [])
+    measured, new = sweep(2, queue.knowledge)
+    queue.knowledge.learn(Profiled("stranger", "cpu", {"cores": 2.0}, 10.0))
+    queue.knowledge.learn(Profiled(measured.kind, "cpu", {"cores": 6.0}, 10.0))
+    large = place(num_cores=16.0)
+    assert queue.scheduler.thread_shares(large, [new.kind, "", ""]) == [6, 1, 1]
+    assert queue.scheduler.thread_shares(large, ["unknown", "", ""]) == [4, 1, 1]
+
+
+@pytest.mark.parametrize(("speeds", "num_alone"), [((10.0, 10.5, 10.0, 10.0), 2), ((10.0, 20.0, 5.0, 40.0), 4)])
+def test_only_two_values_of_a_sweep_are_measured_alone_if_these_are_alike(speeds: Sequence[float], num_alone: int) -> None:
+    knowledge = Knowledge()
+    specs = sweep(4, knowledge)
+    queue = Pretended("complementary", [(spec.kind, 0, 400, 40.0) for spec in specs])
+    queue.knowledge, queue.scheduler = knowledge, Scheduler("complementary", knowledge)
+    speed_of = {spec.kind: speed for spec, speed in zip(specs, speeds, strict=True)}
+    measured = []
+
+    def learn(kind: str) -> None:
+        if not knowledge.is_profiled(kind, "cpu") and len(queue.tenants) > 1:
+            measured.append(kind)
+            knowledge.learn(Profiled(kind, "cpu", {"cores": 0.9}, speed_of[kind]))
+
+    queue.learn = learn  # type: ignore[method-assign]
+    queue.finish(400.0)
+    assert len(measured) == num_alone
+
+
+def test_job_that_shows_its_peak_on_a_gpu_is_not_paused() -> None:
+    knowledge = Knowledge(device_kinds={"gpu:0": "a GPU"})
+    gpu = replace(
+        PLACE,
+        name="gpu:0",
+        kind="a GPU",
+        gpu=Gpu(0, "GPU-0", "a GPU", 4000 * MIB, 4000 * MIB, {"gpu": 1.0}),
+        gpu_bytes=4000 * MIB,
+    )
+    scheduler = Scheduler("complementary", knowledge)
+    measured = Tenant("first", "one", "running", "gpu:0", 0, 0.0, 0.0, {"gpu": Holding(MIB), "host": Holding(MIB)}, True)
+    assert scheduler.actions(1.0, [gpu], [], [measured, replace(measured, name="other", kind="two")]) == [
+        Pause("other", "first is measured alone")
+    ]
+    guess: dict[Memory, Holding] = {"gpu": Holding(3000 * MIB, is_guess=True), "host": Holding(MIB)}
+    shows = replace(measured, name="other", kind="two", holdings=guess)
+    assert scheduler.actions(1.1, [gpu], [], [measured, shows]) == []
+    assert scheduler.actions(1.2, [gpu], [], [measured, replace(shows, phase="paused")]) == [Resume("other")]
 
 
 def test_job_of_a_low_priority_runs_for_a_part_of_the_time() -> None:

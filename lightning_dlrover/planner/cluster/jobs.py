@@ -18,11 +18,11 @@ __all__ = ["HOST_RESOURCES", "RESOURCES", "Allocation", "Device", "Job", "Profil
 HOST_RESOURCES = ("cores", "memory_bandwidth", "input")
 """Resources that all devices of a node share. A device of the node that lists a limit states the node's limit."""
 
-RESOURCES = (*HOST_RESOURCES, "gpu", "gpu_memory_busy", "pcie")
+RESOURCES = (*HOST_RESOURCES, "gpu", "pcie")
 """Measured resources: cores in cores, "memory_bandwidth" and "pcie" in bytes/s, the others in fractions of the time.
 
-"gpu" is the time in which a kernel runs, "gpu_memory_busy" the time in which the GPU's memory is read or written. It is no
-bandwidth: kernels that wait for memory one word at a time keep it as busy as a copy.
+"gpu" is the time in which a kernel runs. The bandwidth of a GPU's memory is no resource here, as nothing measures it: NVML's
+percentage is the time in which that memory is read or written, however few bytes these are.
 """
 
 Allocation = Mapping[str, tuple[str, ...]]

@@ -9,6 +9,7 @@ from lightning_dlrover.planner.cluster.policies.fifo import fifo
 from lightning_dlrover.planner.cluster.policies.muri import muri
 from lightning_dlrover.planner.cluster.policies.random_sets import random_sets
 from lightning_dlrover.planner.cluster.policies.rmixer import rmixer
+from lightning_dlrover.planner.cluster.policies.rmixer_mixed import rmixer_mixed
 from lightning_dlrover.planner.cluster.policies.sequential import sequential
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
 from lightning_dlrover.planner.cluster.waiting import Place, with_bounded_wait
@@ -20,6 +21,7 @@ POLICIES: Mapping[str, Callable[[PolicySettings], Place]] = {
     "fifo": fifo,
     "random_sets": random_sets,
     "rmixer": rmixer,
+    "rmixer_mixed": rmixer_mixed,
     "muri": muri,
     "complementary": complementary,
 }
