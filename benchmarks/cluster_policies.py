@@ -55,7 +55,7 @@ class Found:
         return tuple(policy for policy in self.policies if policy != OURS)
 
     def mean(self, policy: str, workloads: Collection[str], figure: Callable[[Simulated], float]) -> float:
-        """Return the mean of a figure, each workload and seed alike."""
+        """Return the mean of a figure; each workload and seed has the same weight."""
         return statistics.fmean(figure(s) for name in workloads for s in self.by_place[policy, name])
 
     def mean_s(self, policy: str, workloads: Collection[str]) -> float:

@@ -139,7 +139,9 @@ class Worker:
         total = torch.ones(1)
         dist.all_reduce(total)
         reduced_s = time.monotonic()
-        self._former = [(fd, inode) for fd, inode in inet_sockets().items() if inode not in known]
+        self._former = [
+            (fd, inode) for fd, inode in inet_sockets().items() if inode not in known and not self._leads_to_store(fd)
+        ]
         return Formed(exchanged_s, reduced_s, total.item())
 
     def _exchange(self, store: Store, members: Sequence[str], hello: bytes) -> dict[str, bytes]:
@@ -169,7 +171,12 @@ class Worker:
     def _sever(self) -> None:
         former, self._former = self._former, []
         for fd, inode in former:
-            shut_down(fd, inode, spared_peer_ports={self._store_port}, store_port=0)
+            shut_down(fd, inode)
+
+    def _leads_to_store(self, fd: int) -> bool:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            return bool(sock.getpeername()[1] == self._store_port)
+        return False
 
 
 def _run(name: str, way: Way, store_port: int, orders: Connection, decisions: Connection) -> None:

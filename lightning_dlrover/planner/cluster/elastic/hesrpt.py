@@ -6,7 +6,7 @@ With the m present jobs in the order of their remaining sizes, the largest first
 
 of all devices (Berg, Vesilo and Harchol-Balter, Performance Evaluation 144, 2020, theorem 3; weights as in their section on
 weighted completion times: i / m becomes the part of all weights that jobs of at least this size have). When a job comes, it is
-computed anew for those present, which is the paper's heuristic for arrivals.
+computed again for those present, which is the paper's heuristic for arrivals.
 
 Differences: devices are whole. The smallest job gets its share, rounded, within its limits; then the next one its share of what
 is left. Jobs do not have one speedup: p is `EXPONENT`, chosen on the workloads 1 and 2 of docs/cluster.md, and a remaining size

@@ -40,7 +40,7 @@ def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_
     for job in holders:
         free -= job.needs.times(job.least_held)
     ends = [_End(job.name, job.seconds_left(job.held), job.needs.times(job.least_held)) for job in holders]
-    waits = []
+    waits: list[Wait] = []
     for place, job in enumerate(queue.jobs, start=1):
         need = job.needs.times(job.min_workers)
         wait, free, ends = _wait_of(job, place, need, free, ends)
