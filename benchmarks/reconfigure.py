@@ -31,6 +31,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import statistics
 import threading
 import time
