@@ -163,7 +163,9 @@ def test_budgets_and_weights_are_parsed_or_refused() -> None:
 def test_brain_refuses_a_policy_that_is_only_there_to_be_compared_with(dlrover: RunCli) -> None:
     code, _, errors = dlrover("brain", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
     assert code == 2
-    assert "'las' divides no pool: choose ours, sia, user; `dlrover simulate --policy` has others" in " ".join(errors.split())
+    assert "'las' divides no pool: choose ours, sia, as-requested; `dlrover simulate --policy` has others" in " ".join(
+        errors.split()
+    )
 
 
 def test_expected_start_is_shown_as_time_from_now(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:

@@ -16,7 +16,7 @@ from lightning_dlrover.planner.cluster.pool.resources import Resources
 
 CORE = Resources(1.0)
 LONGEST_S = 10
-POLICIES = ("ours", "sia", "user")
+POLICIES = ("ours", "sia", "as-requested")
 
 
 def job(name: str, owner: str, held: int = 0, fewest: int = 1, most: int = 4, **more: object) -> PoolJob:
@@ -115,7 +115,7 @@ def test_queue_tells_a_job_that_could_start_whose_turn_is_before_it() -> None:
 
 def test_job_larger_than_its_owners_part_starts_after_the_bound_in_a_flood_of_two_others() -> None:
     floods = {owner: Flood(most_fewest=1, longest_s=LONGEST_S) for owner in ("b", "c")}
-    pool = PoolOfOwners(Rules(Resources(9.0), "user", 30.0), floods)
+    pool = PoolOfOwners(Rules(Resources(9.0), "as-requested", 30.0), floods)
     large = pool.submit("a", 8, 8, length_s=5)
     while pool.jobs[large].is_waiting:
         pool.step()
@@ -132,7 +132,7 @@ def test_next_start_goes_to_the_owner_with_the_least_of_its_dominant_resource() 
 
 def test_rigid_policy_counts_workers_that_it_never_takes_back() -> None:
     jobs = [job("a1", "a", 4), job("a2", "a"), job("b", "b", fewest=4, submitted_s=1.0)]
-    assert sizes(jobs, Rules(Resources(8.0), "user")) == {"a1": 4, "a2": 0, "b": 4}
+    assert sizes(jobs, Rules(Resources(8.0), "as-requested")) == {"a1": 4, "a2": 0, "b": 4}
 
 
 QUOTA = Rules(Resources(8.0), owners=Owners(quotas={"a": Resources(3.0, float("inf"), float("inf"))}))
