@@ -19,7 +19,8 @@ import numpy as np
 from lightning_dlrover.perf.columns import Columns, Floats, windows_by_configuration
 from lightning_dlrover.perf.errors import Errors, Residuals, resemblance_of, variances_of
 from lightning_dlrover.perf.measured import Measured
-from lightning_dlrover.perf.population import Bend, Population, Ratios, features
+from lightning_dlrover.perf.model import COVERAGE, StepTimeModel
+from lightning_dlrover.perf.population import Bend, JobScale, Population, Ratios, features, shortest
 from lightning_dlrover.perf.prior import PhysicalPrior
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.shapes import PART_WEIGHT
@@ -37,7 +38,7 @@ ASSUMED_DEVIATION = 0.3
 """Relative deviation of one imagined job, which keeps two jobs that agree by chance from being trusted blindly."""
 
 MIN_DEVIATION_S = 0.02  # minimum deviation of a term between jobs, as a share of their communication
-MIN_BYTE_DEVIATION = 0.1
+MIN_SCALE_DEVIATION = 0.1
 MIN_NOISE = 0.02
 
 CONFIGURATIONS_OF_A_JOB = (10.0, 30.0, 100.0, 300.0)
@@ -45,6 +46,9 @@ CONFIGURATIONS_OF_A_JOB = (10.0, 30.0, 100.0, 300.0)
 the evidence. Leaving out one job at a time selects the number."""
 
 EM_ITERATIONS = 40
+
+MAX_JOBS_LEAVING = 8  # newest jobs that show how wide intervals off the node have to be
+MIN_LEAVING_WIDTH = 0.3
 
 CONFIGURATIONS_FOR_VARIANCES = 100  # configurations of each job that show how its errors resemble each other
 
@@ -67,11 +71,12 @@ def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0
         jobs: windows of each job.
         node_cores: as in `StepTimeModel.fit`.
     """
-    known = []
+    known, used = [], []
     for windows in jobs:
         groups = windows_by_configuration(windows, node_cores)
         if len(groups) >= MIN_CONFIGURATIONS:
             columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
+            used.append(windows)
             known.append(_Job(columns, measured, PhysicalPrior.of_hardware(columns, measured)))
     if not known:
         return None
@@ -81,10 +86,42 @@ def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0
     part_weight = _part_weight(known, noise)
     if len(left) < MIN_JOBS_TO_BEND:
         return Population(ratios, noise, bend, part_weight, errors=None)
+    leaving = _leaving_width([(windows, job) for windows, job in zip(used, known, strict=True)], noise, part_weight, node_cores)
     some = [_some(job) for job in left]
     with one_blas_thread():
         errors = Errors(variances_of(some))
-    return Population(ratios, noise, bend, part_weight, errors, resemblance_of(errors, some))
+    return Population(ratios, noise, bend, part_weight, errors, resemblance_of(errors, some), leaving)
+
+
+def _leaving_width(
+    jobs: Sequence[tuple[Sequence[StepProfile], _Job]], noise: float, part_weight: float, node_cores: float
+) -> float:
+    """Return the width that intervals of jobs leaving their node need, relative to the one that the model computes.
+
+    Each job is predicted on several nodes from its windows on one node and the ratios of the other jobs. The result is
+    the quantile of the errors relative to the intervals (Lei et al., Journal of the American Statistical Association
+    113(523), 2018, section 5.2); 1 where fewer than three jobs show it.
+    """
+    scores = []
+    for out, (windows, _) in enumerate(jobs[-MAX_JOBS_LEAVING:], start=max(0, len(jobs) - MAX_JOBS_LEAVING)):
+        inside, outside = ([w for w in windows if (w.num_nodes > 1) == several] for several in (False, True))
+        if len(windows_by_configuration(inside, node_cores)) < MIN_CONFIGURATIONS or not outside:
+            continue
+        others = [job for place, (_, job) in enumerate(jobs) if place != out]
+        ratios = tuple(_ratios(others, kind) for kind in range(len(SHAPES)))
+        population = Population(ratios, noise, _bend(others)[0], part_weight, errors=None)
+        model = StepTimeModel.fit(inside, node_cores=node_cores, population=population)
+        groups = windows_by_configuration(outside, node_cores)
+        found = model.predict_columns(Columns.of([*groups]))
+        error = np.log(Measured.of([*groups.values()], [1.0] * len(groups)).step_s / found.step_time_s)
+        width = np.where(error > 0, np.log(found.high_s / found.step_time_s), np.log(found.step_time_s / found.low_s))
+        scores.append(np.abs(error) / width)
+    if len(scores) < MIN_JOBS_TO_BEND:
+        return 1.0
+    # Every job counts the same, however many configurations it has.
+    levels = np.linspace(0, 1, 101)
+    of_jobs = np.concatenate([np.quantile(score, levels) for score in scores])
+    return max(MIN_LEAVING_WIDTH, float(np.quantile(of_jobs, COVERAGE)))
 
 
 def _part_weight(jobs: Sequence[_Job], noise: float) -> float:
@@ -101,7 +138,8 @@ def _some(residuals: Residuals) -> Residuals:
 
 def _ratios(jobs: Sequence[_Job], kind: int) -> Ratios:
     """Return the mean and deviation over jobs of each pooled coefficient, relative to the job's scale."""
-    pooled = np.array([term.name in POOLED_TERMS for term in TERMS])
+    involved = sum(amounts_of(job.columns).any(axis=0) for job in jobs) > 0
+    pooled = np.array([term.name in POOLED_TERMS for term in TERMS]) & involved
     units = np.array([job_units(job.columns) for job in jobs])
     coefficients = np.array([job.prior.shapes[kind].coefficients for job in jobs]) * units * pooled
     typical = np.mean([amounts_of(job.columns).mean(axis=0) / unit for job, unit in zip(jobs, units, strict=True)], axis=0)
@@ -110,18 +148,24 @@ def _ratios(jobs: Sequence[_Job], kind: int) -> Ratios:
     relative = coefficients[talking] / scales[talking, None]
     num_jobs = len(relative)
     if num_jobs == 0:  # no job had several workers
-        return Ratios(np.zeros(len(TERMS), dtype=bool), np.zeros(len(TERMS)), np.ones(len(TERMS)), 0.0, 1.0)
+        unknown = JobScale(0.0, 1.0)
+        return Ratios(np.zeros(len(TERMS), dtype=bool), np.zeros(len(TERMS)), np.ones(len(TERMS)), unknown, unknown)
     mean = relative.mean(axis=0)
     squares = ((relative - mean) ** 2).sum(axis=0) + (ASSUMED_DEVIATION * mean) ** 2
     deviation = np.sqrt(squares / num_jobs * (1 + 1 / num_jobs))
     deviation = np.maximum(deviation, MIN_DEVIATION_S / np.maximum(typical, 1e-3))
-    by_bytes, byte_deviation = 0.0, 1.0
-    if (num_bytes := units.max(axis=1)[talking]).min() > 1:
-        logs = np.log(scales[talking] / num_bytes)
-        by_bytes = float(np.exp(logs.mean()))
-        spread = ((logs - logs.mean()) ** 2).sum() + ASSUMED_DEVIATION**2
-        byte_deviation = max(MIN_BYTE_DEVIATION, float(np.sqrt(spread / num_jobs * (1 + 1 / num_jobs))))
-    return Ratios(pooled, mean, deviation, by_bytes, byte_deviation)
+    num_bytes = units.max(axis=1)[talking]
+    work_s = np.array([shortest(job.measured.work_s) for job in jobs])[talking]
+    by_bytes = _scale(scales[talking] / num_bytes) if num_bytes.min() > 1 else JobScale(0.0, 1.0)
+    return Ratios(pooled, mean, deviation, by_bytes, _scale(scales[talking] / work_s))
+
+
+def _scale(relative: Floats) -> JobScale:
+    """Return the mean and the deviation of the jobs' scales, relative to a figure of each."""
+    logs, num_jobs = np.log(relative), len(relative)
+    spread = ((logs - logs.mean()) ** 2).sum() + ASSUMED_DEVIATION**2
+    deviation = max(MIN_SCALE_DEVIATION, float(np.sqrt(spread / num_jobs * (1 + 1 / num_jobs))))
+    return JobScale(float(np.exp(logs.mean())), deviation)
 
 
 @dataclass(frozen=True)

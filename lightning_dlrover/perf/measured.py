@@ -41,6 +41,11 @@ class Measured:
         compute, data = self.compute_s / self.step_s, self.data_s / self.step_s
         return np.stack([compute, data, np.maximum(0.0, 1 - compute - data)], axis=1)
 
+    @property
+    def work_s(self) -> Floats:
+        """Seconds of computing, and the whole step where that was not measured."""
+        return np.where(np.isfinite(self.compute_s), self.compute_s, self.step_s)
+
     def scaled(self, factors: Floats) -> Measured:
         return Measured(self.step_s * factors, self.compute_s * factors, self.data_s * factors, self.weight)
 

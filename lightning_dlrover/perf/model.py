@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
 from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.population import Population
-from lightning_dlrover.perf.prior import PARTS, PhysicalPrior, PriorPrediction
+from lightning_dlrover.perf.prior import NORMAL_WIDTH, PARTS, PhysicalPrior, PriorPrediction
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.perf.threads import one_openmp_thread
 
 __all__ = ["Prediction", "Predictions", "StepTimeModel"]
 
 COVERAGE = 0.9  # fraction of measured windows that an interval should hold
-NORMAL_WIDTH = 1.645  # standard deviations to either side that hold that fraction of a normal error
 MIN_SIGMA = 0.02  # relative difference of two means over a window of the same steps
 UNTESTED_SIGMA = 0.1  # minimum uncertainty of a prior fitted to too few configurations to hold any out
 MIN_SHARE_SIGMA = 0.02  # minimum deviation of a part's share of the step
@@ -246,6 +245,8 @@ class StepTimeModel:
     share_sigma: Floats  # deviation of the parts' shares in a configuration that was not measured, in the order of `PARTS`
     noise: float  # deviation of the log of one window's step time between windows
     num_sizes: int  # measured world sizes, including those of earlier jobs
+    num_node_numbers: int  # measured numbers of nodes, likewise
+    leaving_width: float  # width that intervals off the node need, see `Population`
     layers: _Layers = field(repr=False)
     seen: Columns = field(repr=False)  # measured configurations: those in `evidence`, then those of earlier jobs
     seen_s: Floats = field(repr=False)  # predicted step times in `seen`
@@ -304,6 +305,8 @@ class StepTimeModel:
             share_sigma=tested.share_sigma if tested else np.full(len(PARTS), UNTESTED_SHARE_SIGMA),
             noise=observed.noise,
             num_sizes=len(np.unique(observed.columns.num_workers)),
+            num_node_numbers=len(np.unique(observed.columns.num_nodes)),
+            leaving_width=population.leaving_width if population else 1.0,
             layers=layers,
             seen=observed.columns,
             seen_s=np.exp(there + layers.trust * layers.residuals),
@@ -342,12 +345,20 @@ class StepTimeModel:
         log_s, near_s, near = raw.log_s, self.seen_s[raw.nearest], self.seen.rows(raw.nearest)
         # From one world size, the model may miss all of the gain, and as much in the other direction. Further sizes test the
         # shape, but no number of small ones confirms a far larger one.
-        doubt = np.maximum(0.0, raw.distance - self.tested_distance) / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
-        high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * raw.prior.spread) ** 2)
+        nodes_apart, apart = _apart(columns, near)
+        doubt = np.maximum(0.0, apart - self.tested_distance) / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
+        of_nodes = np.maximum(0.0, nodes_apart - self.tested_distance) / min(self.num_node_numbers, MAX_SIZES_THAT_REASSURE)
+        # The range of an unknown network takes the place of the distance in nodes.
+        leaves = (self.num_node_numbers == 1) & (near.num_nodes == 1) & (columns.num_nodes > 1)
+        doubt = np.maximum(doubt, np.where(leaves, 0.0, of_nodes))
+        width = np.where(leaves, max(self.width, NORMAL_WIDTH * UNTESTED_SIGMA), self.width)
+        around = width**2 + doubt**2 + (NORMAL_WIDTH * raw.prior.spread) ** 2
+        scale = np.where(leaves, self.leaving_width, 1.0)
+        low, high = (scale * np.sqrt(around + network**2) for network in (raw.prior.faster, raw.prior.slower))
         # Additional workers are no faster than perfect scaling of the measurements.
         floor = np.log(near_s * np.minimum(1.0, columns.local_batch / near.local_batch)) - self.width
         slower = (columns.num_workers > near.num_workers) & (columns.core_share <= near.core_share)
-        low = np.where(slower, np.maximum(np.minimum(high, log_s - floor), NORMAL_WIDTH * self.noise), high)
+        low = np.where(slower, np.maximum(np.minimum(low, log_s - floor), NORMAL_WIDTH * self.noise), low)
         own = (raw.distance == 0) & (raw.nearest < len(self.evidence))
         repeated = NORMAL_WIDTH * self.noise * np.sqrt(1 + 1 / self.seen_counts[raw.nearest])
         step_s = np.where(own, near_s, np.exp(log_s))
@@ -443,6 +454,15 @@ def _places(columns: Columns) -> Floats:
         ],
         axis=1,
     )
+
+
+_OF_NODES = 1  # the column of `_places` for nodes
+
+
+def _apart(columns: Columns, near: Columns) -> tuple[Floats, Floats]:
+    """Return the distances of configurations from others, in nodes and in all else."""
+    apart = np.abs(_places(columns) - _places(near))
+    return apart[:, _OF_NODES], np.delete(apart, _OF_NODES, axis=1).max(axis=1)
 
 
 # Direction in which each of `_features` may move a step time: +1 longer, -1 shorter, 0 either way. The residual in the

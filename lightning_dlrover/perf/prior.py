@@ -13,15 +13,17 @@ estimates how far terms can be trusted.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
 from lightning_dlrover.perf.errors import OwnErrors, Residuals
 from lightning_dlrover.perf.measured import Measured
-from lightning_dlrover.perf.population import Bend, Population
+from lightning_dlrover.perf.population import Bend, Population, shortest
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.shapes import (
     BACKWARD_OVERLAPS,
@@ -40,6 +42,9 @@ from lightning_dlrover.perf.threads import one_blas_thread
 __all__ = ["PARTS", "SHAPES", "TERMS", "Configuration", "Elasticities", "PhysicalPrior", "PriorPrediction", "configuration_of"]
 
 MIN_CONFIGURATIONS_FOR_OVERLAP = 6
+NORMAL_WIDTH = 1.645  # standard deviations to either side that hold 90 % of a normal error
+LINK_FACTOR = 2.2  # a link is so many times slower or faster than the default of `terms.py`
+UNKNOWN_BYTES_SHARE = 3.0  # synchronisation between nodes, relative to computing, that a job of unknown bytes may have
 MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
 
 
@@ -51,6 +56,26 @@ class PriorPrediction:
     spread: Floats
     shares: Floats  # shares of the step as `PARTS`, ``(num_configurations, 3)``; overlapping time counts as compute
     shares_spread: Floats
+    faster: (
+        Floats  # log of the step time over that with the fastest and of that with the slowest plausible network; 0: measured
+    )
+    slower: Floats
+
+
+class UnknownNetwork(NamedTuple):
+    """Range of 90 % of the synchronisation between nodes, for a job that was measured on single nodes only."""
+
+    factor: float  # it may take so many times as long as predicted, or so many times less
+    more_s: float = 0.0  # seconds on top of the slow end, where nothing is known of what a job sends
+
+    @classmethod
+    def of(cls, columns: Columns, measured: Measured, population: Population | None, num_bytes: float) -> UnknownNetwork:
+        work_s = shortest(measured.work_s)
+        if population is not None:
+            scales = [ratios.expected(num_bytes, work_s) for ratios in population.ratios]
+            if all(ratios.of_network for ratios in population.ratios) and min(scale.mean for scale in scales) > 0:
+                return cls(math.exp(NORMAL_WIDTH * max(scale.deviation for scale in scales)))
+        return cls(LINK_FACTOR, 0.0 if num_bytes > 1 else UNKNOWN_BYTES_SHARE * work_s)
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,7 @@ class PhysicalPrior:
     kinds: tuple[int, ...]  # index into `SHAPES` of each shape
     bend: Bend | None = None  # correction that the jobs of a population share
     own: OwnErrors | None = None  # further deviations of this job
+    network: UnknownNetwork | None = None  # None: placements on several nodes were measured
 
     @classmethod
     def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0, population: Population | None = None) -> PhysicalPrior:
@@ -100,13 +126,18 @@ class PhysicalPrior:
             like: take overlaps from this prior instead of trying all, and with a `population` its coefficients as a start.
             population: properties of the hardware. All overlaps and shapes then count by their evidence.
         """
+        network = None
+        if columns.num_nodes.max() == 1:
+            network = UnknownNetwork.of(columns, measured, population, float(columns.dense_bytes.mean()))
         tried = _tried(len(columns), OVERLAPS if population is None else BACKWARD_OVERLAPS)
         with one_blas_thread():
             if population is not None:
-                return cls._of_population(columns, measured, tried, population, like)
-            if like is not None:
-                tried = [(kind, shape.overlap) for kind, shape in zip(like.kinds, like.shapes, strict=True)]
-            return cls._best_of_each(fit_all(tried, columns, measured))
+                prior = cls._of_population(columns, measured, tried, population, like)
+            else:
+                if like is not None:
+                    tried = [(kind, shape.overlap) for kind, shape in zip(like.kinds, like.shapes, strict=True)]
+                prior = cls._best_of_each(fit_all(tried, columns, measured))
+        return dataclasses.replace(prior, network=network)
 
     @classmethod
     def of_hardware(cls, columns: Columns, measured: Measured) -> PhysicalPrior:
@@ -157,7 +188,18 @@ class PhysicalPrior:
 
     def predict(self, columns: Columns) -> PriorPrediction:
         """Return the means over the shapes, of the log of step time and of the shares."""
-        return self._predicted(columns, self._overlapped(columns))
+        found = self._overlapped(columns)
+        predicted = self._predicted(columns, found)
+        if self.network is None:
+            return predicted
+        factor, more_s = self.network
+        near_s = np.array([o.step_s for o in found])
+        with one_blas_thread():
+            amounts, overlaps, several = amounts_of(columns), loader_overlap_of(columns), columns.num_nodes > 1
+            fast_s = np.array([shape.overlapped(amounts, overlaps, 1 / factor).step_s for shape in self.shapes])
+            slow_s = np.array([shape.overlapped(amounts, overlaps, factor, more_s).step_s for shape in self.shapes])
+        faster, slower = (several * (self.weights @ np.log(ratios)) for ratios in (near_s / fast_s, slow_s / near_s))
+        return dataclasses.replace(predicted, faster=faster, slower=slower)
 
     def elasticities(self, columns: Columns) -> Elasticities:
         """Return the means over the shapes."""
@@ -189,7 +231,8 @@ class PhysicalPrior:
                 log_s = log_s + self.bend.at(columns, elastic.by_sync)
             if self.own is not None:
                 log_s = log_s + self.own.at(columns, elastic.by_compute, elastic.by_sync)
-        return PriorPrediction(log_s, spread, shares, shares_spread)
+        nothing = np.zeros(len(columns))
+        return PriorPrediction(log_s, spread, shares, shares_spread, nothing, nothing)
 
     def _elasticities(self, columns: Columns, found: Sequence[Overlapped]) -> Elasticities:
         loader_overlap = loader_overlap_of(columns)

@@ -66,9 +66,13 @@ class Shape:
     overlap: Overlap
     communication_s: float = 0.0  # the job's own scale of communication, see `PooledPulls`
 
-    def overlapped(self, amounts: Floats, loader_overlap: Floats) -> Overlapped:
+    def overlapped(
+        self, amounts: Floats, loader_overlap: Floats, sync_factor: float = 1.0, more_sync_s: float = 0.0
+    ) -> Overlapped:
+        """Return the parts of each step, with synchronisation so many times as long, and so many seconds longer."""
         tiny = 1e-9
         compute_s, data_s, sync_s = (np.maximum(amounts[:, of] @ self.coefficients[of], tiny) for of in OF_PARTS)
+        sync_s = sync_factor * sync_s + more_sync_s
         exposed_s = self.overlap.exposed * compute_s
         hidden_s = (1 - self.overlap.exposed) * compute_s
         busy_s = exposed_s + _norm(hidden_s, sync_s, np.full(len(amounts), self.overlap.power))
@@ -105,7 +109,7 @@ def fit_all(
         start, iterations = (starts[place], ITERATIONS_NEARBY) if starts else (None, ITERATIONS)
         pooled = None
         if population is not None:
-            pooled = PooledPulls.of(population, kind, job_units(columns), amounts, measured.step_s)
+            pooled = PooledPulls.of(population, kind, job_units(columns), amounts, measured)
             if start is None:
                 iterations = POOLED_ITERATIONS
                 if found and found[-1].kind == kind:  # the same terms with another overlap

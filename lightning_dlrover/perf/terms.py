@@ -11,7 +11,19 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Floats
 
-__all__ = ["MAX_LATENCY_S", "OF_PARTS", "PARTS", "SHAPES", "TERMS", "Part", "Term", "amounts_of", "job_units", "terms_of"]
+__all__ = [
+    "BETWEEN_NODES",
+    "MAX_LATENCY_S",
+    "OF_PARTS",
+    "PARTS",
+    "SHAPES",
+    "TERMS",
+    "Part",
+    "Term",
+    "amounts_of",
+    "job_units",
+    "terms_of",
+]
 
 Part = Literal["compute", "data", "communication"]
 PARTS: tuple[Part, ...] = ("compute", "data", "communication")
@@ -218,6 +230,9 @@ al., Statistical Science 14(4), 1999), and their spread is part of the interval.
 
 BYTE_TERMS = ("ring_inside_node", "ring_between_nodes")
 """Terms with coefficients per byte."""
+
+BETWEEN_NODES: NDArray[np.bool_] = np.array([term.name in ("ring_between_nodes", "network", "pair_of_nodes") for term in TERMS])
+"""Terms of synchronisation that need several nodes, apart from those of tables."""
 
 _GROWTH = frozenset(name for shape in SHAPES for name in shape)
 OF_PARTS: tuple[NDArray[np.bool_], ...] = tuple(np.array([term.part == part for term in TERMS]) for part in PARTS)

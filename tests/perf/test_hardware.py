@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,25 @@ def test_other_models_do_no_harm_on_measured_traces(name: str) -> None:
         alone.append(evaluate(mixed[:12], mixed[12:]).mape)
         helped.append(evaluate(mixed[:12], mixed[12:], population).mape)
     assert np.mean(helped) < np.mean(alone) + 0.5
+
+
+@needs_traces
+@pytest.mark.slow
+def test_first_steps_off_a_node_are_within_15_percent_and_their_intervals_with_other_jobs_of_known_bytes() -> None:
+    jobs = {
+        name: [replace(w, dense_bytes=num_bytes) for w in read_trace(TRACES / f"{name}-placements.csv").samples]
+        for name, num_bytes in (("ncf", 6_400_000), ("cifar10", 44_700_000), ("bert", 438_000_000), ("yolov3", 246_500_000))
+    }
+    found = [
+        evaluate(
+            [w for w in windows if w.num_nodes == 1],
+            [w for w in windows if w.num_nodes > 1],
+            population_of([others for other, others in jobs.items() if other != name]),
+        )
+        for name, windows in jobs.items()
+    ]
+    assert np.mean([each.mape for each in found]) < 15
+    assert 80 <= np.mean([each.coverage for each in found]) <= 99
 
 
 # --- the command ---
