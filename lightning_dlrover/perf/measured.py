@@ -46,9 +46,6 @@ class Measured:
         """Seconds of computing, and the whole step where that was not measured."""
         return np.where(np.isfinite(self.compute_s), self.compute_s, self.step_s)
 
-    def scaled(self, factors: Floats) -> Measured:
-        return Measured(self.step_s * factors, self.compute_s * factors, self.data_s * factors, self.weight)
-
     def rows(self, index: NDArray[Any]) -> Measured:
         return Measured(self.step_s[index], self.compute_s[index], self.data_s[index], self.weight[index])
 

@@ -1,10 +1,11 @@
 """Predict the time of a training step in a configuration, with its uncertainty.
 
-Three layers work in logs, each on the residuals of the layer below:
+Two layers work in logs:
 
 - The physical prior extrapolates to world sizes that were never tried.
 - Boosted trees bend it where samples show that they may.
-- Nearby measurements correct both, and measurements in the very same configuration take precedence.
+
+Measurements in the very same configuration take precedence over both.
 
 The planner decides on the use of a prediction.
 """
@@ -43,9 +44,6 @@ MIN_CONFORMAL_CONFIGURATIONS = 20
 MIN_TREE_SAMPLES = 24
 MIN_TREE_CONFIGURATIONS = 12
 NUM_FOLDS = 4
-
-REACH = 0.3  # distance over which the correction from one configuration fades to a third
-NEIGHBOURS = 8  # number of measured configurations that may correct another
 
 MAX_SIZES_THAT_REASSURE = 4
 EARLIER_WEIGHT = 0.3  # weight of a configuration of an earlier job, relative to one of this job
@@ -97,33 +95,20 @@ class _Observed:
 
 
 @dataclass(frozen=True)
-class _Variant:
-    """The layers that are used on top of the prior."""
-
-    with_trees: bool
-    carries: bool
-
-
-# The first variant is the rule where samples are too few to compare them.
-_VARIANTS = (_Variant(False, True), _Variant(True, False), _Variant(False, False))
-
-
-@dataclass(frozen=True)
 class _Layers:
-    """Prior, trees, and corrections carried from measured configurations to nearby ones."""
+    """Prior and trees, and how measured configurations deviate from both."""
 
     prior: PhysicalPrior
     trees: Any  # None: samples do not justify trees
-    carries: bool
     places: _Places  # coordinates of measured configurations
     residuals: Floats  # log of measured over predicted by prior and trees, at these places
     trust: Floats  # part of each residual that is no noise, from 0 to 1
 
     @classmethod
-    def fit(cls, observed: _Observed, prior: PhysicalPrior, variant: _Variant) -> _Layers:
+    def fit(cls, observed: _Observed, prior: PhysicalPrior, *, with_trees: bool) -> _Layers:
         columns, measured = observed.columns, observed.measured
         trees = None
-        if variant.with_trees:
+        if with_trees:
             plain = dataclasses.replace(prior, own=None)
             trees = _fit_trees(columns, np.log(measured.step_s) - plain.predict(columns).log_s, measured.weight)
             if prior.own is not None:
@@ -135,19 +120,12 @@ class _Layers:
         # The residual variance that noise does not explain (method of moments).
         wrong = max(least**2, float((residuals**2 - from_noise).mean())) * measured.weight**2
         trust = wrong / (wrong + from_noise)
-        return cls(prior, trees, variant.carries, _Places.of(columns), residuals, trust)
+        return cls(prior, trees, _Places.of(columns), residuals, trust)
 
     def predict(self, columns: Columns) -> _Raw:
         prior = self.prior.predict(columns)
-        count = min(NEIGHBOURS if self.carries else 1, len(self.residuals))
-        distances, index = self.places.nearest(columns, count)
-        log_s = prior.log_s + _bent(self.trees, columns)
-        if self.carries:
-            closeness = np.exp(-distances / REACH)
-            weights = closeness * self.trust[index] + 1e-12
-            share = weights / weights.sum(axis=1, keepdims=True)
-            log_s += (share * closeness * self.trust[index] * self.residuals[index]).sum(axis=1)
-        return _Raw(log_s, prior, distances[:, 0], index[:, 0])
+        distance, nearest = self.places.nearest(columns)
+        return _Raw(prior.log_s + _bent(self.trees, columns), prior, distance, nearest)
 
 
 @dataclass(frozen=True)
@@ -178,15 +156,15 @@ class _Places:
         varies = np.ptp(points, axis=0) > 0
         return cls(KDTree(points[:, varies]) if varies.any() else None, varies, points[0, ~varies])
 
-    def nearest(self, columns: Columns, count: int) -> tuple[Floats, NDArray[np.intp]]:
-        """Return the distances and the indices of the nearest places, both of shape ``(num_configurations, count)``."""
+    def nearest(self, columns: Columns) -> tuple[Floats, NDArray[np.intp]]:
+        """Return the distance and the index of the nearest place of each row."""
         points = _places(columns)
         # The largest difference counts, so common coordinates set a floor and change no order above it.
-        floor = np.abs(points[:, ~self.varies] - self.common).max(axis=1, initial=0.0)[:, None]
+        floor = np.abs(points[:, ~self.varies] - self.common).max(axis=1, initial=0.0)
         if self.tree is None:
-            return floor, np.zeros((len(points), 1), dtype=np.intp)
-        distances, index = self.tree.query(points[:, self.varies], k=count, p=np.inf)
-        return np.maximum(distances.reshape(-1, count), floor), index.reshape(-1, count)
+            return floor, np.zeros(len(points), dtype=np.intp)
+        distance, index = self.tree.query(points[:, self.varies], p=np.inf)
+        return np.maximum(distance, floor), index
 
 
 @dataclass(frozen=True)
@@ -286,13 +264,13 @@ class StepTimeModel:
             raise ValueError("cannot fit a step-time model to no samples; wait for the first profile window of the job")
         own, observed = _observed(samples, earlier, node_cores)
         prior = PhysicalPrior.fit(observed.columns, observed.measured, population=population)
-        variants: Sequence[_Variant] = _VARIANTS[:1]
+        kinds = [False]
         if observed.counts.sum() >= MIN_TREE_SAMPLES and len(observed.counts) >= MIN_TREE_CONFIGURATIONS:
-            variants = _VARIANTS
-        held_out = _hold_out(observed, prior, variants, population) if len(observed.counts) >= MIN_TESTED_CONFIGURATIONS else {}
-        variant = min(variants, key=lambda v: held_out[v].badness) if held_out else variants[0]
-        layers = _Layers.fit(observed, prior, variant)
-        tested = held_out.get(variant)
+            kinds = [True, False]
+        held_out = _hold_out(observed, prior, kinds, population) if len(observed.counts) >= MIN_TESTED_CONFIGURATIONS else {}
+        with_trees = min(kinds, key=lambda kind: held_out[kind].badness) if held_out else False
+        layers = _Layers.fit(observed, prior, with_trees=with_trees)
+        tested = held_out.get(with_trees)
         width = tested.width if tested else NORMAL_WIDTH * max(UNTESTED_SIGMA, float(np.sqrt((layers.residuals**2).mean())))
         # In configurations measured often the held-out figure is a mean, and a single window differs from it.
         width = math.hypot(width, NORMAL_WIDTH * observed.noise * math.sqrt(1 - 1 / observed.counts.mean()))
@@ -521,20 +499,18 @@ def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[
 
 
 def _hold_out(
-    observed: _Observed, prior: PhysicalPrior, variants: Sequence[_Variant], population: Population | None
-) -> dict[_Variant, _HeldOut]:
-    """Predict each configuration by layers fitted without it, in each variant."""
-    errors: dict[_Variant, list[Floats]] = {variant: [] for variant in variants}
+    observed: _Observed, prior: PhysicalPrior, kinds: Sequence[bool], population: Population | None
+) -> dict[bool, _HeldOut]:
+    """Predict each configuration by layers fitted without it, with and without trees."""
+    errors: dict[bool, list[Floats]] = {with_trees: [] for with_trees in kinds}
     share_errors, distances = [], []
     for train, test in _folds(len(observed.counts)):
         seen, unseen = observed.rows(train), observed.rows(test)
         fold_prior = PhysicalPrior.fit(seen.columns, seen.measured, prior, population)
-        for variant in variants:
-            raw = _Layers.fit(seen, fold_prior, variant).predict(unseen.columns)
-            errors[variant].append(np.log(unseen.measured.step_s) - raw.log_s)
+        for with_trees in kinds:
+            raw = _Layers.fit(seen, fold_prior, with_trees=with_trees).predict(unseen.columns)
+            errors[with_trees].append(np.log(unseen.measured.step_s) - raw.log_s)
         share_errors.append(unseen.measured.shares - raw.prior.shares)
         distances.append(raw.distance)
     distance = float(np.quantile(np.concatenate(distances), COVERAGE))
-    return {
-        variant: _HeldOut(np.concatenate(found), np.concatenate(share_errors), distance) for variant, found in errors.items()
-    }
+    return {kind: _HeldOut(np.concatenate(found), np.concatenate(share_errors), distance) for kind, found in errors.items()}

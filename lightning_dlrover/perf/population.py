@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf.columns import Columns, Floats
+from lightning_dlrover.perf.columns import Floats
 from lightning_dlrover.perf.errors import Errors
 from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.terms import BETWEEN_NODES
 
-__all__ = ["Bend", "JobScale", "PooledPulls", "Population", "Ratios", "features", "shortest"]
+__all__ = ["JobScale", "PooledPulls", "Population", "Ratios", "shortest"]
 
 FIRST_COMMUNICATION_SHARE = 0.3  # share of communication in a step from which the search for a job's scale starts
-
-_LOG_WORKERS = np.log2([1, 2, 3, 4, 6, 8, 12, 16, 32, 64])
-_LOG_ON_NODE = np.log2([1, 2, 3, 4, 8])
-_MAX_NODES_APART = 4  # number of nodes beyond which placements count alike
 
 
 class JobScale(NamedTuple):
@@ -62,65 +57,18 @@ class Ratios:
 
 
 @dataclass(frozen=True)
-class Bend:
-    """Log correction of the prior that all jobs of the hardware share, by placement and elasticity by communication."""
-
-    weights: Floats
-
-    def at(self, columns: Columns, by_sync: Floats) -> Floats:
-        bent: Floats = np.hstack(features(columns, by_sync)) @ self.weights
-        return bent
-
-
-@dataclass(frozen=True)
 class Population:
     """Common properties of jobs on one kind of hardware."""
 
     ratios: tuple[Ratios, ...]  # one for each of the prior's shapes
     noise: float  # deviation of the log of a configuration's step time about a job's fitted prior
-    bend: Bend | None  # None: the prior has no error that helps other jobs
-    part_weight: float  # weight of measured computing relative to the whole step
-    errors: Errors | None  # None: too few jobs to know how errors of one job resemble each other
-    resemblance: float = 0.0  # mean correlation of a prior's errors in two configurations of one job
+    errors: Errors | None = None  # None: too few jobs to know how errors of one job resemble each other
     leaving_width: float = 1.0  # width that intervals off the node need, relative to the one computed for them
-
-    def noise_of(self, num_configurations: int) -> float:
-        """Return the noise that as many independent errors need to hold as much evidence as these, which resemble each other.
-
-        The variance of a mean of correlated errors grows by the design effect (Kish, Survey Sampling, 1965, section 8.2).
-        """
-        return self.noise * math.sqrt(1 + self.resemblance * (num_configurations - 1))
-
-
-def features(columns: Columns, by_sync: Floats) -> list[Floats]:
-    """Return groups of features, each of which has a variance of its own; zero effect is the default of all."""
-    nodes = np.minimum(columns.num_nodes, _MAX_NODES_APART).astype(int)
-    by_nodes = np.eye(_MAX_NODES_APART)[nodes - 1]
-    by_workers = _hats(np.log2(columns.num_workers), _LOG_WORKERS)
-    by_fullest = _hats(np.log2(columns.fullest), _LOG_ON_NODE)
-    share = by_sync[:, None]
-    return [
-        share * by_nodes,
-        share * by_workers,
-        share * _products(by_nodes, by_workers),
-        share * _products(by_nodes, by_fullest),
-        by_workers,
-    ]
 
 
 def shortest(seconds: Floats) -> float:
     """Return the time of the quickest configurations; a single one may be an outlier."""
     return float(np.quantile(seconds, 0.05))
-
-
-def _hats(values: Floats, knots: Floats) -> Floats:
-    """Return weights of linear interpolation between knots; constant beyond them."""
-    return np.stack([np.interp(values, knots, unit) for unit in np.eye(len(knots))], axis=1)
-
-
-def _products(one: Floats, other: Floats) -> Floats:
-    found: Floats = (one[:, :, None] * other[:, None, :]).reshape(len(one), -1)
-    return found
 
 
 class PooledPulls:
@@ -129,10 +77,7 @@ class PooledPulls:
     The scale is one more unknown of the least squares, and appears in these rows alone.
     """
 
-    def __init__(
-        self, ratios: Ratios, noise: float, units: Floats, expected: JobScale, scale: float, part_weight: float
-    ) -> None:
-        self.part_weight = part_weight
+    def __init__(self, ratios: Ratios, noise: float, units: Floats, expected: JobScale, scale: float) -> None:
         self._ratios = ratios
         self._expected = expected
         self._noise = noise
@@ -147,7 +92,7 @@ class PooledPulls:
         typical = float((ratios.mean / units * amounts.mean(axis=0)).sum())
         some_s = FIRST_COMMUNICATION_SHARE * float(np.median(step_s))
         start = some_s / typical if typical > 0 else expected.mean  # 0: no measurement has several workers
-        return cls(ratios, population.noise_of(len(step_s)), units, expected, start, population.part_weight)
+        return cls(ratios, population.noise, units, expected, start)
 
     def free(self, pull: Floats) -> Floats:
         """Return the pulls to defaults, without those that the population replaces."""

@@ -210,8 +210,9 @@ TERMS: tuple[Term, ...] = (
     Term(
         "pair_of_nodes",
         "communication",
-        "two nodes have one path between them, three and more have several: measured on clusters, doubted by two of the shapes",
-        lambda c: (c.num_nodes == 2).astype(np.float64),
+        "two nodes have one path between them, which all workers share, while three and more have several: measured on "
+        "clusters, doubted by one of the shapes",
+        lambda c: (c.num_nodes == 2) * np.log2(c.num_workers),
         doubt=0.2,
     ),
 )
