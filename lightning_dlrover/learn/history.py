@@ -148,8 +148,8 @@ class JobHistory:
         table = tables.windows
         places = [table.c[f.name] for f in dataclasses.fields(Settings)] + [table.c.global_batch]
         stored: dict[tuple[Any, ...], set[float]] = {}
-        for at, *place in connection.execute(select(table.c.at, *places).where(table.c.job == key)):
-            stored.setdefault(tuple(place), set()).add(at)
+        for row in connection.execute(select(table.c.at, *places).where(table.c.job == key)):
+            stored.setdefault(tuple(row)[1:], set()).add(row[0])
         places_at = {at: place for place, times in stored.items() for at in times}  # windows of a job have different times
         given: dict[tuple[Any, ...], dict[float, StepProfile]] = {}
         for window in windows:

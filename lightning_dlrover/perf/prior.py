@@ -41,7 +41,7 @@ __all__ = ["PARTS", "SHAPES", "TERMS", "Configuration", "PhysicalPrior", "PriorP
 
 MIN_CONFIGURATIONS_FOR_OVERLAP = 6
 NORMAL_WIDTH = 1.645  # standard deviations to either side that hold 90 % of a normal error
-LINK_FACTOR = 2.2  # a link is so many times slower or faster than the default of `terms.py`
+LINK_FACTOR = 2.0  # a link is so many times slower or faster than the default of `terms.py`
 UNKNOWN_BYTES_SHARE = 3.0  # synchronisation between nodes, relative to computing, that a job of unknown bytes may have
 MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
 
