@@ -4,6 +4,7 @@ dense      a perceptron with products that fill a core; its data are in memory
 deep       a deep and narrow perceptron: its threads meet at many barriers in each step
 embedding  sharded embedding tables with many lookups per sample, and small products
 input      a small model with samples that are fetched (a wait) and decoded (a core)
+images     convolutions: a thousand operations for each parameter, unlike any reference model of `dlrover characterize`
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NUM_FEATURES = 256
 NUM_TABLES, NUM_ROWS, DIM, LOOKUPS = 4, 100_000, 32, 40
 FETCH_S, DECODED_BYTES = 0.5e-3, 120_000
 
-GLOBAL_BATCH = {"dense": 240, "embedding": 384, "input": 48, "deep": 192}
+GLOBAL_BATCH = {"dense": 240, "embedding": 384, "input": 48, "deep": 192, "images": 48}
 JOBS = ("dense", "embedding", "input")
 """Jobs that need different configurations."""
 
@@ -88,6 +89,29 @@ class Perceptron(L.LightningModule):
         super().__init__()
         hidden = [part for _ in range(num_layers) for part in (nn.Linear(width, width), nn.ReLU())]
         self.net = nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Pictures(Rows):
+    """The same rows, each as a small image."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row, target = super().__getitem__(index)
+        return row.view(1, 16, 16), target
+
+
+class Convolutions(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = [part for _ in range(4) for part in (nn.Conv2d(24, 24, 3, padding=1), nn.ReLU())]
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 24, 3, padding=1), *hidden, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 1)
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -204,6 +228,8 @@ def main() -> None:
         module, data = Perceptron(256, 16), Rows()
     elif options.job == "embedding":
         module, data = ClickModel(), Clicks()
+    elif options.job == "images":
+        module, data = Convolutions(), Pictures()
     else:
         module, data = Perceptron(64, 1), Packed()
     trainer = L.Trainer(

@@ -1,6 +1,6 @@
 """Quality of `dlrover characterize --quick`: its time, its repeatability, its limits, and the start that jobs get from it.
 
-    python benchmarks/characterize.py [--out DIR] [--jobs dense,embedding,input] [--reuse]
+    python benchmarks/characterize.py [--out DIR] [--jobs dense,embedding,input,images] [--reuse]
 
 runs      Two runs of the command, one after the other. `minutes` is the longer one's wall time. Two measurements of a point
           agree if the figure of one lies within the other's 90 % interval, at the same speed of the machine. `width` is
@@ -8,9 +8,10 @@ runs      Two runs of the command, one after the other. `minutes` is the longer 
 parts     Sum of a step's parts against its time, which is measured in other steps. The figure is the median over all points.
 limits    Memory copy against a STREAM-like program in C, matrix multiply against scipy's BLAS (`limit_references.py`).
 warm      Jobs of `auto_config_jobs.py` start with the history of the first run. The settings of their first plan are measured
-          in turn with the best of a grid. They have visited no other settings.
+          in turn with the best of a grid. They have visited no other settings. `warm_min` is the worst of the jobs that the
+          reference models resemble, `warm_unlike` the job `images`, which none of them does.
 
-The last line holds `minutes= agree= width= parts_error= copy_error= gemm_error= warm_min=`.
+The last line holds `minutes= agree= width= parts_error= copy_error= gemm_error= warm_min= warm_unlike=`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from lightning_dlrover.characterize.store import read_store
 
 SIZE = replace(FULL, ahead=(2,), rounds=1, measure_s=0.6, comparisons=3, compare_s=1.0)
 RUN_TIMEOUT_S = 600.0
+UNLIKE = "images"
 
 
 def run_quick(out: Path, history: Path) -> float:
@@ -75,9 +77,9 @@ def parts_error(results: list[Result]) -> float:
     return statistics.median(errors)
 
 
-def warm_starts(history: Path, kinds: list[str], grid_file: Path) -> list[float]:
+def warm_starts(history: Path, kinds: list[str], grid_file: Path) -> dict[str, float]:
     """Return the fraction of the best that each job's first plan reaches."""
-    found = []
+    found = {}
     grids = {k: Grid.from_data(v) for k, v in json.loads(grid_file.read_text()).items()} if grid_file.exists() else {}
     with Workspace("characterize", keep=False) as space:
         endpoint = space.etcd().endpoint
@@ -88,21 +90,22 @@ def warm_starts(history: Path, kinds: list[str], grid_file: Path) -> list[float]
             print(grids[kind].table(careful_user(SIZE)), flush=True)
             own = space.folder / f"{kind}.sqlite"  # a job adds its own windows, which the next one must not see
             shutil.copy(history, own)
-            found.append(plan_live(space, endpoint, kind, SIZE, grids[kind], own, is_warm=True).fraction)
+            found[kind] = plan_live(space, endpoint, kind, SIZE, grids[kind], own, is_warm=True).fraction
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for both runs (default: a temporary one)")
-    parser.add_argument("--jobs", default=",".join(JOBS), help=f"jobs that start warm, of {', '.join(JOBS)}")
+    known = (*JOBS, UNLIKE)
+    parser.add_argument("--jobs", default=",".join(known), help=f"jobs that start warm, of {', '.join(known)}")
     parser.add_argument(
         "--reuse", action="store_true", help="take the runs that --out already holds; `minutes` is unknown then"
     )
     options = parser.parse_args()
     kinds = [kind for kind in options.jobs.split(",") if kind]
-    if unknown := sorted({*kinds} - {*JOBS}):
-        parser.error(f"--jobs names {unknown}, the jobs are {', '.join(JOBS)}")
+    if unknown := sorted({*kinds} - {*known}):
+        parser.error(f"--jobs names {unknown}, the jobs are {', '.join(known)}")
     print(describe_machine(), flush=True)
     with tempfile.TemporaryDirectory(prefix="dlrover-benchmark-") as temporary:
         out = options.out or Path(temporary)
@@ -116,13 +119,15 @@ def main() -> int:
         agreeing, count = agreement(*results)
         print(f"runs: {agreeing} of {count} points agree", flush=True)
         spreads = [r.spread for found in results for r in found.values() if not r.point.measures_loss]
+        found = warm_starts(history, kinds, out / "grid.json")
         values: dict[str, float | int] = {
             "minutes": minutes,
             "agree": agreeing / count,
             "width": statistics.median(spreads),
             "parts_error": parts_error([*results[0].values(), *results[1].values()]),
             **limit_errors(),
-            "warm_min": min(warm_starts(history, kinds, out / "grid.json"), default=float("nan")),
+            "warm_min": min((fraction for kind, fraction in found.items() if kind != UNLIKE), default=float("nan")),
+            "warm_unlike": found.get(UNLIKE, float("nan")),
         }
     print(result_line(values))
     return 0

@@ -1,23 +1,29 @@
 """Accuracy and cost of the resource-performance model on step times that were measured on clusters.
 
-    python benchmarks/perf_model.py [--data DIR] [--seeds N] [--without-sync] [--history] [--quick]
+    python benchmarks/perf_model.py [--data DIR] [--seeds N] [--without-sync] [--without-bytes] [--history] [--quick]
 
 Reads `MODEL-placements.csv` and `MODEL-scalability.csv` of each model from DIR/step_traces (DIR: $DLROVER_SHARED_DATA, else
-../shared/data). Four splits of each:
+../shared/data). Six splits of each:
 
-    interp   a random quarter of the placements -> the rest
-    extrap   placements with at most 8 workers -> those with more
-    scale    all placements -> the larger worlds of the scalability file
-    few      12 random samples -> the rest of the placements
+    interp        a random quarter of the rows -> the rest; a third of these have a configuration of the fit, measured again
+    by_placement  the rows of a random quarter of the placements -> those of the rest: no configuration is in both
+    extrap        placements with at most 8 workers -> those with more
+    scale         all placements -> the larger worlds of the scalability file
+    few           12 random samples -> the rest of the placements
+    off_node      placements on one node -> those on two to four nodes
 
-Errors are mean absolute percentage errors of the step time, for the model, its physical prior alone, and boosted trees alone
-(scikit-learn's defaults). Two errors published with the traces stand beside them (Pollux's analytic fit, and trees). The last
-line holds the means of the models, the largest ratio of our error to the better published one, and the percentage of
-predicted samples inside the 90 % interval, over all splits.
+In `off_node` the gradient bytes of a step are known, as a job's profiler knows them (`NUM_PARAMETERS`); --without-bytes leaves
+them out there. The other splits have none, because the files have none.
 
-With --history, the splits `few` and `interp` are predicted with and without the placements of the other models as jobs on the
-same hardware. The last line then holds the mean errors with them, the largest harm to a model and split in points, and the
-coverage.
+Errors are mean absolute percentage errors of the step time, for the model and its physical prior alone; for boosted trees on
+logs with leaves of two samples or more (scikit-learn) and a ridge regression of logs. Two errors published with the traces
+stand beside them (Pollux's analytic fit, and trees). The last line holds the means of the models, the largest ratio of our
+error to the better published one, the percentage of predicted samples inside the 90 % interval over all splits but `off_node`,
+and that of `off_node`. The table above it has the coverage of each split.
+
+With --history, the splits `few`, `interp`, `by_placement` and `off_node` are predicted with and without the placements of the
+other models as jobs on the same hardware. The last line then holds the mean errors with them, the largest harm to a model and
+split in points, and the coverages.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,8 +46,11 @@ from lightning_dlrover.perf.evaluation import Evaluation, evaluate
 from lightning_dlrover.perf.traces import TraceError, read_trace
 
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
-SPLITS = ("interp", "extrap", "scale", "few")
+PUBLISHED_SPLITS = ("interp", "extrap", "scale", "few")
+SPLITS = (*PUBLISHED_SPLITS, "by_placement", "off_node")
+WITH_HISTORY = ("few", "interp", "by_placement", "off_node")
 NUM_FEW = 12
+ERRORS = ("mape", "prior", "trees", "ridge")
 
 # Errors of Pollux's fit and of trees, by model and split, as published in the README of the traces.
 PUBLISHED = {
@@ -54,6 +63,17 @@ PUBLISHED = {
 }
 
 
+# Parameters of the models, from their source beside the traces (benchmark/models of petuum/adaptdl); each sends 4 bytes a step.
+NUM_PARAMETERS = {
+    "ncf": 1_602_657,  # NeuMF of MovieLens 1M, 32 factors, 3 layers
+    "cifar10": 11_173_962,  # ResNet-18 for 32 x 32 pixels
+    "deepspeech2": 41_187_968,  # five bidirectional GRUs of 800
+    "bert": 109_483_778,  # BERT base, questions and answers
+    "imagenet": 25_557_032,  # ResNet-50
+    "yolov3": 61_626_049,  # with the 20 classes of VOC
+}
+
+
 @dataclass(frozen=True)
 class Score:
     """Means over the seeds of one model and split, percent."""
@@ -61,28 +81,45 @@ class Score:
     mape: float
     prior: float
     trees: float
+    ridge: float
     coverage: float
 
     @classmethod
     def of(cls, evaluations: Sequence[Evaluation]) -> Score:
-        means = (statistics.fmean(getattr(e, n) for e in evaluations) for n in ("mape", "prior_mape", "trees_mape", "coverage"))
-        return cls(*means)
+        names = ("mape", "prior_mape", "trees_mape", "ridge_mape", "coverage")
+        return cls(*(statistics.fmean(getattr(e, name) for e in evaluations) for name in names))
 
 
 Samples = Sequence[StepProfile]
 
 
 def splits(split: str, placed: Samples, scaled: Samples, num_seeds: int) -> Iterator[tuple[Samples, Samples]]:
-    """Samples for the fit, and samples to predict."""
+    """Yield samples for the fit, and samples to predict."""
     if split == "scale":
         yield placed, scaled
     elif split == "extrap":
         yield [s for s in placed if s.num_workers <= 8], [s for s in placed if s.num_workers > 8]
+    elif split == "off_node":
+        yield [s for s in placed if s.num_nodes == 1], [s for s in placed if s.num_nodes > 1]
+    elif split == "by_placement":
+        placements = sorted({placement_of(sample) for sample in placed})
+        for seed in range(num_seeds):
+            known = set(random.Random(seed).sample(placements, len(placements) // 4))
+            yield [s for s in placed if placement_of(s) in known], [s for s in placed if placement_of(s) not in known]
     else:
         for seed in range(num_seeds):
             mixed = random.Random(seed).sample(placed, len(placed))
-            known = NUM_FEW if split == "few" else len(mixed) // 4
-            yield mixed[:known], mixed[known:]
+            count = NUM_FEW if split == "few" else len(mixed) // 4
+            yield mixed[:count], mixed[count:]
+
+
+def placement_of(sample: StepProfile) -> tuple[int, ...]:
+    """Return all that the model reads of a placement: nodes in another order are the same placement."""
+    return sample.num_nodes, sample.num_workers, sample.fullest_node, sample.emptiest_node
+
+
+def with_bytes(model: str, samples: Samples) -> Samples:
+    return [replace(sample, dense_bytes=4 * NUM_PARAMETERS[model]) for sample in samples]
 
 
 def read(folder: Path, model: str, kind: str, with_sync: bool) -> Samples:
@@ -98,25 +135,46 @@ def without_parts(sample: StepProfile) -> StepProfile:
     return replace(sample, forward_s=0.0, communication_s=0.0)
 
 
-def with_history(folder: Path, num_seeds: int, with_sync: bool) -> None:
+def with_history(folder: Path, num_seeds: int, with_sync: bool, know_bytes: bool) -> None:
     """Print how other jobs on the same hardware change the errors of each model."""
-    placed = {model: read(folder, model, "placements", with_sync) for model in PUBLISHED}
-    errors: dict[str, list[float]] = {"few": [], "interp": []}
-    inside: list[float] = []
+    plain = {model: read(folder, model, "placements", with_sync) for model in PUBLISHED}
+    described = {model: with_bytes(model, samples) for model, samples in plain.items()} if know_bytes else plain
+    helped: dict[tuple[str, str], Score] = {}
     harm: list[float] = []
-    print(f"{'model':12} {'split':7}" + "".join(f"{name:>9}" for name in ("without", "with", "harm", "inside")))
+    print(f"{'model':12} {'split':13}" + "".join(f"{name:>9}" for name in ("without", "with", "harm", "inside")))
     for model in PUBLISHED:
-        population = population_of([samples for other, samples in placed.items() if other != model])
-        for split in errors:
-            cases = list(splits(split, placed[model], (), num_seeds))
+        for split in WITH_HISTORY:
+            jobs = described if split == "off_node" else plain
+            population = population_of([samples for other, samples in jobs.items() if other != model])
+            cases = list(splits(split, jobs[model], (), num_seeds))
             alone = Score.of([evaluate(train, test) for train, test in cases])
-            helped = Score.of([evaluate(train, test, population) for train, test in cases])
-            errors[split].append(helped.mape)
-            inside.append(helped.coverage)
-            harm.append(helped.mape - alone.mape)
-            print(f"{model:12} {split:7}{alone.mape:9.2f}{helped.mape:9.2f}{harm[-1]:9.2f}{helped.coverage:9.1f}", flush=True)
-    means = {f"{split}_history": statistics.fmean(of_models) for split, of_models in errors.items()}
-    print(result_line({**means, "worst_harm": max(harm), "coverage": statistics.fmean(inside)}))
+            score = helped[model, split] = Score.of([evaluate(train, test, population) for train, test in cases])
+            harm.append(score.mape - alone.mape)
+            figures = (alone.mape, score.mape, harm[-1], score.coverage)
+            print(f"{model:12} {split:13}" + "".join(f"{figure:9.2f}" for figure in figures), flush=True)
+    print_means(WITH_HISTORY, helped)
+    means = mean_of(WITH_HISTORY, helped, "mape")
+    coverage = mean_of(WITH_HISTORY, helped, "coverage")
+    figures_off = {"off_node": means.pop("off_node"), "off_node_coverage": coverage.pop("off_node")}
+    named = {f"{split}_history": mean for split, mean in means.items()}
+    print(result_line({**named, "worst_harm": max(harm), "coverage": statistics.fmean(coverage.values()), **figures_off}))
+
+
+def mean_of(of_splits: Sequence[str], scores: Mapping[tuple[str, str], Score], name: str) -> dict[str, float]:
+    """Return the mean over the models of one figure, by split."""
+    return {split: statistics.fmean(getattr(scores[model, split], name) for model in PUBLISHED) for split in of_splits}
+
+
+def print_means(of_splits: Sequence[str], scores: Mapping[tuple[str, str], Score]) -> None:
+    """Print means over the models, and the standard deviation between models of our error."""
+    means = {name: mean_of(of_splits, scores, name) for name in (*ERRORS, "coverage")}
+    for split in of_splits:
+        spread = statistics.stdev(scores[model, split].mape for model in PUBLISHED)
+        print(
+            f"{split:13}"
+            + ", ".join(f"{name} {mean[split]:.2f} %" for name, mean in means.items())
+            + f", models +-{spread:.2f}"
+        )
 
 
 def cost() -> tuple[float, float]:
@@ -147,6 +205,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=SHARED_DATA, help="folder that holds step_traces (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=10, help="random splits of each model (default: %(default)s)")
     parser.add_argument("--without-sync", action="store_true", help="drop the separate measurements of synchronization")
+    parser.add_argument("--without-bytes", action="store_true", help="off_node: jobs do not know their gradient bytes")
     parser.add_argument("--history", action="store_true", help="the other models are jobs on the same hardware")
     parser.add_argument("--quick", action="store_true", help="two seeds")
     options = parser.parse_args()
@@ -155,36 +214,33 @@ def main() -> None:
         raise BenchmarkError(f"{folder} does not exist: name the folder that holds step_traces with --data")
     print(describe_machine())
     if options.history:
-        with_history(folder, num_seeds, not options.without_sync)
+        with_history(folder, num_seeds, not options.without_sync, not options.without_bytes)
         return
 
     scores: dict[tuple[str, str], Score] = {}
-    ratios: dict[tuple[str, str], float] = {}
-    inside: list[float] = []
-    print(
-        f"{'model':12} {'split':7}"
-        + "".join(f"{name:>9}" for name in ("ours", "prior", "trees", "Pollux*", "trees*", "ratio*", "inside"))
-    )
+    ratios: list[float] = []
+    print(f"{'model':12} {'split':13}" + "".join(f"{name:>9}" for name in ("ours", *ERRORS[1:], "inside", "Pollux*", "trees*")))
     for model, published in PUBLISHED.items():
         placed, scaled = (read(folder, model, kind, not options.without_sync) for kind in ("placements", "scalability"))
-        for split, references in zip(SPLITS, published, strict=True):
-            score = Score.of([evaluate(train, test) for train, test in splits(split, placed, scaled, num_seeds)])
-            scores[model, split], ratios[model, split] = score, score.mape / min(references)
-            inside.append(score.coverage)
-            print(
-                f"{model:12} {split:7}{score.mape:9.1f}{score.prior:9.1f}{score.trees:9.1f}"
-                f"{references[0]:9.1f}{references[1]:9.1f}{ratios[model, split]:9.2f}{score.coverage:9.1f}",
-                flush=True,
-            )
+        described = placed if options.without_bytes else with_bytes(model, placed)
+        for split in SPLITS:
+            rows = described if split == "off_node" else placed
+            score = Score.of([evaluate(train, test) for train, test in splits(split, rows, scaled, num_seeds)])
+            scores[model, split] = score
+            figures = (*(getattr(score, name) for name in ERRORS), score.coverage)
+            if split in PUBLISHED_SPLITS:
+                references = published[PUBLISHED_SPLITS.index(split)]
+                ratios.append(score.mape / min(references))
+                figures += references
+            print(f"{model:12} {split:13}" + "".join(f"{figure:9.1f}" for figure in figures), flush=True)
     print("* as published")
-    for split in SPLITS:
-        of_split = [scores[model, split] for model in PUBLISHED]
-        means = {name: statistics.fmean(getattr(s, name) for s in of_split) for name in ("mape", "prior", "trees", "coverage")}
-        print(f"{split:7} " + ", ".join(f"{name} {mean:.1f} %" for name, mean in means.items()))
+    print_means(SPLITS, scores)
     fit_s, predict_s = cost()
     print(f"processor time: {fit_s:.2f} s to fit 2,000 samples, {predict_s:.2f} s for 100,000 predictions")
-    mean = {split: statistics.fmean(scores[model, split].mape for model in PUBLISHED) for split in SPLITS}
-    print(result_line({**mean, "worst_ratio": max(ratios.values()), "coverage": statistics.fmean(inside)}))
+    means, coverage = mean_of(SPLITS, scores, "mape"), mean_of(SPLITS, scores, "coverage")
+    off_node, off_node_coverage = means.pop("off_node"), coverage.pop("off_node")
+    of_all = {"worst_ratio": max(ratios), "coverage": statistics.fmean(coverage.values())}
+    print(result_line({**means, **of_all, "off_node": off_node, "off_node_coverage": off_node_coverage}))
 
 
 if __name__ == "__main__":

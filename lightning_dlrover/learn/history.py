@@ -37,7 +37,7 @@ __all__ = ["HistoryError", "JobEntry", "JobHistory", "export_windows", "history_
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
-MAX_WINDOWS_PER_SETTINGS = 30  # further windows add no information, and the file should stay small
+MAX_WINDOWS_PER_SETTINGS = 30  # newest ones: further windows add no information, and the file should stay small
 MAX_JOBS_COMPARED = 2000  # newest first
 MAX_JOBS_OF_HARDWARE = 20  # each one takes a fit, and further jobs change the means little
 LOCAL_FILE_SYSTEMS = frozenset(
@@ -142,24 +142,28 @@ class JobHistory:
             connection.execute(delete(tables.jobs).where(tables.jobs.c.key.in_(keys)))
 
     def _put_windows(self, connection: Connection, tables: _Tables, key: str, windows: Sequence[StepProfile]) -> None:
-        from sqlalchemy import func, insert, select
+        """Add windows, and remove those beyond the newest of their settings: a machine changes, and a job's start is cold."""
+        from sqlalchemy import delete, insert, select
 
         table = tables.windows
         places = [table.c[f.name] for f in dataclasses.fields(Settings)] + [table.c.global_batch]
-        known = set(connection.execute(select(table.c.at).where(table.c.job == key)).scalars())
-        counted = connection.execute(select(*places, func.count()).where(table.c.job == key).group_by(*places))
-        counts = {tuple(row[:5]): int(row[5]) for row in counted}
-        new = []
+        stored: dict[tuple[Any, ...], set[float]] = {}
+        for row in connection.execute(select(table.c.at, *places).where(table.c.job == key)):
+            stored.setdefault(tuple(row)[1:], set()).add(row[0])
+        places_at = {at: place for place, times in stored.items() for at in times}  # windows of a job have different times
+        given: dict[tuple[Any, ...], dict[float, StepProfile]] = {}
         for window in windows:
-            settings = settings_of(window)
-            place = (*dataclasses.astuple(settings), window.global_batch)
-            if window.at in known or counts.get(place, 0) >= MAX_WINDOWS_PER_SETTINGS:
-                continue
-            known.add(window.at)
-            counts[place] = counts.get(place, 0) + 1
-            figures = {**dataclasses.asdict(settings), "global_batch": window.global_batch}
-            data = json.dumps(dataclasses.asdict(window), allow_nan=False)
-            new.append({"job": key, "at": window.at, **figures, "step_time_s": window.step_time_s, "data": data})
+            place = (*dataclasses.astuple(settings_of(window)), window.global_batch)
+            if places_at.setdefault(window.at, place) == place:
+                given.setdefault(place, {}).setdefault(window.at, window)
+        new, outdated = [], []
+        for place, found in given.items():
+            before = stored.get(place, set())
+            newest = set(sorted(before | found.keys())[-MAX_WINDOWS_PER_SETTINGS:])
+            outdated += sorted(before - newest)
+            new += [_row_of_window(key, found[at]) for at in sorted(newest & found.keys() - before)]
+        if outdated:
+            connection.execute(delete(table).where(table.c.job == key, table.c.at.in_(outdated)))
         if new:
             connection.execute(insert(table), new)
 
@@ -470,6 +474,12 @@ def _count_settings(connection: Connection, tables: _Tables, key: str) -> int:
 
     names = [tables.windows.c[f.name] for f in dataclasses.fields(Settings)]
     return len(connection.execute(select(*names).where(tables.windows.c.job == key).distinct()).all())
+
+
+def _row_of_window(key: str, window: StepProfile) -> dict[str, Any]:
+    figures = {**dataclasses.asdict(settings_of(window)), "global_batch": window.global_batch}
+    data = json.dumps(dataclasses.asdict(window), allow_nan=False)
+    return {"job": key, "at": window.at, **figures, "step_time_s": window.step_time_s, "data": data}
 
 
 def _row_of(job: JobEntry) -> dict[str, Any]:

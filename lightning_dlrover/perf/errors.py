@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Floats
 
-__all__ = ["Errors", "OwnErrors", "Residuals", "resemblance_of", "variances_of"]
+__all__ = ["Errors", "OwnErrors", "Residuals", "variances_of"]
 
 ITERATIONS = 40
 FIRST_DEVIATION = 0.02  # the search for each kernel's variance starts from it
@@ -105,18 +105,6 @@ class OwnErrors:
             own = by_compute[rows] * (near.compute @ self.of_compute) + by_sync[rows] * (near.sync @ self.of_sync)
             found[rows] = own + near.step @ self.of_step
         return found
-
-
-def resemblance_of(errors: Errors, jobs: Sequence[Residuals]) -> float:
-    """Return the mean correlation of the step's errors in two different configurations of one job, over all jobs."""
-    found = []
-    for job in jobs:
-        covariance = _covariance(job, errors.sums(job.columns, job.columns), errors.variances[-2])
-        steps = covariance[: len(job.step), : len(job.step)]
-        deviations = np.sqrt(np.diag(steps))
-        correlations = steps / np.outer(deviations, deviations)
-        found.append((correlations.sum() - len(steps)) / (len(steps) * (len(steps) - 1)))
-    return float(np.mean(found))
 
 
 def variances_of(jobs: Sequence[Residuals]) -> Floats:

@@ -1,4 +1,4 @@
-"""Accuracy of the model's predictions, compared with its prior and with boosted trees alone."""
+"""Accuracy of the model's predictions, compared with its prior, with boosted trees, and with a line through the logs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ class Evaluation:
     mape: float  # mean absolute percentage error of the step time
     prior_mape: float
     trees_mape: float
+    ridge_mape: float
     coverage: float  # share of samples within the 90 % interval
     absolute_percentage_errors: Floats  # errors of the model, shape ``(num_test_samples,)``
 
     def __str__(self) -> str:
-        values = {"mape": self.mape, "prior_mape": self.prior_mape, "trees_mape": self.trees_mape, "coverage": self.coverage}
-        return " ".join(f"{name}={value:.2f}" for name, value in values.items())
+        names = ("mape", "prior_mape", "trees_mape", "coverage")
+        return " ".join(f"{name}={getattr(self, name):.2f}" for name in names)
 
 
 def evaluate(train: Sequence[StepProfile], test: Sequence[StepProfile], population: Population | None = None) -> Evaluation:
-    """Return the errors on `test` of a model, of its prior and of trees, all fitted to `train` alone.
+    """Return the errors on `test` of a model, of its prior, of trees and of a ridge regression, all fitted to `train` alone.
 
     The `population` of other jobs on the same hardware helps the model and its prior.
 
@@ -52,6 +53,7 @@ def evaluate(train: Sequence[StepProfile], test: Sequence[StepProfile], populati
         mape=float(errors.mean()),
         prior_mape=float(_percent(prior_s, measured_s).mean()),
         trees_mape=float(_percent(_trees_alone(train, test), measured_s).mean()),
+        ridge_mape=float(_percent(_ridge_alone(train, test), measured_s).mean()),
         coverage=100 * float(np.mean(inside)),
         absolute_percentage_errors=errors,
     )
@@ -62,17 +64,31 @@ def _percent(predicted_s: Sequence[float] | Floats, measured_s: Floats) -> Float
     return errors
 
 
+def _logs(samples: Sequence[StepProfile]) -> Floats:
+    """Return the logs of all that a configuration consists of."""
+    c = Columns.of([configuration_of(sample) for sample in samples])
+    figures = (c.num_nodes, c.num_workers, c.fullest, c.emptiest, c.local_batch, c.threads, c.core_share)
+    return np.log(np.stack([*figures, 1 + c.loader_workers, 1 + c.prefetch_factor], axis=1))
+
+
 def _trees_alone(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> Floats:
-    """Predict step times by scikit-learn's boosted trees with default settings."""
+    """Predict step times by scikit-learn's boosted trees on logs, with leaves that a dozen samples can fill."""
     from sklearn.ensemble import HistGradientBoostingRegressor
 
-    def columns(samples: Sequence[StepProfile]) -> list[tuple[float, ...]]:
-        return [
-            (s.num_nodes, s.num_workers, s.local_batch, s.cores, s.intra_op_threads, s.loader_workers, s.prefetch_factor)
-            for s in samples
-        ]
-
     with one_openmp_thread():
-        trees = HistGradientBoostingRegressor(random_state=0).fit(columns(train), [s.step_time_s for s in train])
-        predicted: Floats = trees.predict(columns(test))
+        trees = HistGradientBoostingRegressor(min_samples_leaf=2, early_stopping=False, random_state=0)
+        trees.fit(_logs(train), np.log([s.step_time_s for s in train]))
+        predicted: Floats = np.exp(trees.predict(_logs(test)))
+    return predicted
+
+
+def _ridge_alone(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> Floats:
+    """Predict step times by a linear model of logs, with the ridge of the smallest leave-one-out error."""
+    from sklearn.linear_model import RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    line = make_pipeline(StandardScaler(), RidgeCV(np.logspace(-3, 2, 11)))
+    line.fit(_logs(train), np.log([s.step_time_s for s in train]))
+    predicted: Floats = np.exp(line.predict(_logs(test)))
     return predicted

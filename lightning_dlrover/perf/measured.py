@@ -41,8 +41,10 @@ class Measured:
         compute, data = self.compute_s / self.step_s, self.data_s / self.step_s
         return np.stack([compute, data, np.maximum(0.0, 1 - compute - data)], axis=1)
 
-    def scaled(self, factors: Floats) -> Measured:
-        return Measured(self.step_s * factors, self.compute_s * factors, self.data_s * factors, self.weight)
+    @property
+    def work_s(self) -> Floats:
+        """Seconds of computing, and the whole step where that was not measured."""
+        return np.where(np.isfinite(self.compute_s), self.compute_s, self.step_s)
 
     def rows(self, index: NDArray[Any]) -> Measured:
         return Measured(self.step_s[index], self.compute_s[index], self.data_s[index], self.weight[index])

@@ -1,10 +1,11 @@
 """Predict the time of a training step in a configuration, with its uncertainty.
 
-Three layers work in logs, each on the residuals of the layer below:
+Two layers work in logs:
 
 - The physical prior extrapolates to world sizes that were never tried.
 - Boosted trees bend it where samples show that they may.
-- Nearby measurements correct both, and measurements in the very same configuration take precedence.
+
+Measurements in the very same configuration take precedence over both.
 
 The planner decides on the use of a prediction.
 """
@@ -23,14 +24,13 @@ from numpy.typing import NDArray
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, windows_by_configuration
 from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.population import Population
-from lightning_dlrover.perf.prior import PARTS, PhysicalPrior, PriorPrediction
+from lightning_dlrover.perf.prior import NORMAL_WIDTH, PARTS, PhysicalPrior, PriorPrediction
 from lightning_dlrover.perf.samples import StepProfile, impossible_figure
 from lightning_dlrover.perf.threads import one_openmp_thread
 
 __all__ = ["Prediction", "Predictions", "StepTimeModel"]
 
 COVERAGE = 0.9  # fraction of measured windows that an interval should hold
-NORMAL_WIDTH = 1.645  # standard deviations to either side that hold that fraction of a normal error
 MIN_SIGMA = 0.02  # relative difference of two means over a window of the same steps
 UNTESTED_SIGMA = 0.1  # minimum uncertainty of a prior fitted to too few configurations to hold any out
 MIN_SHARE_SIGMA = 0.02  # minimum deviation of a part's share of the step
@@ -44,9 +44,6 @@ MIN_CONFORMAL_CONFIGURATIONS = 20
 MIN_TREE_SAMPLES = 24
 MIN_TREE_CONFIGURATIONS = 12
 NUM_FOLDS = 4
-
-REACH = 0.3  # distance over which the correction from one configuration fades to a third
-NEIGHBOURS = 8  # number of measured configurations that may correct another
 
 MAX_SIZES_THAT_REASSURE = 4
 EARLIER_WEIGHT = 0.3  # weight of a configuration of an earlier job, relative to one of this job
@@ -98,33 +95,20 @@ class _Observed:
 
 
 @dataclass(frozen=True)
-class _Variant:
-    """The layers that are used on top of the prior."""
-
-    with_trees: bool
-    carries: bool
-
-
-# The first variant is the rule where samples are too few to compare them.
-_VARIANTS = (_Variant(False, True), _Variant(True, False), _Variant(False, False))
-
-
-@dataclass(frozen=True)
 class _Layers:
-    """Prior, trees, and corrections carried from measured configurations to nearby ones."""
+    """Prior and trees, and how measured configurations deviate from both."""
 
     prior: PhysicalPrior
     trees: Any  # None: samples do not justify trees
-    carries: bool
     places: _Places  # coordinates of measured configurations
     residuals: Floats  # log of measured over predicted by prior and trees, at these places
     trust: Floats  # part of each residual that is no noise, from 0 to 1
 
     @classmethod
-    def fit(cls, observed: _Observed, prior: PhysicalPrior, variant: _Variant) -> _Layers:
+    def fit(cls, observed: _Observed, prior: PhysicalPrior, *, with_trees: bool) -> _Layers:
         columns, measured = observed.columns, observed.measured
         trees = None
-        if variant.with_trees:
+        if with_trees:
             plain = dataclasses.replace(prior, own=None)
             trees = _fit_trees(columns, np.log(measured.step_s) - plain.predict(columns).log_s, measured.weight)
             if prior.own is not None:
@@ -136,19 +120,12 @@ class _Layers:
         # The residual variance that noise does not explain (method of moments).
         wrong = max(least**2, float((residuals**2 - from_noise).mean())) * measured.weight**2
         trust = wrong / (wrong + from_noise)
-        return cls(prior, trees, variant.carries, _Places.of(columns), residuals, trust)
+        return cls(prior, trees, _Places.of(columns), residuals, trust)
 
     def predict(self, columns: Columns) -> _Raw:
         prior = self.prior.predict(columns)
-        count = min(NEIGHBOURS if self.carries else 1, len(self.residuals))
-        distances, index = self.places.nearest(columns, count)
-        log_s = prior.log_s + _bent(self.trees, columns)
-        if self.carries:
-            closeness = np.exp(-distances / REACH)
-            weights = closeness * self.trust[index] + 1e-12
-            share = weights / weights.sum(axis=1, keepdims=True)
-            log_s += (share * closeness * self.trust[index] * self.residuals[index]).sum(axis=1)
-        return _Raw(log_s, prior, distances[:, 0], index[:, 0])
+        distance, nearest = self.places.nearest(columns)
+        return _Raw(prior.log_s + _bent(self.trees, columns), prior, distance, nearest)
 
 
 @dataclass(frozen=True)
@@ -179,15 +156,15 @@ class _Places:
         varies = np.ptp(points, axis=0) > 0
         return cls(KDTree(points[:, varies]) if varies.any() else None, varies, points[0, ~varies])
 
-    def nearest(self, columns: Columns, count: int) -> tuple[Floats, NDArray[np.intp]]:
-        """Return the distances and the indices of the nearest places, both of shape ``(num_configurations, count)``."""
+    def nearest(self, columns: Columns) -> tuple[Floats, NDArray[np.intp]]:
+        """Return the distance and the index of the nearest place of each row."""
         points = _places(columns)
         # The largest difference counts, so common coordinates set a floor and change no order above it.
-        floor = np.abs(points[:, ~self.varies] - self.common).max(axis=1, initial=0.0)[:, None]
+        floor = np.abs(points[:, ~self.varies] - self.common).max(axis=1, initial=0.0)
         if self.tree is None:
-            return floor, np.zeros((len(points), 1), dtype=np.intp)
-        distances, index = self.tree.query(points[:, self.varies], k=count, p=np.inf)
-        return np.maximum(distances.reshape(-1, count), floor), index.reshape(-1, count)
+            return floor, np.zeros(len(points), dtype=np.intp)
+        distance, index = self.tree.query(points[:, self.varies], p=np.inf)
+        return np.maximum(distance, floor), index
 
 
 @dataclass(frozen=True)
@@ -246,6 +223,8 @@ class StepTimeModel:
     share_sigma: Floats  # deviation of the parts' shares in a configuration that was not measured, in the order of `PARTS`
     noise: float  # deviation of the log of one window's step time between windows
     num_sizes: int  # measured world sizes, including those of earlier jobs
+    num_node_numbers: int  # measured numbers of nodes, likewise
+    leaving_width: float  # width that intervals off the node need, see `Population`
     layers: _Layers = field(repr=False)
     seen: Columns = field(repr=False)  # measured configurations: those in `evidence`, then those of earlier jobs
     seen_s: Floats = field(repr=False)  # predicted step times in `seen`
@@ -285,13 +264,13 @@ class StepTimeModel:
             raise ValueError("cannot fit a step-time model to no samples; wait for the first profile window of the job")
         own, observed = _observed(samples, earlier, node_cores)
         prior = PhysicalPrior.fit(observed.columns, observed.measured, population=population)
-        variants: Sequence[_Variant] = _VARIANTS[:1]
+        kinds = [False]
         if observed.counts.sum() >= MIN_TREE_SAMPLES and len(observed.counts) >= MIN_TREE_CONFIGURATIONS:
-            variants = _VARIANTS
-        held_out = _hold_out(observed, prior, variants, population) if len(observed.counts) >= MIN_TESTED_CONFIGURATIONS else {}
-        variant = min(variants, key=lambda v: held_out[v].badness) if held_out else variants[0]
-        layers = _Layers.fit(observed, prior, variant)
-        tested = held_out.get(variant)
+            kinds = [True, False]
+        held_out = _hold_out(observed, prior, kinds, population) if len(observed.counts) >= MIN_TESTED_CONFIGURATIONS else {}
+        with_trees = min(kinds, key=lambda kind: held_out[kind].badness) if held_out else False
+        layers = _Layers.fit(observed, prior, with_trees=with_trees)
+        tested = held_out.get(with_trees)
         width = tested.width if tested else NORMAL_WIDTH * max(UNTESTED_SIGMA, float(np.sqrt((layers.residuals**2).mean())))
         # In configurations measured often the held-out figure is a mean, and a single window differs from it.
         width = math.hypot(width, NORMAL_WIDTH * observed.noise * math.sqrt(1 - 1 / observed.counts.mean()))
@@ -304,6 +283,8 @@ class StepTimeModel:
             share_sigma=tested.share_sigma if tested else np.full(len(PARTS), UNTESTED_SHARE_SIGMA),
             noise=observed.noise,
             num_sizes=len(np.unique(observed.columns.num_workers)),
+            num_node_numbers=len(np.unique(observed.columns.num_nodes)),
+            leaving_width=population.leaving_width if population else 1.0,
             layers=layers,
             seen=observed.columns,
             seen_s=np.exp(there + layers.trust * layers.residuals),
@@ -342,12 +323,20 @@ class StepTimeModel:
         log_s, near_s, near = raw.log_s, self.seen_s[raw.nearest], self.seen.rows(raw.nearest)
         # From one world size, the model may miss all of the gain, and as much in the other direction. Further sizes test the
         # shape, but no number of small ones confirms a far larger one.
-        doubt = np.maximum(0.0, raw.distance - self.tested_distance) / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
-        high = np.sqrt(self.width**2 + doubt**2 + (NORMAL_WIDTH * raw.prior.spread) ** 2)
+        nodes_apart, apart = _apart(columns, near)
+        doubt = np.maximum(0.0, apart - self.tested_distance) / min(self.num_sizes, MAX_SIZES_THAT_REASSURE)
+        of_nodes = np.maximum(0.0, nodes_apart - self.tested_distance) / min(self.num_node_numbers, MAX_SIZES_THAT_REASSURE)
+        # The range of an unknown network takes the place of the distance in nodes.
+        leaves = (self.num_node_numbers == 1) & (near.num_nodes == 1) & (columns.num_nodes > 1)
+        doubt = np.maximum(doubt, np.where(leaves, 0.0, of_nodes))
+        width = np.where(leaves, max(self.width, NORMAL_WIDTH * UNTESTED_SIGMA), self.width)
+        around = width**2 + doubt**2 + (NORMAL_WIDTH * raw.prior.spread) ** 2
+        scale = np.where(leaves, self.leaving_width, 1.0)
+        low, high = (scale * np.sqrt(around + network**2) for network in (raw.prior.faster, raw.prior.slower))
         # Additional workers are no faster than perfect scaling of the measurements.
         floor = np.log(near_s * np.minimum(1.0, columns.local_batch / near.local_batch)) - self.width
         slower = (columns.num_workers > near.num_workers) & (columns.core_share <= near.core_share)
-        low = np.where(slower, np.maximum(np.minimum(high, log_s - floor), NORMAL_WIDTH * self.noise), high)
+        low = np.where(slower, np.maximum(np.minimum(low, log_s - floor), NORMAL_WIDTH * self.noise), low)
         own = (raw.distance == 0) & (raw.nearest < len(self.evidence))
         repeated = NORMAL_WIDTH * self.noise * np.sqrt(1 + 1 / self.seen_counts[raw.nearest])
         step_s = np.where(own, near_s, np.exp(log_s))
@@ -445,6 +434,15 @@ def _places(columns: Columns) -> Floats:
     )
 
 
+_OF_NODES = 1  # the column of `_places` for nodes
+
+
+def _apart(columns: Columns, near: Columns) -> tuple[Floats, Floats]:
+    """Return the distances of configurations from others, in nodes and in all else."""
+    apart = np.abs(_places(columns) - _places(near))
+    return apart[:, _OF_NODES], np.delete(apart, _OF_NODES, axis=1).max(axis=1)
+
+
 # Direction in which each of `_features` may move a step time: +1 longer, -1 shorter, 0 either way. The residual in the
 # batch is left free: the straight line of the prior is too steep for batches that do not fill a device.
 _DIRECTIONS = (0, 0, 0, 0, 0, -1, 0, -1)
@@ -501,20 +499,18 @@ def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[
 
 
 def _hold_out(
-    observed: _Observed, prior: PhysicalPrior, variants: Sequence[_Variant], population: Population | None
-) -> dict[_Variant, _HeldOut]:
-    """Predict each configuration by layers fitted without it, in each variant."""
-    errors: dict[_Variant, list[Floats]] = {variant: [] for variant in variants}
+    observed: _Observed, prior: PhysicalPrior, kinds: Sequence[bool], population: Population | None
+) -> dict[bool, _HeldOut]:
+    """Predict each configuration by layers fitted without it, with and without trees."""
+    errors: dict[bool, list[Floats]] = {with_trees: [] for with_trees in kinds}
     share_errors, distances = [], []
     for train, test in _folds(len(observed.counts)):
         seen, unseen = observed.rows(train), observed.rows(test)
         fold_prior = PhysicalPrior.fit(seen.columns, seen.measured, prior, population)
-        for variant in variants:
-            raw = _Layers.fit(seen, fold_prior, variant).predict(unseen.columns)
-            errors[variant].append(np.log(unseen.measured.step_s) - raw.log_s)
+        for with_trees in kinds:
+            raw = _Layers.fit(seen, fold_prior, with_trees=with_trees).predict(unseen.columns)
+            errors[with_trees].append(np.log(unseen.measured.step_s) - raw.log_s)
         share_errors.append(unseen.measured.shares - raw.prior.shares)
         distances.append(raw.distance)
     distance = float(np.quantile(np.concatenate(distances), COVERAGE))
-    return {
-        variant: _HeldOut(np.concatenate(found), np.concatenate(share_errors), distance) for variant, found in errors.items()
-    }
+    return {kind: _HeldOut(np.concatenate(found), np.concatenate(share_errors), distance) for kind, found in errors.items()}

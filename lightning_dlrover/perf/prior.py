@@ -1,33 +1,33 @@
-"""A step's time by physical causes: the mean of several shapes, and its correction by other jobs and by own errors.
+"""A step's time by physical causes: the mean of several shapes.
 
 Every cause of time is a named term with a non-negative coefficient. Terms add up to the seconds of computing C, of
 synchronising S and of loading data D, which overlap:
 
-    step = (((C^g + S^g)^(1/g))^h + D^h)^(1/h)
+    step = ((C / 3 + ((2 C / 3)^g + S^g)^(1/g))^h + D^h)^(1/h)
 
-g = 1 is no overlap and g = inf a perfect one (Pollux, Qiao et al., OSDI 2021, section 3.2); h is 1 without loader workers
-and large with them, because they prepare batches meanwhile. `model.py` adds the effects that terms cannot express, and
-estimates how far terms can be trusted.
+Only the backward pass, two thirds of computing, hides synchronisation. g = 1 is no overlap and g = inf a perfect one (Pollux,
+Qiao et al., OSDI 2021, section 3.2). h is 1 without loader workers and large with them, because they prepare batches during
+the step. `model.py` adds the effects that terms cannot express, and estimates how far terms can be trusted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
 from lightning_dlrover.perf.errors import OwnErrors, Residuals
 from lightning_dlrover.perf.measured import Measured
-from lightning_dlrover.perf.population import Bend, Population
+from lightning_dlrover.perf.population import Population, shortest
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.shapes import (
-    BACKWARD_OVERLAPS,
     OVERLAPS,
     Fit,
-    Overlap,
     Overlapped,
     Shape,
     fit_all,
@@ -37,9 +37,12 @@ from lightning_dlrover.perf.shapes import (
 from lightning_dlrover.perf.terms import PARTS, SHAPES, TERMS, amounts_of
 from lightning_dlrover.perf.threads import one_blas_thread
 
-__all__ = ["PARTS", "SHAPES", "TERMS", "Configuration", "Elasticities", "PhysicalPrior", "PriorPrediction", "configuration_of"]
+__all__ = ["PARTS", "SHAPES", "TERMS", "Configuration", "PhysicalPrior", "PriorPrediction", "configuration_of"]
 
 MIN_CONFIGURATIONS_FOR_OVERLAP = 6
+NORMAL_WIDTH = 1.645  # standard deviations to either side that hold 90 % of a normal error
+LINK_FACTOR = 2.0  # a link is so many times slower or faster than the default of `terms.py`
+UNKNOWN_BYTES_SHARE = 3.0  # synchronisation between nodes, relative to computing, that a job of unknown bytes may have
 MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
 
 
@@ -51,6 +54,26 @@ class PriorPrediction:
     spread: Floats
     shares: Floats  # shares of the step as `PARTS`, ``(num_configurations, 3)``; overlapping time counts as compute
     shares_spread: Floats
+    faster: (
+        Floats  # log of the step time over that with the fastest and of that with the slowest plausible network; 0: measured
+    )
+    slower: Floats
+
+
+class UnknownNetwork(NamedTuple):
+    """Range of 90 % of the synchronisation between nodes, for a job that was measured on single nodes only."""
+
+    factor: float  # it may take so many times as long as predicted, or so many times less
+    more_s: float = 0.0  # seconds on top of the slow end, where nothing is known of what a job sends
+
+    @classmethod
+    def of(cls, columns: Columns, measured: Measured, population: Population | None, num_bytes: float) -> UnknownNetwork:
+        work_s = shortest(measured.work_s)
+        if population is not None:
+            scales = [ratios.expected(num_bytes, work_s) for ratios in population.ratios]
+            if all(ratios.of_network for ratios in population.ratios) and min(scale.mean for scale in scales) > 0:
+                return cls(math.exp(NORMAL_WIDTH * max(scale.deviation for scale in scales)))
+        return cls(LINK_FACTOR, 0.0 if num_bytes > 1 else UNKNOWN_BYTES_SHARE * work_s)
 
 
 @dataclass(frozen=True)
@@ -69,8 +92,8 @@ class PhysicalPrior:
     shapes: tuple[Shape, ...]
     weights: Floats  # weights of the shapes; they add up to 1
     kinds: tuple[int, ...]  # index into `SHAPES` of each shape
-    bend: Bend | None = None  # correction that the jobs of a population share
     own: OwnErrors | None = None  # further deviations of this job
+    network: UnknownNetwork | None = None  # None: placements on several nodes were measured
 
     @classmethod
     def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0, population: Population | None = None) -> PhysicalPrior:
@@ -100,45 +123,24 @@ class PhysicalPrior:
             like: take overlaps from this prior instead of trying all, and with a `population` its coefficients as a start.
             population: properties of the hardware. All overlaps and shapes then count by their evidence.
         """
-        tried = _tried(len(columns), OVERLAPS if population is None else BACKWARD_OVERLAPS)
+        network = None
+        if columns.num_nodes.max() == 1:
+            network = UnknownNetwork.of(columns, measured, population, float(columns.dense_bytes.mean()))
+        tried = (
+            [(kind, shape.overlap) for kind, shape in zip(like.kinds, like.shapes, strict=True)]
+            if like
+            else _tried(len(columns))
+        )
         with one_blas_thread():
-            if population is not None:
-                return cls._of_population(columns, measured, tried, population, like)
-            if like is not None:
-                tried = [(kind, shape.overlap) for kind, shape in zip(like.kinds, like.shapes, strict=True)]
-            return cls._best_of_each(fit_all(tried, columns, measured))
-
-    @classmethod
-    def of_hardware(cls, columns: Columns, measured: Measured) -> PhysicalPrior:
-        """Fit the prior to one of several jobs that are compared."""
-        tried = _tried(len(columns), BACKWARD_OVERLAPS)
-        with one_blas_thread():
-            return cls._best_of_each(fit_all(tried, columns, measured))
-
-    @classmethod
-    def _of_population(
-        cls,
-        columns: Columns,
-        measured: Measured,
-        tried: Sequence[tuple[int, Overlap]],
-        population: Population,
-        like: PhysicalPrior | None,
-    ) -> PhysicalPrior:
-        """Fit all shapes and overlaps, then those that count without the bend, then the job's own errors.
-
-        The bend depends on the elasticity by communication, which takes a fit without it. `like` is one.
-        """
-        noise = population.noise_of(len(columns))
-        prior = like or cls._by_evidence(fit_all(tried, columns, measured, population), noise)
-        if like is not None or population.bend is not None:
-            straight = measured
-            if population.bend is not None:
-                straight = measured.scaled(np.exp(-population.bend.at(columns, prior.elasticities(columns).by_sync)))
-            tried = [(kind, shape.overlap) for kind, shape in zip(prior.kinds, prior.shapes, strict=True)]
-            prior = cls._by_evidence(fit_all(tried, columns, straight, population, prior.shapes), noise)
-            prior = dataclasses.replace(prior, bend=population.bend)
-        own = OwnErrors.of(population.errors, prior.residuals(columns, measured)) if population.errors else None
-        return dataclasses.replace(prior, own=own)
+            if population is None:
+                prior = cls._best_of_each(fit_all(tried, columns, measured))
+            else:
+                starts = like.shapes if like else ()
+                prior = cls._by_evidence(fit_all(tried, columns, measured, population, starts), population.noise)
+        own = None
+        if population is not None and population.errors is not None:
+            own = OwnErrors.of(population.errors, prior.residuals(columns, measured))
+        return dataclasses.replace(prior, own=own, network=network)
 
     @classmethod
     def _best_of_each(cls, fits: Sequence[Fit]) -> PhysicalPrior:
@@ -157,11 +159,18 @@ class PhysicalPrior:
 
     def predict(self, columns: Columns) -> PriorPrediction:
         """Return the means over the shapes, of the log of step time and of the shares."""
-        return self._predicted(columns, self._overlapped(columns))
-
-    def elasticities(self, columns: Columns) -> Elasticities:
-        """Return the means over the shapes."""
-        return self._elasticities(columns, self._overlapped(columns))
+        found = self._overlapped(columns)
+        predicted = self._predicted(columns, found)
+        if self.network is None:
+            return predicted
+        factor, more_s = self.network
+        near_s = np.array([o.step_s for o in found])
+        with one_blas_thread():
+            amounts, overlaps, several = amounts_of(columns), loader_overlap_of(columns), columns.num_nodes > 1
+            fast_s = np.array([shape.overlapped(amounts, overlaps, 1 / factor).step_s for shape in self.shapes])
+            slow_s = np.array([shape.overlapped(amounts, overlaps, factor, more_s).step_s for shape in self.shapes])
+        faster, slower = (several * (self.weights @ np.log(ratios)) for ratios in (near_s / fast_s, slow_s / near_s))
+        return dataclasses.replace(predicted, faster=faster, slower=slower)
 
     def residuals(self, columns: Columns, measured: Measured) -> Residuals:
         """Return how measurements deviate from the predictions."""
@@ -183,13 +192,11 @@ class PhysicalPrior:
         parts_s = np.array([[o.compute_s, o.step_s - o.busy_s, o.busy_s - o.compute_s] for o in found])
         all_shares = parts_s.transpose(0, 2, 1) / np.array([o.step_s for o in found])[:, :, None]
         (log_s, spread), (shares, shares_spread) = (_mean_and_spread(values, self.weights) for values in (logs, all_shares))
-        if self.bend is not None or self.own is not None:
+        if self.own is not None:
             elastic = self._elasticities(columns, found)
-            if self.bend is not None:
-                log_s = log_s + self.bend.at(columns, elastic.by_sync)
-            if self.own is not None:
-                log_s = log_s + self.own.at(columns, elastic.by_compute, elastic.by_sync)
-        return PriorPrediction(log_s, spread, shares, shares_spread)
+            log_s = log_s + self.own.at(columns, elastic.by_compute, elastic.by_sync)
+        nothing = np.zeros(len(columns))
+        return PriorPrediction(log_s, spread, shares, shares_spread, nothing, nothing)
 
     def _elasticities(self, columns: Columns, found: Sequence[Overlapped]) -> Elasticities:
         loader_overlap = loader_overlap_of(columns)
@@ -212,7 +219,7 @@ def _mean_and_spread(values: Floats, weights: Floats) -> tuple[Floats, Floats]:
     return mean, np.sqrt(np.tensordot(weights, (values - mean) ** 2, axes=1))
 
 
-def _tried(num_configurations: int, overlaps: Sequence[Overlap]) -> list[tuple[int, Overlap]]:
+def _tried(num_configurations: int) -> list[tuple[int, float]]:
     """Return the shapes and overlaps to fit."""
-    kept = overlaps if num_configurations >= MIN_CONFIGURATIONS_FOR_OVERLAP else overlaps[:1]
+    kept = OVERLAPS if num_configurations >= MIN_CONFIGURATIONS_FOR_OVERLAP else OVERLAPS[:1]
     return [(kind, overlap) for kind in range(len(SHAPES)) for overlap in kept]

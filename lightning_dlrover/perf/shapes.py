@@ -15,11 +15,8 @@ from lightning_dlrover.perf.population import PooledPulls, Population
 from lightning_dlrover.perf.terms import MAX_LATENCY_S, OF_PARTS, TERMS, amounts_of, job_units, terms_of
 
 __all__ = [
-    "BACKWARD_OVERLAPS",
     "OVERLAPS",
-    "PART_WEIGHT",
     "Fit",
-    "Overlap",
     "Overlapped",
     "Shape",
     "fit_all",
@@ -35,16 +32,11 @@ ITERATIONS_OF_OVERLAP = 3  # the fit starts at the coefficients of the overlap b
 ITERATIONS_NEARBY = 2  # the fit starts at those of nearly the same measurements
 
 
-class Overlap(NamedTuple):
-    """How computing and synchronisation overlap."""
+OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)
+"""Values of g: how completely computing and synchronisation overlap."""
 
-    power: float  # g
-    exposed: float = 0.0  # share of computing beside which nothing is synchronised
-
-
-OVERLAPS = tuple(Overlap(power) for power in (1.0, 1.5, 2.0, 3.0, 5.0))
-BACKWARD_OVERLAPS = tuple(Overlap(overlap.power, 1 / 3) for overlap in OVERLAPS)
-"""Overlaps with the backward pass alone, which takes twice as long as the forward pass."""
+EXPOSED = 1 / 3
+"""Share of computing during which nothing is synchronised: the forward pass, half as long as the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +55,19 @@ class Shape:
     """Fitted coefficients of `TERMS`, in their order; 0 for those that the shape leaves out."""
 
     coefficients: Floats
-    overlap: Overlap
+    overlap: float
     communication_s: float = 0.0  # the job's own scale of communication, see `PooledPulls`
 
-    def overlapped(self, amounts: Floats, loader_overlap: Floats) -> Overlapped:
+    def overlapped(
+        self, amounts: Floats, loader_overlap: Floats, sync_factor: float = 1.0, more_sync_s: float = 0.0
+    ) -> Overlapped:
+        """Return the parts of each step, with synchronisation so many times as long, and so many seconds longer."""
         tiny = 1e-9
         compute_s, data_s, sync_s = (np.maximum(amounts[:, of] @ self.coefficients[of], tiny) for of in OF_PARTS)
-        exposed_s = self.overlap.exposed * compute_s
-        hidden_s = (1 - self.overlap.exposed) * compute_s
-        busy_s = exposed_s + _norm(hidden_s, sync_s, np.full(len(amounts), self.overlap.power))
+        sync_s = sync_factor * sync_s + more_sync_s
+        exposed_s = EXPOSED * compute_s
+        hidden_s = (1 - EXPOSED) * compute_s
+        busy_s = exposed_s + _norm(hidden_s, sync_s, np.full(len(amounts), self.overlap))
         return Overlapped(compute_s, sync_s, data_s, busy_s, _norm(busy_s, data_s, loader_overlap))
 
 
@@ -84,7 +80,7 @@ class Fit(NamedTuple):
 
 
 def fit_all(
-    tried: Sequence[tuple[int, Overlap]],
+    tried: Sequence[tuple[int, float]],
     columns: Columns,
     measured: Measured,
     population: Population | None = None,
@@ -105,7 +101,7 @@ def fit_all(
         start, iterations = (starts[place], ITERATIONS_NEARBY) if starts else (None, ITERATIONS)
         pooled = None
         if population is not None:
-            pooled = PooledPulls.of(population, kind, job_units(columns), amounts, measured.step_s)
+            pooled = PooledPulls.of(population, kind, job_units(columns), amounts, measured)
             if start is None:
                 iterations = POOLED_ITERATIONS
                 if found and found[-1].kind == kind:  # the same terms with another overlap
@@ -162,8 +158,7 @@ class _Problem:
         pull[used] /= np.maximum(1.0, target)
         if pooled is not None:
             pull = pooled.free(pull)
-        part_weight = PART_WEIGHT if pooled is None else pooled.part_weight
-        part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap, part_weight)
+        part_rows, part_targets = _rows_of_parts(unit, used, measured, loader_overlap)
         fixed_rows = np.vstack([part_rows, np.diag(pull[used])])
         fixed_targets = np.concatenate([part_targets, pull[used] * target])
         return cls(*(amounts, loader_overlap, measured, used, unmeasured, lengths, unit, defaults), fixed_rows, fixed_targets)
@@ -183,7 +178,7 @@ class _Problem:
         solution: Floats = nnls(triangle[:, :-1], triangle[:, -1])[0]
         return solution
 
-    def linearized(self, o: Overlapped, overlap: Overlap) -> tuple[Floats, Floats]:
+    def linearized(self, o: Overlapped, overlap: float) -> tuple[Floats, Floats]:
         """Return the rows and targets of the next Gauss-Newton step."""
         gradient = _gradient(o, self.used, overlap, self.loader_overlap)
         return self.unit * gradient / o.step_s[:, None], 1 + np.log(self.measured.step_s / o.step_s)
@@ -195,7 +190,7 @@ class _Problem:
 
 
 def _fit_shape(
-    problem: _Problem, overlap: Overlap, pooled: PooledPulls | None, start: Shape | None, iterations: int
+    problem: _Problem, overlap: float, pooled: PooledPulls | None, start: Shape | None, iterations: int
 ) -> tuple[float, Shape]:
     """Return the fit's objective and the shape."""
     used, lengths, measured = problem.used, problem.lengths, problem.measured
@@ -240,17 +235,17 @@ def _doubts(scale: Floats) -> Floats:
     return pull
 
 
-def slopes_of(o: Overlapped, overlap: Overlap, loader_overlap: Floats) -> tuple[Floats, Floats, Floats]:
+def slopes_of(o: Overlapped, overlap: float, loader_overlap: Floats) -> tuple[Floats, Floats, Floats]:
     """Return the derivatives of the step by the seconds of each part."""
     by_busy = (o.busy_s / o.step_s) ** (loader_overlap - 1)
-    hidden_s = (1 - overlap.exposed) * o.compute_s
-    both_s = o.busy_s - overlap.exposed * o.compute_s
-    by_compute = overlap.exposed + (1 - overlap.exposed) * (hidden_s / both_s) ** (overlap.power - 1)
+    hidden_s = (1 - EXPOSED) * o.compute_s
+    both_s = o.busy_s - EXPOSED * o.compute_s
+    by_compute = EXPOSED + (1 - EXPOSED) * (hidden_s / both_s) ** (overlap - 1)
     by_data = (o.data_s / o.step_s) ** (loader_overlap - 1)
-    return by_busy * by_compute, by_data, by_busy * (o.sync_s / both_s) ** (overlap.power - 1)
+    return by_busy * by_compute, by_data, by_busy * (o.sync_s / both_s) ** (overlap - 1)
 
 
-def _gradient(o: Overlapped, used: NDArray[np.bool_], overlap: Overlap, loader_overlap: Floats) -> Floats:
+def _gradient(o: Overlapped, used: NDArray[np.bool_], overlap: float, loader_overlap: Floats) -> Floats:
     """Return the derivatives of the step by the seconds of each used term."""
     slopes = zip(OF_PARTS, slopes_of(o, overlap, loader_overlap), strict=True)
     compute, data, sync = (of[used] * slope[:, None] for of, slope in slopes)
@@ -258,11 +253,9 @@ def _gradient(o: Overlapped, used: NDArray[np.bool_], overlap: Overlap, loader_o
     return found
 
 
-def _rows_of_parts(
-    unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats, part_weight: float
-) -> tuple[Floats, Floats]:
+def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats) -> tuple[Floats, Floats]:
     """Return rows that the measured seconds of compute and of data should fulfil, in relative error, and their targets."""
-    weight = part_weight * measured.weight
+    weight = PART_WEIGHT * measured.weight
     has_compute = measured.compute_s > 1e-3 * measured.step_s  # false where it is nan
     seconds = np.where(has_compute, measured.compute_s, 1.0)
     compute = unit * OF_PARTS[0][used] * (weight / seconds)[:, None]

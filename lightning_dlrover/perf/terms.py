@@ -11,7 +11,19 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Floats
 
-__all__ = ["MAX_LATENCY_S", "OF_PARTS", "PARTS", "SHAPES", "TERMS", "Part", "Term", "amounts_of", "job_units", "terms_of"]
+__all__ = [
+    "BETWEEN_NODES",
+    "MAX_LATENCY_S",
+    "OF_PARTS",
+    "PARTS",
+    "SHAPES",
+    "TERMS",
+    "Part",
+    "Term",
+    "amounts_of",
+    "job_units",
+    "terms_of",
+]
 
 Part = Literal["compute", "data", "communication"]
 PARTS: tuple[Part, ...] = ("compute", "data", "communication")
@@ -198,8 +210,9 @@ TERMS: tuple[Term, ...] = (
     Term(
         "pair_of_nodes",
         "communication",
-        "two nodes have one path between them, three and more have several: measured on clusters, doubted by two of the shapes",
-        lambda c: (c.num_nodes == 2).astype(np.float64),
+        "two nodes have one path between them, which all workers share, while three and more have several: measured on "
+        "clusters, doubted by one of the shapes",
+        lambda c: (c.num_nodes == 2) * np.log2(c.num_workers),
         doubt=0.2,
     ),
 )
@@ -218,6 +231,9 @@ al., Statistical Science 14(4), 1999), and their spread is part of the interval.
 
 BYTE_TERMS = ("ring_inside_node", "ring_between_nodes")
 """Terms with coefficients per byte."""
+
+BETWEEN_NODES: NDArray[np.bool_] = np.array([term.name in ("ring_between_nodes", "network", "pair_of_nodes") for term in TERMS])
+"""Terms of synchronisation that need several nodes, apart from those of tables."""
 
 _GROWTH = frozenset(name for shape in SHAPES for name in shape)
 OF_PARTS: tuple[NDArray[np.bool_], ...] = tuple(np.array([term.part == part for term in TERMS]) for part in PARTS)

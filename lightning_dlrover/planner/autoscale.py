@@ -52,8 +52,6 @@ def plan(
         at: seconds since the epoch, recorded only.
         memory: excludes settings with an upper bound above the worker's limit; None excludes nothing.
         gpu_memory: the same for the worker's GPU, where shares are not computed in parts. Else more parts take longer.
-    Raises:
-        ImportError: the space is too large to enumerate, and pymoo is not installed.
     """
     field = Field.of(situation, model, limits, objective, memory, rules, gpu_memory)
     search = _Search(situation, limits, objective, rules, field)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 
 import numpy as np
@@ -17,7 +17,7 @@ from lightning_dlrover.planner.memory_growth import node_memory_bytes
 from lightning_dlrover.planner.objective import Objective, Resources, resources_of
 from lightning_dlrover.planner.plan import Candidate, Settings
 from lightning_dlrover.planner.situation import Model, Rules, Situation
-from lightning_dlrover.planner.space import Limits, configuration, pareto_front, search, settings_of, why_not
+from lightning_dlrover.planner.space import Limits, all_settings, configuration, pareto_front, settings_of, why_not
 
 __all__ = ["INTERVAL_SIGMAS", "Field"]
 
@@ -80,8 +80,7 @@ class Field:
         measured = {settings: np.concatenate(of_settings)[-NUM_NEWEST_WINDOWS:] for settings, of_settings in visits.items()}
         noise = _noise(visits)
 
-        settings = search(limits, runs, partial(_gain_and_cost, model, situation, limits))
-        settings = sorted({*settings, *measured})
+        settings = sorted({*all_settings(limits, runs), *measured})
         now = settings.index(runs)
         where = [configuration(s, current, limits, situation.node_cores) for s in settings]
         step_s, low_s, high_s = _step_times(model.predict_many(where), settings, measured, noise)
@@ -238,17 +237,6 @@ def _drift(visits: Mapping[Settings, Sequence[Floats]], noise: float) -> float:
         squares += float(((means - means.mean()) ** 2).sum()) - (len(means) - 1) * by_chance
         degrees += len(means) - 1
     return max(MIN_DRIFT, math.sqrt(max(0.0, squares + MIN_DRIFT**2) / (degrees + 1)))
-
-
-def _gain_and_cost(model: Model, situation: Situation, limits: Limits, some: Sequence[Settings]) -> tuple[Floats, Floats]:
-    """Return samples per second and resources, by which `search` compares settings; infinitely bad where impossible."""
-    current = situation.current
-    runs, *where = (configuration(s, current, limits, situation.node_cores) for s in (settings_of(current), *some))
-    gain = np.array([p.samples_per_s for p in model.predict_many(where)])
-    cost = np.array([resources_of(c).scalar for c in where])
-    wrong = [bool(why_not(s, runs, c, current.global_batch, limits)) for s, c in zip(some, where, strict=True)]
-    gain[wrong], cost[wrong] = -np.inf, np.inf
-    return gain, cost
 
 
 def _numbers_of_passes(where: Sequence[Configuration], current: StepProfile, gpu_memory: MemoryModel | None) -> list[int]:

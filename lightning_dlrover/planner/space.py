@@ -1,16 +1,14 @@
 """The settings that a plan may choose from, and the subset worth considering.
 
-Spaces of up to `MAX_ENUMERATED` settings are enumerated, so that the Pareto front is exact. Larger ones are searched
-with NSGA-II of pymoo, an optional dependency.
+All combinations are considered, so the Pareto front is exact. Large numbers of workers are a few percent apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +18,21 @@ from lightning_dlrover.perf import Configuration, configuration_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Settings
 
-__all__ = ["Limits", "all_settings", "configuration", "pareto_front", "search", "settings_of", "tunable_axes", "why_not"]
+__all__ = [
+    "Limits",
+    "all_settings",
+    "configuration",
+    "pareto_front",
+    "settings_of",
+    "sizes_to_consider",
+    "tunable_axes",
+    "why_not",
+]
 
 Floats = NDArray[np.float64]
 
-MAX_ENUMERATED = 50_000  # 100,000 predictions take half a second
-NUM_GENERATIONS = 60
 SPARE_THREADS = 0.5  # tolerance for foreign load, which any machine has a bit of
-POPULATION = 100
+ALL_SIZES_UP_TO = 128  # numbers of workers up to which each one is considered
 
 
 @dataclass(frozen=True)
@@ -75,13 +80,24 @@ class Limits:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The numbers of workers to choose from."""
-        return tuple(n for n in range(self.min_workers, self.max_workers + 1) if n not in self.failed_sizes)
+        sizes = sizes_to_consider(self.max_workers, max(1, self.workers_per_node), (self.min_workers,))
+        return tuple(n for n in sizes if n >= self.min_workers and n not in self.failed_sizes)
 
-    @property
-    def num_settings(self) -> int:
-        """An upper bound on the size of the space."""
-        others = (self.loader_workers, self.intra_op_threads, self.prefetch_factors)
-        return len(self.sizes) * math.prod(max(1, len(values)) for values in others)
+
+def sizes_to_consider(most: int, per_node: int, also: Sequence[int] = ()) -> list[int]:
+    """Return numbers of workers or devices to choose from, ascending from 0 to `most`.
+
+    Above `ALL_SIZES_UP_TO` they are whole nodes, about 4 % apart: a job's speed hardly differs between two of them.
+    Args:
+        per_node: workers or devices of one node.
+        also: further numbers, such as the present one; those above `most` are left out.
+    """
+    sizes = set(range(min(most, ALL_SIZES_UP_TO) + 1))
+    size = ALL_SIZES_UP_TO
+    while size < most:
+        size = max(size + per_node, (size * 26 // 25) // per_node * per_node)
+        sizes.add(min(size, most))
+    return sorted(sizes.union(size for size in also if size <= most))
 
 
 def tunable_axes(node_cores: float, cores: float) -> dict[str, tuple[int, ...]]:
@@ -183,62 +199,3 @@ def pareto_front(gain: Floats, cost: Floats) -> list[int]:
             best = float(gain[index])
             front.append(int(index))
     return front
-
-
-def search(limits: Limits, now: Settings, evaluate: Callable[[Sequence[Settings]], tuple[Floats, Floats]]) -> list[Settings]:
-    """Return the settings to consider: all of a small space; for a large one, NSGA-II's approximation of its Pareto front.
-
-    Args:
-        evaluate: gain and cost of settings; both infinitely bad where they cannot be run.
-    Raises:
-        ImportError: the space is large, and pymoo is not installed.
-    """
-    if limits.num_settings <= MAX_ENUMERATED:
-        return all_settings(limits, now)
-    return sorted({now, *_nsga2(limits, now, evaluate)})
-
-
-def _nsga2(limits: Limits, now: Settings, evaluate: Callable[[Sequence[Settings]], tuple[Floats, Floats]]) -> set[Settings]:
-    """Non-dominated settings of the last generation (Deb et al., IEEE Trans. Evol. Comp. 6(2), 2002)."""
-    try:
-        from pymoo.algorithms.moo.nsga2 import NSGA2
-        from pymoo.core.problem import Problem
-        from pymoo.operators.crossover.sbx import SBX
-        from pymoo.operators.mutation.pm import PM
-        from pymoo.operators.repair.rounding import RoundingRepair
-        from pymoo.operators.sampling.rnd import IntegerRandomSampling
-        from pymoo.optimize import minimize
-    except ImportError as error:
-        raise ImportError(
-            f"a space of {limits.num_settings} settings is too large to enumerate (more than {MAX_ENUMERATED}), and pymoo, "
-            "which would search it, is not installed: pip install 'lightning-dlrover[search]', or allow fewer values"
-        ) from error
-    axes = (
-        limits.sizes,
-        limits.loader_workers or (now.loader_workers,),
-        limits.intra_op_threads or (now.intra_op_threads,),
-        limits.prefetch_factors or (now.prefetch_factor or 2,),
-    )
-
-    def settings(row: Sequence[float]) -> Settings:
-        workers, loaders, threads, factor = (axis[int(at)] for axis, at in zip(axes, row, strict=True))
-        return Settings(workers, loaders, threads, factor if loaders else 0)
-
-    class Space(Problem):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(n_var=4, n_obj=2, xl=0, xu=np.array([len(axis) - 1 for axis in axes]), vtype=int)
-
-        def _evaluate(self, x: Any, out: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            gain, cost = evaluate([settings(row) for row in x])
-            worst = 1e12
-            out["F"] = np.column_stack([np.clip(-gain, -worst, worst), np.clip(cost, -worst, worst)])
-
-    algorithm = NSGA2(
-        pop_size=POPULATION,
-        sampling=IntegerRandomSampling(),
-        crossover=SBX(prob=0.9, eta=3.0, vtype=float, repair=RoundingRepair()),
-        mutation=PM(eta=3.0, vtype=float, repair=RoundingRepair()),
-        eliminate_duplicates=True,
-    )
-    found = minimize(Space(), algorithm, ("n_gen", NUM_GENERATIONS), seed=1, verbose=False)
-    return {settings(row) for row in np.atleast_2d(found.X)}

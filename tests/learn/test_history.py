@@ -69,10 +69,11 @@ def test_history_on_a_file_system_of_several_hosts_has_no_write_ahead_log(
         assert len(history.jobs()) == 2
 
 
-def test_a_long_job_leaves_no_more_windows_than_teach_something(history: JobHistory) -> None:
+def test_a_long_job_leaves_the_newest_windows_of_each_settings_and_no_more(history: JobHistory) -> None:
     history.record(entry("a@1"), [window(float(at)) for at in range(40)])
-    history.record(entry("a@1"), [window(float(at)) for at in range(40, 100)] + [window(200.0, 2)])
-    assert len(history.windows("a@1")) == 31
+    history.record(entry("a@1"), [window(float(at)) for at in range(30, 100)] + [window(20.5, 2)])
+    history.record(entry("a@1"), [window(5.0), window(99.0)])
+    assert [w.at for w in history.windows("a@1")] == [20.5, *map(float, range(70, 100))]
 
 
 def test_update_of_a_long_job_costs_only_its_new_records(history: JobHistory) -> None:

@@ -10,7 +10,7 @@ from test_model import window
 
 from lightning_dlrover.perf import Columns, configuration_of
 from lightning_dlrover.perf.columns import Floats
-from lightning_dlrover.perf.errors import MAX_CONFIGURATIONS, Errors, OwnErrors, Residuals, resemblance_of, variances_of
+from lightning_dlrover.perf.errors import MAX_CONFIGURATIONS, Errors, OwnErrors, Residuals, variances_of
 
 NONE = 1e-8
 BATCH_ERRORS = Errors(np.array([0.1**2, NONE, NONE, NONE, NONE, NONE, NONE, 0.02**2, 0.02**2]))
@@ -88,14 +88,3 @@ def test_variances_of_several_jobs_show_which_errors_carry_over() -> None:
     assert same_batch == pytest.approx(0.1, rel=0.4)
     assert of_step == pytest.approx(0.02, rel=0.4)
     assert of_compute == pytest.approx(0.02, rel=0.4)
-
-
-def test_errors_of_one_job_resemble_each_other_as_far_as_their_kernels_reach() -> None:
-    none = Errors(np.array([NONE] * 7 + [0.02**2, 0.02**2]))
-    alike, different = columns([(1, 1, 16), (2, 1, 16), (4, 1, 16)]), columns([(1, 1, 16), (2, 1, 32), (4, 1, 64)])
-    zeros = np.zeros(3)
-    assert resemblance_of(none, [residuals(alike, zeros, zeros)]) < 1e-3
-    one, several = (residuals(of, zeros, zeros) for of in (different, alike))
-    # Half of a deviation of 10 % is common to both steps, beside independent noise of 2 %.
-    assert resemblance_of(BATCH_ERRORS, [several]) == pytest.approx(0.05**2 / (0.05**2 + 0.02**2), rel=0.01)
-    assert resemblance_of(BATCH_ERRORS, [one, several]) < 0.6 * resemblance_of(BATCH_ERRORS, [several])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,27 +12,27 @@ import pytest
 from test_model import TRACES, needs_traces, window
 from test_traces import written
 
-from lightning_dlrover.perf import Columns, Population, StepTimeModel, configuration_of, population_of
+from lightning_dlrover.perf import Columns, Population, StepTimeModel, configuration_of, population_of, shapes
 from lightning_dlrover.perf.__main__ import main
 from lightning_dlrover.perf.columns import windows_by_configuration
 from lightning_dlrover.perf.evaluation import evaluate
 from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.prior import PhysicalPrior
 from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.perf.shapes import EXPOSED
 from lightning_dlrover.perf.traces import read_trace
 
-FITS = (PhysicalPrior.fit, PhysicalPrior.of_hardware)
 NAMES = ("ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3")
 
 
 def job(size: float, pair: float, seed: int, noise: float = 0.03, dense_bytes: int = 0) -> list[StepProfile]:
-    """Windows of a job on hardware whose pairs of nodes are `pair` times as slow as larger groups."""
+    """Windows of a job on hardware whose pairs of nodes share one path, so that each doubling of workers costs more there."""
     rng = np.random.default_rng(seed)
     windows = []
     for workers in (1, 2, 3, 4, 6, 8, 12, 16):
         for nodes in {-(-workers // 4), min(workers, 4)}:
             for batch in (8, 16, 32, 64):
-                sync_s = size * ((nodes > 1) + 0.5 * np.log2(workers) + (pair - 1) * (nodes == 2))
+                sync_s = size * ((nodes > 1) + 0.5 * np.log2(workers) + (pair - 1) / 2 * np.log2(workers) * (nodes == 2))
                 step_s = (0.02 + 0.002 * batch + sync_s) * rng.lognormal(0, noise)
                 windows.append(window(workers, step_s, global_batch=workers * batch, num_nodes=nodes, dense_bytes=dense_bytes))
     return windows
@@ -60,7 +61,7 @@ def errors(pairs: Sequence[float]) -> tuple[float, float]:
 
 def test_jobs_on_the_same_hardware_improve_a_prediction_from_few_samples() -> None:
     alone, helped = errors((3.0, 3.0, 3.0))
-    assert helped < 0.8 * alone
+    assert helped < 0.95 * alone
 
 
 def test_jobs_that_disagree_are_trusted_less_and_do_little_harm() -> None:
@@ -84,10 +85,10 @@ def test_placements_without_any_sample_are_as_in_other_jobs() -> None:
     others = population_of([job(size, 3.0, seed) for seed, size in enumerate((0.02, 0.05, 0.2))])
     target = job(0.1, 3.0, 9)
     known, pairs = [w for w in target if w.num_nodes != 2], [w for w in target if w.num_nodes == 2]
-    assert mean_error(known[::3], pairs, others) < 0.1 < mean_error(known[::3], pairs, None)
+    assert mean_error(known[::3], pairs, others) < 0.15 < mean_error(known[::3], pairs, None)
 
 
-def test_computing_outside_of_the_backward_pass_hides_no_communication() -> None:
+def test_computing_outside_of_the_backward_pass_hides_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = []
     for workers in (1, 2, 4, 8, 16):
         for batch in (8, 16, 32, 64, 128):
@@ -104,7 +105,11 @@ def test_computing_outside_of_the_backward_pass_hides_no_communication() -> None
             )
     groups = windows_by_configuration(windows, 0.0)
     columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
-    errors = [np.abs(fit(columns, measured).step_time_s(columns) / measured.step_s - 1).mean() for fit in FITS]
+    errors = []
+    for exposed in (0.0, EXPOSED):
+        monkeypatch.setattr(shapes, "EXPOSED", exposed)
+        predicted_s = PhysicalPrior.fit(columns, measured).step_time_s(columns)
+        errors.append(np.abs(predicted_s / measured.step_s - 1).mean())
     assert errors[1] < 0.85 * errors[0]
 
 
@@ -119,14 +124,6 @@ def test_jobs_of_one_worker_say_nothing_of_communication_and_are_harmless() -> N
     population = population_of([several, several])
     assert population is not None
     assert mean_error(alone, several, population) < 0.15
-
-
-def test_errors_that_resemble_each_other_hold_the_evidence_of_fewer() -> None:
-    independent, alike = (Population((), 0.05, None, 0.3, None, resemblance) for resemblance in (0.0, 0.2))
-    assert independent.noise_of(200) == alike.noise_of(1) == 0.05
-    evidence = [n * (0.05 / alike.noise_of(n)) ** 2 for n in (1, 10, 100, 10_000)]
-    assert evidence == sorted(evidence)
-    assert evidence[-1] == pytest.approx(1 / 0.2, rel=0.01)
 
 
 def test_fit_from_a_fit_to_nearly_the_same_measurements_ends_at_the_same_prior() -> None:
@@ -154,6 +151,25 @@ def test_other_models_do_no_harm_on_measured_traces(name: str) -> None:
         alone.append(evaluate(mixed[:12], mixed[12:]).mape)
         helped.append(evaluate(mixed[:12], mixed[12:], population).mape)
     assert np.mean(helped) < np.mean(alone) + 0.5
+
+
+@needs_traces
+@pytest.mark.slow
+def test_first_steps_off_a_node_are_within_15_percent_and_their_intervals_with_other_jobs_of_known_bytes() -> None:
+    jobs = {
+        name: [replace(w, dense_bytes=num_bytes) for w in read_trace(TRACES / f"{name}-placements.csv").samples]
+        for name, num_bytes in (("ncf", 6_400_000), ("cifar10", 44_700_000), ("bert", 438_000_000), ("yolov3", 246_500_000))
+    }
+    found = [
+        evaluate(
+            [w for w in windows if w.num_nodes == 1],
+            [w for w in windows if w.num_nodes > 1],
+            population_of([others for other, others in jobs.items() if other != name]),
+        )
+        for name, windows in jobs.items()
+    ]
+    assert np.mean([each.mape for each in found]) < 15
+    assert 80 <= np.mean([each.coverage for each in found]) <= 99
 
 
 # --- the command ---

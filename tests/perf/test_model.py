@@ -182,6 +182,53 @@ def test_the_interval_narrows_as_sizes_are_measured() -> None:
     assert widths[0] > 2 * widths[-1]
 
 
+def on_one_node(sizes: Sequence[int], dense_bytes: int = 100_000_000) -> StepTimeModel:
+    """Fit windows of a job with a fast link inside its node."""
+    return StepTimeModel.fit(
+        [
+            window(size, 0.01 + 0.002 * batch, global_batch=batch * size, dense_bytes=dense_bytes)
+            for size in sizes
+            for batch in (8, 16, 32)
+        ]
+    )
+
+
+def on_two_nodes(model: StepTimeModel, batch: int, dense_bytes: int = 100_000_000) -> tuple[float, float]:
+    asked = configuration_of(window(4, 1.0, global_batch=4 * batch, num_nodes=2, dense_bytes=dense_bytes))
+    prediction = model.predict(asked)
+    return prediction.low_s, prediction.high_s
+
+
+@pytest.mark.parametrize("slower", [0.6, 1.0, 1.8])
+def test_interval_at_the_first_step_off_a_node_holds_links_nearly_twice_as_slow_as_assumed(slower: float) -> None:
+    low_s, high_s = on_two_nodes(on_one_node([1, 2, 3, 4]), batch=16)
+    computing_s, ring_s = 0.01 + 0.002 * 16, slower * 1.5 * 1e8 / 1e9
+    assert low_s < max(computing_s, ring_s)
+    assert computing_s + ring_s < high_s
+
+
+def test_sizes_measured_on_one_node_narrow_no_interval_on_two() -> None:
+    few, many = (on_two_nodes(on_one_node(sizes), batch=16) for sizes in ([2, 4], [1, 2, 3, 4, 5, 6]))
+    assert many[1] / many[0] > 0.8 * few[1] / few[0]
+
+
+def test_a_job_of_unknown_bytes_may_communicate_three_times_as_long_as_it_computes() -> None:
+    _, high_s = on_two_nodes(on_one_node([1, 2, 3, 4], dense_bytes=0), batch=16, dense_bytes=0)
+    assert high_s > 3 * (0.01 + 0.002 * 8)
+
+
+def test_a_measured_second_node_ends_the_doubt_about_the_network() -> None:
+    windows = [
+        window(
+            size, 0.01 + 0.002 * batch + 0.1 * (nodes > 1), global_batch=batch * size, num_nodes=nodes, dense_bytes=100_000_000
+        )
+        for size, nodes in ((1, 1), (2, 1), (4, 1), (2, 2), (6, 2))
+        for batch in (8, 16, 32)
+    ]
+    low_s, high_s = on_two_nodes(StepTimeModel.fit(windows), batch=16)
+    assert high_s / low_s < 1.5
+
+
 def test_the_same_samples_give_the_same_model() -> None:
     rng = random.Random(3)
     samples = [window(1 + i % 7, rng.uniform(0.01, 0.02), global_batch=32 * (1 + i % 5) * (1 + i % 7)) for i in range(70)]

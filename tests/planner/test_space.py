@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import builtins
 import random
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from simulated_jobs import dense_heavy, limits_of, window
 
 from lightning_dlrover.planner.plan import Settings
 from lightning_dlrover.planner.space import (
-    MAX_ENUMERATED,
     Limits,
     all_settings,
     configuration,
     pareto_front,
-    search,
     settings_of,
     tunable_axes,
     why_not,
 )
 
 ONE = Settings(1, 0, 1, 0)
-LARGE = Limits(1, 2048, loader_workers=tuple(range(9)), intra_op_threads=(1, 2, 4, 8), prefetch_factors=(2, 4))
 
 
 @given(points=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=30))
@@ -117,40 +112,15 @@ def test_the_global_batch_is_kept_by_every_configuration() -> None:
         assert (there.local_batch - 1) * workers < truth.global_batch <= there.local_batch * workers
 
 
-def known_front(some: Sequence[Settings]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Gain grows with workers to 700 and with loader workers to 3. Cost grows with every setting."""
-    gain = [min(s.num_workers, 700) * (1 + min(s.loader_workers, 3)) / (1 + 0.1 * abs(s.intra_op_threads - 2)) for s in some]
-    cost = [s.num_workers * (s.intra_op_threads + s.loader_workers) for s in some]
-    return np.array(gain), np.array(cost, float)
-
-
-@pytest.mark.slow
-def test_a_space_too_large_to_enumerate_is_searched_close_to_its_front() -> None:
-    pytest.importorskip("pymoo", reason="pymoo is not installed: pip install 'lightning-dlrover[search]'")
-    assert LARGE.num_settings > MAX_ENUMERATED
-    found = search(LARGE, ONE, known_front)
-    assert ONE in found
-    gain, cost = known_front(found)
-    everything = all_settings(LARGE, ONE)
-    all_gain, all_cost = known_front(everything)
-    assert gain.max() >= 0.98 * all_gain.max()
-    for share in (0.2, 0.5, 1.0):  # at each share of the largest cost the choice is nearly the best possible
-        budget = share * all_cost[np.argmax(all_gain)]
-        assert gain[cost <= budget].max() >= 0.9 * all_gain[all_cost <= budget].max()
-    assert search(LARGE, ONE, known_front) == found, "the same question gets another answer"
-
-
-def test_without_pymoo_a_large_space_is_refused_with_the_line_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without_pymoo(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("pymoo"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_pymoo)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-dlrover\[search\]'"):
-        search(LARGE, ONE, known_front)
+@pytest.mark.parametrize("workers_per_node", [0, 8])
+def test_numbers_of_workers_of_a_large_job_are_a_few_percent_apart(workers_per_node: int) -> None:
+    limits = Limits(20, 5003, workers_per_node=workers_per_node, failed_sizes=frozenset({64}))
+    assert limits.sizes[:44] == tuple(range(20, 64))
+    assert limits.sizes[-1] == 5003
+    large = [size for size in limits.sizes if 136 <= size < 5003]
+    assert all(after <= max(before * 1.04, before + workers_per_node) for before, after in pairwise(large))
+    assert all(size % max(1, workers_per_node) == 0 for size in large)
+    assert len(limits.sizes) < 300
 
 
 @pytest.mark.parametrize(

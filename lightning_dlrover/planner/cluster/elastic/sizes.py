@@ -15,9 +15,10 @@ import numpy as np
 from lightning_dlrover.planner.cluster.elastic.bounds import floors_of, turns, within_limits
 from lightning_dlrover.planner.cluster.elastic.placement import place
 from lightning_dlrover.planner.cluster.elastic.share import Share, SizePolicy
-from lightning_dlrover.planner.cluster.elastic.speeds import Ints, SpeedTables, sizes_to_consider
+from lightning_dlrover.planner.cluster.elastic.speeds import Ints, SpeedTables
 from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
+from lightning_dlrover.planner.space import sizes_to_consider
 
 __all__ = ["with_placement"]
 
@@ -164,7 +165,7 @@ def _share(pool: _Pool, now_s: float, settings: PolicySettings, tables: SpeedTab
     present = np.array([len(run.devices) if run else 0 for run in running], dtype=np.int64)
     also = {*present.tolist(), *(job.num_devices for job in jobs), *(job.fewest_devices for job in jobs)}
     most = min(pool.num_in_cluster, max(job.most_devices for job in jobs))
-    sizes = sizes_to_consider(most, pool.per_node, sorted(also - {0}))
+    sizes = np.array(sizes_to_consider(most, pool.per_node, sorted(also - {0})), dtype=np.int64)
     speeds, spreads = tables.of(jobs, pool.kind, sizes, pool.per_node)
     since_s = np.array([run.since_s if run else now_s for run in running])
     floors: Ints = np.zeros(len(jobs), dtype=np.int64)

@@ -15,29 +15,12 @@ from numpy.typing import NDArray
 from lightning_dlrover.planner.cluster.jobs import Job
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["Ints", "SpeedTables", "sizes_to_consider"]
+__all__ = ["Ints", "SpeedTables"]
 
 Ints = NDArray[np.int64]
 
-ALL_SIZES_UP_TO = 128
-"""Number of devices up to which every size is considered. Larger sizes are whole nodes, about 4 % apart."""
-
 MOST_KEPT = 8192
 """Rows that are kept. Above it all are dropped, which costs time only."""
-
-
-def sizes_to_consider(num_devices: int, per_node: int, also: Sequence[int] = ()) -> Ints:
-    """Return the sizes of jobs that a decision chooses from, ascending, beginning with 0.
-
-    Args:
-        also: further sizes that jobs need, such as the present ones.
-    """
-    sizes = set(range(min(num_devices, ALL_SIZES_UP_TO) + 1))
-    size = ALL_SIZES_UP_TO
-    while size < num_devices:
-        size = max(size + per_node, (size * 26 // 25) // per_node * per_node)
-        sizes.add(min(size, num_devices))
-    return np.array(sorted(sizes.union(size for size in also if size <= num_devices)), dtype=np.int64)
 
 
 @dataclass(frozen=True)

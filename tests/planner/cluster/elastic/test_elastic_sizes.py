@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.planner.cluster import Profile, State
 from lightning_dlrover.planner.cluster.elastic import make_elastic
-from lightning_dlrover.planner.cluster.elastic.speeds import ALL_SIZES_UP_TO, SpeedTables, sizes_to_consider
+from lightning_dlrover.planner.cluster.elastic.speeds import SpeedTables
 from lightning_dlrover.planner.cluster.scaling import Speeds
+from lightning_dlrover.planner.space import ALL_SIZES_UP_TO, sizes_to_consider
 
 TWO_KINDS = {"gpu": Profile(GB, 2.0), "old": Profile(GB, 1.0)}
 
@@ -44,8 +45,8 @@ def test_job_gets_devices_with_enough_memory_only() -> None:
 
 
 def test_all_sizes_of_a_usual_cluster_are_considered_and_whole_nodes_of_a_large_one() -> None:
-    assert sizes_to_consider(64, 4).tolist() == list(range(65))
-    large = sizes_to_consider(10_000, 8, also=(131, 20_000))
+    assert sizes_to_consider(64, 4) == list(range(65))
+    large = np.array(sizes_to_consider(10_000, 8, also=(131, 20_000)))
     assert large[: ALL_SIZES_UP_TO + 1].tolist() == list(range(ALL_SIZES_UP_TO + 1))
     assert 131 in large
     assert large[-1] == 10_000
@@ -62,7 +63,7 @@ def test_speeds_are_asked_for_once_while_nothing_new_is_known() -> None:
             Counting.asked += 1
             return super().speeds(num_devices, num_nodes)
 
-    known, tables, sizes = Counting(), SpeedTables(), sizes_to_consider(8, 4)
+    known, tables, sizes = Counting(), SpeedTables(), np.array(sizes_to_consider(8, 4))
     jobs = [job("a", scaling=known, max_devices=4), job("b", scaling=known, max_devices=4)]
     for _ in range(3):
         speeds, _ = tables.of(jobs, "gpu", sizes, 4)
