@@ -87,13 +87,28 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 class _Command(argparse.ArgumentParser):
-    """Parser of a command, which names its own usage when an option is wrong."""
+    """Parser of a command, which names its own usage when an option is wrong, and takes arguments between options, too."""
+
+    hint = ""  # ends the error about unknown arguments
+    _is_mixing = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
+        if self._is_mixing:
+            return found, unknown
+        if unknown and not any(word.startswith("-") for word in unknown) and not self._takes_the_rest:
+            self._is_mixing = True  # `dlrover scale JOB --run-dir DIR 2`: the optional number was passed over at JOB
+            try:
+                found, unknown = self.parse_known_intermixed_args(args, namespace)
+            finally:
+                self._is_mixing = False
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.hint}")
         return found, unknown
+
+    @property
+    def _takes_the_rest(self) -> bool:
+        return any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._get_positional_actions())
 
 
 class _Unused(argparse.ArgumentParser):
@@ -202,6 +217,7 @@ def _add_doctor(commands: Commands) -> None:
         metavar="SCRIPT",
         help="training script with a Lightning Trainer, then -- and its arguments",
     )
+    doctor.hint = "; arguments of a script go after --, as in: dlrover doctor train.py -- --epochs 2"  # type: ignore[attr-defined]
 
 
 def _add_colocate(commands: Commands) -> None:

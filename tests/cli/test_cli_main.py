@@ -108,6 +108,8 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", *KUBERNETES, "--pod-template", "nowhere.yaml", "/s.py"], "nowhere.yaml"),
         (["run"], "script"),
         (["run", "--bogus", "s.py"], "dlrover run: error: unrecognized arguments: --bogus"),
+        (["scale", "job", "--run-dir", "d", "2", "3"], "dlrover scale: error: unrecognized arguments: 3"),
+        (["doctor", "s.py", "--epochs", "2"], "unrecognized arguments: --epochs 2; arguments of a script go after --"),
         ([], "COMMAND"),
         (["dance"], "dance"),
         (["scale", "job", "2"], "job 'job' is not known: runs/job/job.json does not exist"),
@@ -210,3 +212,9 @@ def test_lease_is_at_least_etcds_shortest() -> None:
     for text in ("1s", "2.5s"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no lease of etcd: whole seconds, at least 2"):
             values.lease(text)
+
+
+def test_number_of_workers_may_stand_after_options() -> None:
+    arguments = ["scale", "job", "--run-dir", "d", "2"]
+    options = build_parser(arguments).parse_args(arguments)
+    assert (options.job, options.num_workers, str(options.run_dir)) == ("job", 2, "d")
