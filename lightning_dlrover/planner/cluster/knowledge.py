@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Configuration
-from lightning_dlrover.perf.model import NORMAL_WIDTH, StepTimeModel
+from lightning_dlrover.perf.model import StepTimeModel
+from lightning_dlrover.perf.prior import NORMAL_WIDTH
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.cluster.elastic_jobs import GUESS_STEPS_PER_S, Cluster, Family, placement_of
 from lightning_dlrover.planner.cluster.jobs import Device, Job
