@@ -4,9 +4,9 @@
 
 The jobs scale: most of a step is a sleep that their workers share, so two workers are faster than one on two cores.
 
-First the inputs are measured: two jobs of one worker side by side, and one job of two workers, each of which tells its steps/s.
-The rest of its completion time is the start. Then one job grows and shrinks while others end and come: its history
-shows how long a worker takes to join, and to leave, and how long training pauses for each.
+First the inputs are measured: two jobs of one worker, the second of which starts while the first trains, and one job of two
+workers. Each tells its steps/s, and the rest of its completion time is the start. Then one job grows and shrinks while others
+end and come: its history shows how long a worker takes to join, and to leave, and how long training pauses for each.
 
 Then eight jobs come one after the other and `dlrover brain` divides two cores among them. The simulator gets the arrivals, the
 steps, these inputs, and the brain's own decision code. It knows nothing of the real run's course. While a worker joins, its job
@@ -58,6 +58,7 @@ JOBS = tuple(
         *(("e", 130.0, 600), ("f", 175.0, 300), ("g", 185.0, 400), ("h", 240.0, 250)),
     )
 )
+APART_S = 15.0  # seconds between the starts of jobs that are measured, as jobs of the pool seldom start together
 LEARNS_S = 5.0  # seconds of training until a job's planner has published its speed
 END_TIMEOUT_S = 600.0
 RULES = Rules(Resources(cores=float(CORES)), "ours")
@@ -112,7 +113,7 @@ def _arrival(name: str) -> Arrival:
 def _measure(space: Workspace, endpoint: str) -> Inputs:
     def measured(name: str, workers: str, count: int) -> tuple[float, float]:
         """Mean completion time and mean steps/s."""
-        jobs = [_job(f"{name}-{n}", 0.0, MEASURED, workers) for n in range(count)]
+        jobs = [_job(f"{name}-{n}", n * APART_S, MEASURED, workers) for n in range(count)]
         ends = _run(space, endpoint, name, jobs, "as-requested")
         return statistics.fmean(end.jct_s for end in ends), statistics.fmean(_speed(space.folder / name, e.name) for e in ends)
 
