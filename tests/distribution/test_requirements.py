@@ -34,7 +34,7 @@ NEEDED_BY_OTHERS = {"tensordict", "pyre-extensions"}
 
 def declared() -> set[str]:
     """Distributions that the package or one of its extras for users asks for."""
-    extras = {name: texts for name, texts in PROJECT["optional-dependencies"].items() if name != "dev"}
+    extras = {name: texts for name, texts in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs")}
     lists = [PROJECT["dependencies"], *extras.values()]
     return {canonicalize_name(Requirement(text).name) for texts in lists for text in texts}
 
