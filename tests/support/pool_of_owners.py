@@ -38,7 +38,7 @@ class PoolOfOwners:
     floods: Mapping[str, Flood] = field(default_factory=dict)
     seed: int = 0
     jobs: dict[str, PoolJob] = field(default_factory=dict)
-    num_waiting: int = 3  # of each owner, at any time
+    num_waiting: int = 20  # of each owner before a decision, so that some are left after it
     now_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -4,8 +4,8 @@ An owner's share is that of its dominant resource: the largest part of the budge
 fairness, Ghodsi et al., NSDI 2011). A running job counts with the workers that it cannot be made to give back.
 
 The next start goes to the owner whose share, over its weight, would then be the least. Jobs of one owner start by priority,
-then by submission. A job that waits longer than the bound goes before the others of its owner, and counts as if it needed
-nothing: so a job that needs much has its turn, too.
+then by submission; one that waits longer than the bound goes before the others of its owner. If it is larger than its owner's
+part, the weight over that of all owners with jobs, it then counts as if it needed nothing: so it has its turn, too.
 """
 
 from __future__ import annotations
@@ -78,11 +78,16 @@ def queue_in_order(jobs: Collection[PoolJob], budget: Resources, owners: Owners,
 
     held = held_by_owner(jobs)
     waiting = {owner: sorted((job for job in of if job.is_waiting), key=turn) for owner, of in _by_owner(jobs).items()}
+    total = math.fsum(map(owners.weight, waiting))
+
+    def counted(job: PoolJob) -> Resources:
+        fewest = _fewest(job)
+        is_too_large = _dominant(fewest, budget) * total > owners.weight(job.owner)
+        return Resources() if is_too_large and is_overdue(job, now_s, max_wait_s) else fewest
 
     def next_of(owner: str) -> tuple[float, tuple[bool, int, float, str], str]:
         job = waiting[owner][0]
-        then = held[owner] if is_overdue(job, now_s, max_wait_s) else held[owner] + _fewest(job)
-        return _dominant(then, budget) / owners.weight(owner), turn(job), owner
+        return _dominant(held[owner] + counted(job), budget) / owners.weight(owner), turn(job), owner
 
     heads = [next_of(owner) for owner, of in waiting.items() if of]
     heapq.heapify(heads)
