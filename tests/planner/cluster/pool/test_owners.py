@@ -75,6 +75,15 @@ def test_owner_with_jobs_that_wait_gets_its_part_of_the_device_time(
         assert sum(had) / len(had) >= parts[owner] - floods[owner].most_fewest - floods[owner].spread
 
 
+def test_owner_of_large_jobs_has_no_more_than_its_part_where_all_wait_longer_than_the_bound() -> None:
+    floods = {"a": Flood(most_fewest=7, longest_s=LONGEST_S), "b": Flood(from_s=15.0, most_fewest=1, longest_s=LONGEST_S)}
+    pool, held = PoolOfOwners(Rules(Resources(18.0), "ours", 15.0), floods, seed=158), []
+    while pool.now_s < 90:
+        pool.step()
+        held.append(pool.held("b"))
+    assert sum(held[25:]) / len(held[25:]) >= 8
+
+
 def test_owner_of_many_or_urgent_jobs_gets_no_more_of_the_room_that_is_left() -> None:
     several = [job(f"a{number}", "a", 1, priority=9) for number in range(4)]
     assert sizes([*several, job("b", "b", 1, most=8)], Rules(Resources(8.0)))["b"] == 4
