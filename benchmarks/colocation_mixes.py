@@ -170,13 +170,13 @@ def measure_mixes(
             of_round = [policy for policy in policies if number == 0 or policy != SEQUENTIAL]
             for mix in mixes:
                 if time.monotonic() - began > length.limit_s:
-                    print(f"round {number + 1}  {mix:10}is left out: {length.limit_s:.0f} s have passed", flush=True)
+                    print(f"round {number + 1}  {mix:11}is left out: {length.limit_s:.0f} s have passed", flush=True)
                     continue
                 for policy in order.sample(of_round, len(of_round)):
                     result = _run(folder / f"{mix}-{policy}-{number}", mix, counts[mix], policy, steps, learned, number, device)
                     results.append(result)
                     cpu = f"CPU time: jobs {result.jobs_cpu_s:6.1f} s, dispatcher {result.own_cpu_s:4.1f} s"
-                    print(f"round {number + 1}  {mix:10}{policy:15}{result.makespan_s:8.1f} s   {cpu}", flush=True)
+                    print(f"round {number + 1}  {mix:11}{policy:15}{result.makespan_s:8.1f} s   {cpu}", flush=True)
     return results
 
 
@@ -195,7 +195,7 @@ def table(results: Sequence[MixResult]) -> list[str]:
     for mix, policy in dict.fromkeys((result.mix, result.policy) for result in results):
         makespan_s = median(result.makespan_s for result in results if (result.mix, result.policy) == (mix, policy))
         ratios = _ratios(results, mix, policy)
-        line = f"{mix:10}{policy:15}{makespan_s:8.1f} s"
+        line = f"{mix:11}{policy:15}{makespan_s:8.1f} s"
         if ratios:
             line += f"{geometric_mean(ratios):8.3f}"
         if len(ratios) > 1:
