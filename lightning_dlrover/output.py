@@ -37,9 +37,13 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or not _controls(c) else c.encode("unicode_escape").decode() for c in text)
 
 
-def counted(number: object, noun: str) -> str:
-    """Return the number with its noun, which takes an s unless the number is 1: `1 worker`, `2 workers`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: object, noun: str, plural: str = "") -> str:
+    """Return the number with its noun, which takes an s unless the number is 1: `1 worker`, `2 workers`.
+
+    Args:
+        plural: where it is not the noun with an s.
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def time_text(seconds: float) -> str:

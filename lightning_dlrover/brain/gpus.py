@@ -88,12 +88,11 @@ class GpuClaims:
         key = self._key(gpu)
         put = Put(key, encode(self._mine), self._tenure.lease.id)
         done = self._client.txn([self._tenure.is_ours, absent(key)], [put])
-        if (
-            done.succeeded or readable(GpuRecord, self._client.get(key)) == self._mine
-        ):  # the answer to a former attempt was lost
+        # The record may be ours although the answer to a former attempt was lost.
+        is_ours = done.succeeded or readable(GpuRecord, self._client.get(key)) == self._mine
+        if is_ours:
             self._claimed[gpu] = key
-            return True
-        return False
+        return is_ours
 
     def _key(self, gpu: str) -> str:
         # A number names a GPU of this host only. A UUID names the same one in all containers.

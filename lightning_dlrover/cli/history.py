@@ -38,7 +38,7 @@ def _list_jobs(options: argparse.Namespace) -> int:
                 lasted,
                 job.outcome,
                 job.descriptor.device,
-                f"{job.num_settings} measured " + ("setting" if job.num_settings == 1 else "settings"),
+                counted(job.num_settings, "measured setting"),
             )
         )
     show("\n".join(text_table("<<><<<", rows)) or "no jobs are remembered yet")

@@ -23,7 +23,8 @@ from lightning_dlrover.rdzv.job.events import (
     ValuesLost,
     WorkerLost,
 )
-from lightning_dlrover.rdzv.job.records import ProgressRecord, RecordError, decode
+from lightning_dlrover.rdzv.job.journal import readable
+from lightning_dlrover.rdzv.job.records import ProgressRecord
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 from lightning_dlrover.report.page import summary_text, write_report
 from lightning_dlrover.report.status import progress_text
@@ -91,17 +92,14 @@ class ProgressLine:
         self._shown_at = -PROGRESS_EVERY_S
 
     def __call__(self) -> None:
-        try:
-            newest = [decode(ProgressRecord, entry.value, entry.key) for entry in self._progress.snapshot().values()]
-        except RecordError:  # of another release, or written by hand
-            return
-        if not newest:
+        newest = next((readable(ProgressRecord, entry) for entry in self._progress.snapshot().values()), None)
+        if newest is None:
             return
         if self._on_terminal:
-            show_transient(_with_bar(newest[0]))
-        elif newest[0] != self._shown and time.monotonic() - self._shown_at >= PROGRESS_EVERY_S:
-            self._shown, self._shown_at = newest[0], time.monotonic()
-            say(f"[progress] {printable(progress_text(newest[0]))}")
+            show_transient(_with_bar(newest))
+        elif newest != self._shown and time.monotonic() - self._shown_at >= PROGRESS_EVERY_S:
+            self._shown, self._shown_at = newest, time.monotonic()
+            say(f"[progress] {printable(progress_text(newest))}")
 
     def end(self) -> None:
         """Remove the line."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from lightning_dlrover.data.counted_files import Count, counted
 from lightning_dlrover.data.lane_plan import BLOCK_ROWS, rows_of_block
-from lightning_dlrover.data.locations import Location, as_columns, as_paths, located
+from lightning_dlrover.data.locations import Location, as_columns, as_paths, located, paths_text
 from lightning_dlrover.data.source import DataError, Shard, check_extra
 
 __all__ = ["Files", "files"]
@@ -76,8 +76,7 @@ class Files:
 
     def __repr__(self) -> str:
         options = f", {self._given_format!r}" if self._given_format is not None else ""
-        paths = self._paths[0] if len(self._paths) == 1 else self._paths
-        return f"files({paths!r}{options}{'' if self._header else ', header=False'})"
+        return f"files({paths_text(self._paths)}{options}{'' if self._header else ', header=False'})"
 
     def shards(self) -> Sequence[Shard]:
         """Return the files, counted.

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from lightning_dlrover.data.source import DataError
 
-__all__ = ["GIVE_UP_S", "Location", "Store", "as_columns", "as_paths", "located", "patiently"]
+__all__ = ["GIVE_UP_S", "Location", "Store", "as_columns", "as_paths", "located", "paths_text", "patiently"]
 
 log = logging.getLogger(__name__)
 
@@ -325,12 +325,10 @@ def as_paths(paths: object) -> list[str]:
         TypeError: they are neither.
         ValueError: there are none.
     """
-    given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if not isinstance(given, Sequence) or not all(isinstance(path, str | os.PathLike) for path in given):
-        raise TypeError(f"paths={paths!r:.200}: give a file, a folder, a pattern, or a list of them")
-    if not given:
-        raise ValueError("paths is empty: give a file, a folder, a pattern, or a list of them")
-    return [os.fspath(path) for path in given]
+    return [
+        os.fspath(path)
+        for path in _several("paths", paths, (str, os.PathLike), "a file, a folder, a pattern, or a list of them")
+    ]
 
 
 def as_columns(columns: object) -> list[str] | None:
@@ -340,17 +338,25 @@ def as_columns(columns: object) -> list[str] | None:
         TypeError: they are no names.
         ValueError: there are none.
     """
-    if columns is None:
-        return None
-    given = [columns] if isinstance(columns, str) else columns
-    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
-        raise TypeError(f"columns={columns!r:.200}: give a list of names, or None for all columns")
-    if not given:
-        raise ValueError("columns is empty, so rows would be, too: give names, or None for all columns")
-    return list(given)
+    return None if columns is None else _several("columns", columns, (str,), "a list of names, or None for all columns")
 
 
-def located(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], suffix: str = "") -> list[Location]:
+def _several(name: str, given: object, types: tuple[type, ...], wanted: str) -> list[Any]:
+    """Return what a user gave as one value of these types or as several."""
+    several = [given] if isinstance(given, types) else given
+    if not isinstance(several, Sequence) or not all(isinstance(each, types) for each in several):
+        raise TypeError(f"{name}={given!r:.200}: give {wanted}")
+    if not several:
+        raise ValueError(f"{name} is empty: give {wanted}")
+    return list(several)
+
+
+def paths_text(paths: Sequence[str]) -> str:
+    """Return paths as a user would give them."""
+    return repr(paths[0] if len(paths) == 1 else paths)
+
+
+def located(paths: Sequence[str], suffix: str = "") -> list[Location]:
     """Return the files at these paths, in the order of their names.
 
     Args:
@@ -359,11 +365,8 @@ def located(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], su
     Raises:
         DataError: a path has no files.
     """
-    if isinstance(paths, str | os.PathLike):
-        paths = [paths]
     found: dict[str, Location] = {}
-    for each in paths:
-        path = os.fspath(each)
+    for path in paths:
         here = _remote(path, suffix) if "://" in path else _local(path, suffix)
         if not here:
             kind = f" that end with {suffix}" if suffix and (os.path.isdir(path) or path.endswith("/")) else ""

@@ -14,7 +14,7 @@ import numpy as np
 from lightning_dlrover.data.agreed_columns import AgreedColumns, agreed_columns
 from lightning_dlrover.data.counted_files import Count, counted
 from lightning_dlrover.data.lane_plan import BLOCK_BYTES, BLOCK_ROWS, rows_of_block
-from lightning_dlrover.data.locations import Location, as_columns, as_paths, located
+from lightning_dlrover.data.locations import Location, as_columns, as_paths, located, paths_text
 from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 
 __all__ = ["Parquet", "parquet"]
@@ -87,8 +87,7 @@ class Parquet:
         self._begin_in_process()
 
     def __repr__(self) -> str:
-        paths = self._paths[0] if len(self._paths) == 1 else self._paths
-        return f"parquet({paths!r})"
+        return f"parquet({paths_text(self._paths)})"
 
     def shards(self) -> Sequence[Shard]:
         # Here, or each loader worker would import them while a step waits for its first batch.

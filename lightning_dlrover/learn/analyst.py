@@ -263,8 +263,9 @@ class Analyst:
         now = time.monotonic()
         if progress is None or now - self._progress_at < PROGRESS_EVERY_S:
             return
-        if self._progress_allowance.take(stored_bytes(encode(progress)), now):
-            membership.shared.put_progress(progress)
+        payload = encode(progress)
+        if self._progress_allowance.take(stored_bytes(payload), now):
+            membership.shared.put_progress(payload)
             self._progress_at = now
 
     def _log(self, windows: Sequence[StepProfile]) -> None:

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.perf import MemoryModel
 from lightning_dlrover.planner.field import INTERVAL_SIGMAS, Field
 from lightning_dlrover.planner.objective import Objective
@@ -231,7 +232,7 @@ class _Search:
 
     @property
     def _stay(self) -> str:
-        return f"stay at {_workers(self.field.settings[self.field.now].num_workers)}"
+        return f"stay at {counted(self.field.settings[self.field.now].num_workers, 'worker')}"
 
     def _move(self, to: int) -> str:
         return describe_change(self.field.settings[self.field.now], self.field.settings[to])
@@ -317,15 +318,11 @@ def describe_change(now: Settings, then: Settings) -> str:
         "prefetch_factor": ("batch prefetched", "batches prefetched"),
     }
     changed = [
-        f"{getattr(now, name)} -> {getattr(then, name)} {one if getattr(then, name) == 1 else more}"
+        f"{getattr(now, name)} -> {counted(getattr(then, name), one, more)}"
         for name, (one, more) in names.items()
         if getattr(now, name) != getattr(then, name)
     ]
-    return ", ".join(changed) or f"{_workers(now.num_workers)} as now"
-
-
-def _workers(number: int) -> str:
-    return f"{number} worker{'s' if number != 1 else ''}"
+    return ", ".join(changed) or f"{counted(now.num_workers, 'worker')} as now"
 
 
 def _seconds(seconds: float) -> str:

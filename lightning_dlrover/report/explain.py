@@ -118,11 +118,7 @@ def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _settings(settings: Settings) -> str:
-    ahead = (
-        f" ({settings.prefetch_factor} {'batch' if settings.prefetch_factor == 1 else 'batches'} ahead)"
-        if settings.loader_workers
-        else ""
-    )
+    ahead = f" ({counted(settings.prefetch_factor, 'batch', 'batches')} ahead)" if settings.loader_workers else ""
     workers, threads, loaders = (
         f"{number} {word}{'' if number == 1 else 's'}"
         for number, word in (

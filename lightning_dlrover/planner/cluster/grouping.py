@@ -18,7 +18,7 @@ from lightning_dlrover.planner.cluster.jobs import RESOURCES, Device, Job
 from lightning_dlrover.planner.cluster.matching import match
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats
-from lightning_dlrover.planner.cluster.waiting import in_order, spread
+from lightning_dlrover.planner.cluster.waiting import in_order, start_spread
 
 __all__ = ["FEW", "Group", "Merge", "Room", "Weigh", "group_and_start", "merge_in_rounds", "merged"]
 
@@ -117,11 +117,7 @@ def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_to
 
     Jobs of several devices start first, on the devices with the fewest workers.
     """
-    for job in [job for job in jobs if job.num_devices > 1]:
-        devices = spread(packing, job)
-        if devices is not None:
-            packing.start(job, devices)
-    waiting = [job for job in jobs if job.num_devices == 1]
+    waiting = start_spread(packing, jobs)
     kinds = sorted({device.kind for device in packing.open_devices()}, key=lambda kind: (-_speed(waiting, kind), kind))
     for kind in kinds:
         rivals = Counter(_best_kind(job) for job in waiting)

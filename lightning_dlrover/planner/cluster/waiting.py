@@ -14,7 +14,7 @@ from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Stat
 from lightning_dlrover.planner.cluster.packing import Packing, why_never
 from lightning_dlrover.planner.cluster.policy import Policy
 
-__all__ = ["WINDOW", "Place", "in_order", "num_wanted", "spread", "with_bounded_wait"]
+__all__ = ["WINDOW", "Place", "in_order", "num_wanted", "spread", "start_spread", "with_bounded_wait"]
 
 WINDOW = 64
 """Waiting jobs that one decision considers, the first in order. Bounds the time of a decision."""
@@ -57,6 +57,14 @@ def spread(packing: Packing, job: Job) -> list[Device] | None:
         if wanted and len(fitting) >= wanted:
             return sorted(fitting, key=lambda device: (len(packing.members(device)), device.name))[:wanted]
     return None
+
+
+def start_spread(packing: Packing, jobs: Sequence[Job]) -> list[Job]:
+    """Start those jobs of several devices that fit, on the devices with the fewest workers. Return the jobs of one device."""
+    for job in jobs:
+        if job.num_devices > 1 and (devices := spread(packing, job)) is not None:
+            packing.start(job, devices)
+    return [job for job in jobs if job.num_devices == 1]
 
 
 def num_wanted(job: Job, kind: str, packing: Packing) -> int:

@@ -21,7 +21,6 @@ from lightning_dlrover.rdzv.job.records import (
     NodesRecord,
     PlacesRecord,
     PlanRecord,
-    ProgressRecord,
     SearchRecord,
     SnapshotRecord,
     StacksRecord,
@@ -181,9 +180,9 @@ class SharedRecords:
         """Publish this worker's newest step profile, bound to its lease."""
         self.journal.client.put(self._keys.profiles + self._worker_id, payload, self._own.lease)
 
-    def put_progress(self, record: ProgressRecord) -> None:
+    def put_progress(self, payload: bytes) -> None:
         """Publish the progress of the job, bound to this worker's lease."""
-        self.journal.client.put(self._keys.progress, encode(record), self._own.lease)
+        self.journal.client.put(self._keys.progress, payload, self._own.lease)
 
     def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> R:
         record = self._while_registered(lambda: self.journal.swap(record_type, key, change, fence=self._own.fence).record)

@@ -22,14 +22,12 @@ __all__ = ["elastic_srtf"]
 def elastic_srtf(share: Share) -> Ints:
     """Return the sizes."""
     order = sorted(shortest_first(share), key=lambda index: share.floors[index] == 0)
-    least = np.maximum(share.fewest, share.floors)
-    fastest = share.sizes[np.where(share.filling, share.speeds, -1.0).argmax(axis=1)]
     numbers, left = np.zeros(len(share.jobs), dtype=np.int64), share.num_devices
-    for wanted in (share.asked, fastest):
+    for wanted in (share.asked, share.fastest):
         for index in order:
             have = int(numbers[index])
             number = min(max(int(wanted[index]), have), have + left)
-            if number >= least[index]:
+            if number >= share.least[index]:
                 numbers[index] = number
                 left -= number - have
     return numbers

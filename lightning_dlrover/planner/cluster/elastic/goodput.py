@@ -31,4 +31,4 @@ def growth_limits(share: Share) -> Ints:
     is_seen = (share.speeds > 0) & (share.spreads <= SEEN_SPREAD)
     seen = np.where(is_seen, share.sizes, 0).max(axis=1)
     limits = 2 * np.maximum(seen, share.present)
-    return np.asarray(np.clip(limits, np.maximum(share.fewest, share.floors), share.most))
+    return np.asarray(np.clip(limits, share.least, share.most))

@@ -30,15 +30,13 @@ EXPONENT = 0.6
 def hesrpt(share: Share) -> Ints:
     """Return the sizes."""
     part = shares(share.work_left, share.weights, EXPONENT)
-    least = np.maximum(share.fewest, share.floors)
-    fastest = share.sizes[np.where(share.filling, share.speeds, -1.0).argmax(axis=1)]
-    numbers, left = np.where(share.floors > 0, least, 0), share.num_devices - int(share.floors.sum())
+    numbers, left = np.where(share.floors > 0, share.least, 0), share.num_devices - int(share.floors.sum())
     total = 1.0
     for index in np.argsort(-part, kind="stable").tolist():
         available = left + int(numbers[index])
-        wanted = min(round(available * part[index] / total), int(fastest[index])) if total > 1e-12 else 0
+        wanted = min(round(available * part[index] / total), int(share.fastest[index])) if total > 1e-12 else 0
         number = max(wanted, int(share.floors[index]))
-        numbers[index] = number if number >= least[index] else 0
+        numbers[index] = number if number >= share.least[index] else 0
         left = available - int(numbers[index])
         total -= part[index]
     return share.sizes[share.columns_of(numbers)]

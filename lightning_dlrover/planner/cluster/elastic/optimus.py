@@ -30,7 +30,7 @@ INTERVAL_S = 600.0
 def optimus(share: Share) -> Ints:
     """Return the sizes."""
     numbers, left = np.zeros(len(share.jobs), dtype=np.int64), share.num_devices
-    least = np.maximum(share.fewest, share.floors)
+    least = share.least
     for index in sorted(range(len(share.jobs)), key=lambda i: (share.floors[i] == 0, least[i])):
         if least[index] <= left:
             numbers[index] = least[index]

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_dlrover.planner.cluster.elastic.hesrpt import shares
 from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns
 from lightning_dlrover.planner.cluster.elastic.prices import prices
 from lightning_dlrover.planner.cluster.elastic.share import Share
@@ -98,11 +99,4 @@ def _urgency(share: Share, speedups: Floats) -> Floats:
 
 def urgencies(work: Floats, weights: Floats, exponent: float) -> Floats:
     """Return heSRPT's weight of the speed of each job, shape ``(num_jobs,)``: the less work, the more."""
-    order = np.lexsort((np.arange(len(work)), -work / weights))
-    total = np.cumsum(weights[order])
-    power = 1 / (1 - exponent)
-    urgency = np.empty(len(work))
-    scale = total[-1] if len(total) else 1.0
-    above, below = total / scale, (total - weights[order]) / scale
-    urgency[order] = (above**power - np.maximum(below, 0.0) ** power) ** (1 / power)
-    return urgency
+    return np.asarray(shares(work, weights, exponent) ** (1 - exponent))

@@ -58,6 +58,11 @@ class Share:
         return np.array([job.fewest_devices for job in self.jobs], dtype=np.int64)
 
     @cached_property
+    def least(self) -> Ints:
+        """Fewest devices to give to each job if it gets any, shape ``(num_jobs,)``."""
+        return np.maximum(self.fewest, self.floors)
+
+    @cached_property
     def most(self) -> Ints:
         """Most devices with which each job runs, within the cluster."""
         return np.array([min(job.most_devices, self.num_in_cluster) for job in self.jobs], dtype=np.int64)
@@ -71,16 +76,20 @@ class Share:
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
         """Where a job may have a size, waiting included, shape ``(num_jobs, num_sizes)``."""
-        least = np.maximum(self.fewest, self.floors)[:, None]
         sizes = self.sizes[None, :]
-        runs = (sizes >= least) & (sizes <= self.most[:, None]) & (self.speeds > 0)
+        runs = (sizes >= self.least[:, None]) & (sizes <= self.most[:, None]) & (self.speeds > 0)
         return np.asarray(runs | ((sizes == 0) & (self.floors[:, None] == 0)))
 
     @cached_property
     def filling(self) -> NDArray[np.bool_]:
         """Allowed sizes that fill nodes: any within a node, whole nodes above, and the fewest devices of the job."""
         fills = (self.sizes <= self.per_node) | (self.sizes % self.per_node == 0)
-        return np.asarray(self.allowed & (fills | (self.sizes == np.maximum(self.fewest, self.floors)[:, None])))
+        return np.asarray(self.allowed & (fills | (self.sizes == self.least[:, None])))
+
+    @cached_property
+    def fastest(self) -> Ints:
+        """The smallest of the sizes in `filling` with which each job is fastest, shape ``(num_jobs,)``."""
+        return np.asarray(self.sizes[np.where(self.filling, self.speeds, -1.0).argmax(axis=1)])
 
     @cached_property
     def steps_left(self) -> Floats:

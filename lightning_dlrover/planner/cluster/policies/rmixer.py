@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, spread
+from lightning_dlrover.planner.cluster.waiting import Place, start_spread
 
 __all__ = ["rmixer", "type_of"]
 
@@ -25,12 +25,7 @@ def rmixer(settings: PolicySettings) -> Place:
     together = settings.most_together
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
-        waiting = list(jobs)
-        for job in [job for job in waiting if job.num_devices > 1]:
-            devices = spread(packing, job)
-            if devices is not None:
-                packing.start(job, devices)
-            waiting.remove(job)
+        waiting = start_spread(packing, jobs)
         while True:
             for device in sorted(_with_room(packing, together), key=lambda d: (-packing.free_bytes(d), d.name)):
                 chosen = _next_job(packing, device, waiting, together)

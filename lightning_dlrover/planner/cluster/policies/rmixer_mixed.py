@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, spread
+from lightning_dlrover.planner.cluster.waiting import Place, start_spread
 
 __all__ = ["BETA", "rmixer_mixed"]
 
@@ -39,11 +39,7 @@ def rmixer_mixed(settings: PolicySettings) -> Place:
         num_left = len(waiting) + num_running
         first_of_tail = len(waiting) * num_gpu_workers / max(1, num_workers)
         tail = {job.name for number, job in enumerate(waiting) if number >= first_of_tail}
-        for job in [job for job in waiting if job.num_devices > 1]:
-            several = spread(packing, job)
-            if several is not None:
-                packing.start(job, several)
-            waiting.remove(job)
+        waiting = start_spread(packing, waiting)
         while found := _next(packing, waiting, together, tail, num_left > BETA * num_gpu_workers):
             job, device = found
             packing.start(job, [device])
