@@ -241,7 +241,8 @@ def test_process_that_survived_dispatcher_and_keeper_is_ended_by_the_next_one(tm
     with Journal(tmp_path) as journal:
         environment = {**os.environ, variables.QUEUE: journal.queue}
         subprocess.run(["sh", "-c", "setsid sleep 100 &"], env=environment, check=True)
-        assert len(marked(variables.QUEUE, journal.queue)) == 1
+        # While a process starts its program, it has no environment to be found by.
+        run_until(lambda: None, lambda: len(marked(variables.QUEUE, journal.queue)) == 1, "the process", TIMEOUT_S)
         dispatcher(tmp_path, journal, []).run()
         assert not marked(variables.QUEUE, journal.queue)
 
