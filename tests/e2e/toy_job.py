@@ -105,7 +105,7 @@ class Place:
         }
 
 
-DAWDLE_S = 0.6
+DAWDLE_S = 1.0
 """Seconds of a step while a test waits for workers."""
 
 
