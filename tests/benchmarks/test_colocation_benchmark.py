@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from colocation_mixes import MIXES
 from colocation_rehearsal import GPU_KINDS, rehearse
-from gavel_traces import TraceError, default_folder, read_arrivals, read_pairs
+from gavel_traces import TraceError, default_folder, read_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_traces = pytest.mark.skipif(
@@ -84,17 +84,3 @@ def test_bad_pairs_are_refused_with_their_line(tmp_path: Path, alone: str, pairs
     (tmp_path / "pair_throughputs.csv").write_text(pairs)
     with pytest.raises(TraceError, match=message):
         read_pairs(tmp_path, "k80")
-
-
-def test_bad_arrivals_are_refused_with_their_line(tmp_path: Path) -> None:
-    (tmp_path / "throughputs.csv").write_text(ALONE)
-    (tmp_path / "pair_throughputs.csv").write_text(PAIRS + "k80,A (batch size 2),1,B,1,2,1\n")
-    pairs = read_pairs(tmp_path, "k80")
-    trace = tmp_path / "jobs.csv"
-    trace.write_text("job,num_devices,total_steps,arrival_s\nB,1,100,0\nunknown,1,100,0\nB,1,100,-5\n")
-    assert [a.job.name for a in read_arrivals(trace, pairs, 1)] == ["B#0"]
-    with pytest.raises(TraceError, match=r"jobs.csv:4: 100 steps on 1 devices at -5 s"):
-        read_arrivals(trace, pairs, 2)
-    trace.write_text("job,num_devices,total_steps,arrival_s\n")
-    with pytest.raises(TraceError, match="0 jobs of known models"):
-        read_arrivals(trace, pairs, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from test_benchmarks import DEADLINE_S, quick_result, takes_minutes
 
@@ -33,22 +31,3 @@ def test_only_the_slow_worker_is_named_and_replaced() -> None:
 
 def test_leaking_job_finishes_only_if_it_is_watched() -> None:
     assert quick_result("memory_growth.py") == {"static_killed": 1, "finished": 1, "killed": 0, "jobs": 1}
-
-
-def test_limits_of_trials_are_chosen_and_reported_from_recorded_steps() -> None:
-    result = quick_result("trial_limits.py")
-    figures = ["wrong", "bad_steps", "bad_s"]
-    assert list(result) == ["steps", "span_s", "factor", *figures, *(f"in_force_{name}" for name in figures)]
-    assert result["steps"] >= 1
-    assert result["factor"] > 1
-    assert 0 <= result["span_s"] <= 1
-
-
-def test_trials_on_a_busy_machine_are_compared_with_a_planner_that_does_not_notice_it() -> None:
-    result = quick_result("busy_trials.py")
-    names = ["trials", "worst", "median", "bad", "bad_steps", "bad_s", "given_up", "given_up_after", "given_up_after_max"]
-    names.append("progress")
-    assert list(result) == [f"{policy}{name}" for policy in ("", "blind_", "careless_") for name in names]
-    assert result["given_up"] <= result["bad"] <= result["trials"]
-    assert result["careless_given_up"] == 0
-    assert all(math.isfinite(result[name]) and result[name] > 0 for name in ("progress", "careless_progress"))
