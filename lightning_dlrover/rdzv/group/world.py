@@ -1,7 +1,7 @@
 """The process group of a job's current round, formed and re-formed inside one worker process.
 
-This is all that a training loop needs to be live-elastic. Most loops need only `World.steps` (docs/plain_pytorch.md). Loops
-that want more control use its building blocks:
+This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
+(docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
   - `World.start` or `World.admit` to enter the job;
   - `World.propose` and `World.agreed` between steps;
   - `World.switch` after a new round was agreed;
