@@ -20,7 +20,7 @@
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader; and of one that
                 reads rows of 100 KB from tar archives and Parquet files, or a row group of 320 MB at a URL
-                (with --quick 40 MB), with what docs/data.md allows, `..._limit_mb`.
+                (with --quick 40 MB), with what docs/guide/data.md allows, `..._limit_mb`.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
                 the difference of the test AUCs. Both run at once.
     plan        time and memory until the first rows of 100,000 files with 10^10 rows in all are located. Files are not opened.

@@ -79,6 +79,11 @@ class DLRoverCallback(Callback):
             `first_loader_workers`, as in ``tune=TUNABLE``, and the dataset holds no open file.
         hang_after_s: minimum seconds without a step before all workers report their position. The wait is also at least 20
             times as long as a usual step. 0 switches the report off.
+
+    Example:
+        >>> from lightning_dlrover.planner import Objective, Prices
+        >>> objective = Objective("cheapest", deadline_s=7200, prices=Prices(core_hour=0.04))
+        >>> callback = DLRoverCallback(objective=objective, tune=["num_workers"])  # leave threads and loader workers alone
     """
 
     def __init__(

@@ -122,6 +122,15 @@ class DLRoverStrategy(EitherStrategy):
         on_drift: consequence if weights, buffers or optimizer states differ between workers that made the same updates. "end"
             ends the job with the tensor's name, "repair" copies rank 0's values, "ignore" compares nothing. Live jobs only.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
+
+    Example:
+        The same script trains as one worker under plain ``python``, and elastically under ``dlrover run --workers 1:3``.
+
+        >>> import lightning as L
+        >>> from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+        >>> trainer = L.Trainer(strategy=DLRoverStrategy(), callbacks=[DLRoverCallback()], accelerator="cpu", logger=False)
+        >>> trainer.world_size
+        1
     """
 
     strategy_name = "dlrover"

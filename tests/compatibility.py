@@ -1,4 +1,4 @@
-"""Features of Lightning scripts and their fate in a job that changes: the source of docs/compatibility.md.
+"""Features of Lightning scripts and their fate in a job that changes: the source of docs/reference/compatibility.md.
 
 `python tests/compatibility.py` writes the page. A test compares the two, and checks that each named test exists.
 """
@@ -13,7 +13,7 @@ from versions import Result, results
 
 __all__ = ["PAGE", "ROWS", "Row", "render"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "compatibility.md"
 
 Verdict = Literal["works", "refused", "warned"]
 
@@ -585,7 +585,7 @@ ROWS: list[Row] = [
         ("An epoch that ends earlier on one worker", "refused", f"{_MISMATCH}[stop_iteration]"),
     ),
     *_rows(
-        "GPUs: the tests run on the CPU in their place; [gpu.md](gpu.md) has what ran on one",
+        "GPUs: the tests run on the CPU in their place; [gpu.md](../guide/gpu.md) has what ran on one",
         ("Gradients after an aborted reduction", "works", f"{_UNIT}/test_gpu.py::test_gradients_of_an_ended_round_are_refused"),
         (
             '`precision="16-mixed"` after a missed update',

@@ -13,7 +13,7 @@ from versions import results
 
 from lightning_dlrover.releases import TESTED, minor
 
-ROOT = PAGE.parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 @cache

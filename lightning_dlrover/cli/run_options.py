@@ -148,8 +148,8 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         if endpoint is None and not options.etcd_host and not is_in_pod():
             raise UsageError(
                 "pods cannot reach an etcd that is started here; name one that they reach with --endpoint HOST:PORT "
-                "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md), or, if they can reach "
-                "this host, its address with --etcd-host"
+                "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/start/kubernetes.md), or, if they can "
+                "reach this host, its address with --etcd-host"
             )
 
 

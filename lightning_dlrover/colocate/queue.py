@@ -62,6 +62,12 @@ def run_queue(
     Raises:
         ValueError: a device, the policy, a folder of an earlier queue or a changed job cannot be used.
         OSError: the folder cannot be written.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from lightning_dlrover.colocate import read_jobs
+        >>> jobs = read_jobs(Path("jobs.yaml"))  # doctest: +SKIP
+        >>> summary = run_queue(jobs, Path("queue"), devices=["cpu:0-3"])  # starts the jobs' processes  # doctest: +SKIP
     """
     wanted = gpus_of(devices)
     nvml = load_nvml() if wanted else None

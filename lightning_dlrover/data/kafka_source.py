@@ -271,6 +271,10 @@ def kafka(
         TypeError: `topics`, `servers`, `start` or `stop` is of another kind.
         ValueError: an argument is out of range, or `config` sets what this source needs otherwise.
         ModuleNotFoundError: confluent-kafka is missing.
+
+    Example:
+        >>> import json
+        >>> clicks = kafka("clicks", servers="broker:9092", value=json.loads)  # connects when a job first reads it
     """
     if find_spec("confluent_kafka") is None:
         raise ModuleNotFoundError(

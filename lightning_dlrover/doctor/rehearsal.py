@@ -131,7 +131,7 @@ def note_problem(notes: Notes, script: str, problem: BaseException) -> None:
     own = next((f for f in reversed(frames) if os.path.realpath(f.filename) == os.path.realpath(script)), None)
     place = f"{Path(own.filename).name}:{own.lineno}" if own is not None else script
     if home == "lightning_dlrover" or (frames and "lightning_dlrover/checks" in frames[-1].filename):
-        notes.add(error("refused", text, f"see {place} and docs/compatibility.md"))
+        notes.add(error("refused", text, f"see {place} and docs/reference/compatibility.md"))
         notes.ended("refused", text)
     else:
         notes.ended("raised", f"{place}: {text}")
@@ -224,7 +224,7 @@ def _trouble_and_move(text: str) -> tuple[str, str]:
         trouble, found, move = text.partition(separator)
         if found:
             return trouble, f"{separator.strip(': .;')} {move}"
-    return text, "see docs/compatibility.md"
+    return text, "see docs/reference/compatibility.md"
 
 
 def _stand_in(dataloader: object) -> Any | None:

@@ -58,6 +58,10 @@ def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0
     Args:
         jobs: windows of each job.
         node_cores: as in `StepTimeModel.fit`.
+
+    Example:
+        >>> population_of([windows]) is None  # two configurations are too few
+        True
     """
     known, used = [], []
     for windows in jobs:

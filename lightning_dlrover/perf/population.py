@@ -58,7 +58,13 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Population:
-    """Common properties of jobs on one kind of hardware."""
+    """Common properties of jobs on one kind of hardware.
+
+    Example:
+        >>> from lightning_dlrover.perf import StepTimeModel, population_of
+        >>> population = population_of([windows, windows])  # None: the two jobs have too few configurations
+        >>> model = StepTimeModel.fit(windows, population=population)
+    """
 
     ratios: tuple[Ratios, ...]  # one for each of the prior's shapes
     noise: float  # deviation of the log of a configuration's step time about a job's fitted prior

@@ -87,7 +87,14 @@ class Elasticities:
 
 @dataclass(frozen=True)
 class PhysicalPrior:
-    """Step time by `TERMS`: the mean of the logs of `SHAPES`. Create it with `fit`."""
+    """Step time by `TERMS`: the mean of the logs of `SHAPES`. Create it with `fit`.
+
+    Example:
+        >>> from lightning_dlrover.perf import Columns, configuration_of
+        >>> prior = PhysicalPrior.of(windows)  # step profiles of one job
+        >>> prior.predict(Columns.of([configuration_of(windows[0])])).log_s.shape
+        (1,)
+    """
 
     shapes: tuple[Shape, ...]
     weights: Floats  # weights of the shapes; they add up to 1

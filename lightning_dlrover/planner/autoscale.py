@@ -53,6 +53,13 @@ def plan(
         at: seconds since the epoch, recorded only.
         memory: excludes settings with an upper bound above the worker's limit; None excludes nothing.
         gpu_memory: the same for the worker's GPU, where shares are not computed in parts. Else more parts take longer.
+
+    Example:
+        >>> from lightning_dlrover.perf import StepTimeModel
+        >>> situation = Situation(windows, node_cores=4, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> decision = plan(situation, StepTimeModel.fit(windows), Limits(1, 4), Objective(), decision_id=1, at=0.0)
+        >>> 1 <= decision.chosen_workers <= 4
+        True
     """
     field = Field.of(situation, model, limits, objective, memory, rules, gpu_memory)
     search = _Search(situation, limits, objective, rules, field)

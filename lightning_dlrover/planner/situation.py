@@ -35,6 +35,11 @@ class Situation:
         spent: money spent so far; None: unknown.
         past: earlier decisions of this job, in any order; they keep the planner from going back and forth.
         suggestion: final settings of similar jobs; None: there were none.
+
+    Example:
+        >>> situation = Situation(windows, node_cores=4, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> situation.current.num_workers
+        2
     """
 
     windows: Sequence[StepProfile]
@@ -64,7 +69,12 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rules:
-    """Thresholds of the planner. Shares are of the remaining time or cost."""
+    """Thresholds of the planner. Shares are of the remaining time or cost.
+
+    Example:
+        >>> Rules(max_trials=0).max_trials  # never try settings that were not measured
+        0
+    """
 
     min_gain: float = 0.02  # minimum gain of a change; doubles with each time that the planner itself left those settings
     min_explore_gain: float = 0.005  # minimum expected improvement of untried settings

@@ -147,7 +147,7 @@ def test_the_pages_on_schedulers_name_only_options_that_there_are(capsys: pytest
         main(["run", "--help"])
     known = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
     for page in ("local", "slurm", "kubernetes"):
-        text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+        text = (Path(__file__).parents[2] / "docs" / "start" / f"{page}.md").read_text()
         rows = [line for line in text.splitlines() if line.startswith("| `--")]
         started = re.findall(r"dlrover run ((?:[^\n]*\\\n)*[^\n`]*)", text)
         started = [options.split(".py")[0] for options in started]  # the remaining options belong to the script

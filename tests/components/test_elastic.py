@@ -188,7 +188,7 @@ def test_components_and_resources_are_found_by_name_beside_torchxs_own(installed
 
 
 def test_the_commands_on_the_page_about_torchx_work_as_written(installed: dict[str, str], tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "torchx.md").read_text()
+    page = (REPOSITORY / "docs" / "start" / "torchx.md").read_text()
     found = re.findall(r"^torchx run ((?:.*\\\n)*.*)$|`torchx run (-s [^`]*)`", page, re.MULTILINE)
     commands = [shlex.split((block or inline).replace("\\\n", " ")) for block, inline in found]
     assert {words[1] for words in commands if words[0] == "-s"} >= {"local_cwd", "slurm", "kubernetes"}

@@ -18,7 +18,7 @@ import pytest
 from lightning_dlrover.cli.parser import build_parser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def code_blocks(page: Path) -> Iterator[str]:
@@ -48,7 +48,7 @@ def test_site_is_built_without_a_warning(tmp_path: Path) -> None:
         [*command, str(REPOSITORY / "docs"), str(tmp_path / "site")], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--workers-per-node" in (tmp_path / "site" / "cli.html").read_text()
+    assert "--workers-per-node" in (tmp_path / "site" / "reference" / "cli.html").read_text()
 
 
 def test_links_of_the_readme_lead_to_files() -> None:

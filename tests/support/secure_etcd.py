@@ -1,4 +1,4 @@
-"""An etcd with client certificates and authentication, set up with the commands of docs/security.md."""
+"""An etcd with client certificates and authentication, set up with the commands of docs/reference/security.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import trustme
 
 from lightning_dlrover.rdzv.etcd.server import find_binary
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "security.md"
 
 PASSWORD = "trainers-secret-7e1f"
 
@@ -31,7 +31,7 @@ class SecureEtcd:
 
     @property
     def access(self) -> dict[str, Any]:
-        """Access of the user that docs/security.md creates, as fields of `EtcdConfig`."""
+        """Access of the user that docs/reference/security.md creates, as fields of `EtcdConfig`."""
         files = {"password_file": "trainer.password", "ca_cert": "ca.pem", "cert": "client.pem", "cert_key": "client.key"}
         return {"user": "trainer", **{name: str(self.folder / file) for name, file in files.items()}}
 

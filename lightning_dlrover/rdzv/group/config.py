@@ -24,7 +24,16 @@ def is_in_job(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """Location of the job's records and identity of this worker, read once from the environment that the agent exports."""
+    """Location of the job's records and identity of this worker, read once from the environment that the agent exports.
+
+    Example:
+        >>> WorldConfig.from_environment({}, version="0.1.0") is None  # not started by the rendezvous backend
+        True
+        >>> exported = {"DLROVER_RUN_ID": "ctr", "DLROVER_ENDPOINT": "etcd:2379", "DLROVER_AGENT_ID": "a1"}
+        >>> config = WorldConfig.from_environment({**exported, "DLROVER_MAX_NODES": "4"}, version="0.1.0")
+        >>> config.min_workers, config.max_workers
+        (1, 4)
+    """
 
     etcd: EtcdConfig
     run_id: str

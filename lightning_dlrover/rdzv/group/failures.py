@@ -17,7 +17,14 @@ MAX_ATTEMPTS = 8
 
 
 def is_group_failure(error: BaseException) -> bool:
-    """Whether `error` was raised by a collective whose peer is gone, and not by the user's own code."""
+    """Whether `error` was raised by a collective whose peer is gone, and not by the user's own code.
+
+    Example:
+        >>> is_group_failure(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+        True
+        >>> is_group_failure(ValueError("batch is empty"))
+        False
+    """
     text = str(error)
     if any(mark in text for mark in _MISTAKES):
         return False

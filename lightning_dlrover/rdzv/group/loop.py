@@ -189,6 +189,18 @@ class Step:
         round_is_new: True at this worker's first attempt in a round: wrap the model, create sub-groups.
         is_last: set it on all workers to end the loop with this step.
         was_made: valid after the block; False if a worker was lost meanwhile, so that the step must be attempted again.
+
+    Example:
+        >>> import torch
+        >>> from lightning_dlrover.rdzv import World
+        >>> with World.from_environment() as world:
+        ...     for step in world.steps(100, model=torch.nn.Linear(1, 1)):
+        ...         with step:
+        ...             step.is_last = step.number == 1  # for example because the loss is small enough
+        ...         if step.was_made:
+        ...             print("made step", step.number)
+        made step 0
+        made step 1
     """
 
     def __init__(self, number: int, formation: Formation, round_is_new: bool, loop: _Loop) -> None:

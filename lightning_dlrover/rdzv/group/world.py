@@ -1,7 +1,7 @@
 """The process group of a job's current round, formed and re-formed inside one worker process.
 
-This is all that a training loop needs to be live-elastic. Most loops need only `World.steps` (docs/plain_pytorch.md). Loops
-that want more control use its building blocks:
+This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
+(docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
   - `World.start` or `World.admit` to enter the job;
   - `World.propose` and `World.agreed` between steps;
   - `World.switch` after a new round was agreed;
@@ -93,6 +93,20 @@ class World:
 
     Raises:
         ValueError: nothing is known of the backend, or a variable in the environment would end the survivors of a loss.
+
+    Example:
+        Under ``python train.py`` the world has a single worker; the same loop is elastic under ``torchrun``.
+
+        >>> import torch
+        >>> from lightning_dlrover.rdzv import World
+        >>> model = torch.nn.Linear(1, 1)
+        >>> with World.from_environment() as world:
+        ...     for step in world.steps(3, model=model):
+        ...         with step:
+        ...             print(f"step {step.number} on worker {step.rank} of {step.size}")
+        step 0 on worker 0 of 1
+        step 1 on worker 0 of 1
+        step 2 on worker 0 of 1
     """
 
     def __init__(

@@ -18,7 +18,14 @@ __all__ = ["JobClosedError", "MembershipConfig", "enter_job", "refuse_loopback"]
 
 
 class JobClosedError(MembershipError):
-    """The job has finished or failed; there is nothing to join."""
+    """The job has finished or failed; there is nothing to join.
+
+    Example:
+        >>> def exit_code(error):
+        ...     return 0 if isinstance(error, JobClosedError) else 1
+        >>> exit_code(JobClosedError("job 'ctr' has finished"))
+        0
+    """
 
 
 @dataclass(frozen=True)

@@ -42,19 +42,49 @@ REACH_AGAIN_S = 5.0
 
 
 class MembershipError(RuntimeError):
-    """The worker cannot take part in the job."""
+    """The worker cannot take part in the job.
+
+    Example:
+        >>> from lightning_dlrover.rdzv import EvictedError, JobClosedError
+        >>> [issubclass(error, MembershipError) for error in (EvictedError, JobClosedError)]
+        [True, True]
+    """
 
 
 class EvictedError(MembershipError):
-    """The job went on without this worker: its record is gone, or a round left it out."""
+    """The job went on without this worker: its record is gone, or a round left it out.
+
+    Example:
+        >>> def explain(error):
+        ...     return "start a new worker" if isinstance(error, EvictedError) else "look into the log"
+        >>> explain(EvictedError("round 7 has no worker-b"))
+        'start a new worker'
+    """
 
 
 class WorldError(RuntimeError):
-    """The job's workers could not be brought together."""
+    """The job's workers could not be brought together.
+
+    Example:
+        >>> import os
+        >>> from unittest import mock
+        >>> from lightning_dlrover.rdzv import World
+        >>> with mock.patch.dict(os.environ, WORLD_SIZE="2"):  # another launcher has started two workers
+        ...     World.from_environment()
+        Traceback (most recent call last):
+        lightning_dlrover.rdzv.live.member.WorldError: this worker is one of 2 (WORLD_SIZE), started without ...
+    """
 
 
 class LeftOutError(WorldError):
-    """The round goes on without this worker because it was drained or not needed."""
+    """The round goes on without this worker because it was drained or not needed.
+
+    Example:
+        >>> from lightning_dlrover.rdzv.job.records import RoundRecord
+        >>> error = LeftOutError(RoundRecord(3, ["worker-a"], "worker-b was drained", "shrink", planned=True))
+        >>> str(error), error.exit_code
+        ('round 3 goes on without this worker: worker-b was drained', 0)
+    """
 
     def __init__(self, round_: RoundRecord) -> None:
         super().__init__(f"round {round_.number} goes on without this worker: {round_.reason}")
@@ -92,7 +122,15 @@ class CannotMeetError(Exception):
 
 @dataclass(frozen=True)
 class Formation:
-    """A round with its process group in place."""
+    """A round with its process group in place.
+
+    Example:
+        >>> from lightning_dlrover.rdzv.job.records import RoundRecord
+        >>> round_ = RoundRecord(2, ["worker-a", "worker-b"], "worker-b joined", "grow", planned=True)
+        >>> formation = Formation(round_, hellos={}, rank=0)
+        >>> formation.size, formation.rank_of("worker-b")
+        (2, 1)
+    """
 
     round: RoundRecord
     hellos: Mapping[str, bytes]  # hello of every member, by worker id
