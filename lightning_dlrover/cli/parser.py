@@ -57,9 +57,7 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
         given: the command line to parse. Building the options of all commands takes longer than parsing it, so only those of
             its command are built. None: all are.
     """
-    parser = _Command(
-        prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains."
-    )
+    parser = _Command(prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains.")
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
     made: Any = _Command if given is None else _made_if_in(given)  # argparse calls it as it would the class
@@ -448,7 +446,9 @@ def _add_characterize(commands: Commands) -> None:
 
 def _add_scale(commands: Commands) -> None:
     scale = _add_job_command(commands, "scale", "set the number of workers and their settings by hand")
-    scale.add_argument("num_workers", type=values.num_workers, nargs="?", metavar="N", help="number of workers (default: unchanged)")
+    scale.add_argument(
+        "num_workers", type=values.num_workers, nargs="?", metavar="N", help="number of workers (default: unchanged)"
+    )
     for name, texts in SETTINGS.items():
         scale.add_argument(f"--{option_of(name)}", dest=name, type=values.setting, metavar="N", help=" ".join(texts))
     scale.add_argument(

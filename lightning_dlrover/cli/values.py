@@ -205,7 +205,8 @@ def pool_policy(names: Sequence[str]) -> Callable[[str], str]:
     def policy(text: str) -> str:
         if text not in names:
             raise argparse.ArgumentTypeError(
-                f"{text!r} cannot divide a pool: choose {', '.join(names)}; `dlrover simulate --policy` has others to compare with"
+                f"{text!r} cannot divide a pool: choose {', '.join(names)}; `dlrover simulate --policy` has others to compare "
+                "with"
             )
         return text
 

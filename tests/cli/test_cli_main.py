@@ -63,7 +63,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["scale", "job", "--run-dir", "d", "9" * 30], "is not a number of workers from 1 to 100000"),
         (["colocate", "--at-once", "0", "jobs.yaml"], "'0' is not a whole number from 1 to 999999"),
         (["brain", "--budget", "cores"], "'cores' has no value: give cores=N"),
-        (["brain", "--budget", "cores=99999999999999999999"], "is not a number of cores or GPUs above 0 and up to 1,000,000,000"),
+        (["brain", "--budget", "cores=99999999999999999999"], "cores or GPUs above 0 and up to 1,000,000,000"),
         (["run", "nowhere.py"], "script 'nowhere.py' does not exist or is not a file"),
         (["run", "."], "script '.' does not exist or is not a file"),
         (["run", "-m", "nowhere"], "-m nowhere: there is no 'nowhere' in /"),
@@ -223,7 +223,7 @@ def test_times_have_units(text: str, seconds: float) -> None:
 def test_lease_is_at_least_etcds_shortest() -> None:
     assert values.lease("2s") == 2.0
     for text in ("1s", "2.5s"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a lease of etcd: give whole seconds, at least 2"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a lease of etcd: give whole seconds"):
             values.lease(text)
 
 
