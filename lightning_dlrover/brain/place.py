@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,9 @@ MEMBER_TTL_S = 10.0
 
 MEMBER_LEASES = 2.0
 """The same in leases of a node or worker. A run may stand still while its nodes train."""
+
+SAY_EVERY_S = 60.0
+"""Seconds between two lines about a wait whose estimate alone changes."""
 
 LOOK_S = 1.0
 """Seconds between two checks that a brain decides on the pool, while nothing else happens."""
@@ -85,7 +89,8 @@ class Place:
             PlaceError: the pool can never have room for the job, or had none within `timeout_s`, or the job was cancelled.
         """
         deadline = time.monotonic() + timeout_s
-        told = ""
+        told: tuple[object, ...] = ()
+        told_at = -SAY_EVERY_S
         with Mirror(self._client, self._grant_key) as mirror:
             while True:
                 self.keep()
@@ -100,14 +105,14 @@ class Place:
                     self._client.txn([self._tenure.is_ours], [Delete(self._keys.nodes)])
                     raise PlaceError(f"job {self._keys.run_id!r} has not begun: {stop}")
                 brain = self._brain()
-                text = self._standing(grant, brain)
-                if text != told:
+                text, news = self._standing(grant, brain), _news(grant, brain)
+                if news != told or time.monotonic() - told_at >= SAY_EVERY_S:
                     self._say(text)
-                    told = text
+                    told, told_at = news, time.monotonic()
                 if time.monotonic() >= deadline:
                     raise PlaceError(
-                        f"job {self._keys.run_id!r} waited {time_text(timeout_s)} for a place in pool {self._pool.pool!r}, in "
-                        f"vain: {text}; --place-timeout sets how long it waits"
+                        f"job {self._keys.run_id!r} waited {time_text(timeout_s)} for a place in pool {self._pool.pool!r} and "
+                        f"got none: {text}; --place-timeout sets how long it waits"
                     )
                 with contextlib.suppress(TimeoutError):
                     left_s = max(0.0, deadline - time.monotonic())
@@ -190,6 +195,14 @@ class Place:
             f"{holder_text(holder)}; choose another --rdzv-id (if that process was killed a moment ago: try again in "
             f"{self._ttl_s:.0f} s)"
         )
+
+
+def _news(grant: GrantRecord | None, brain: BrainRecord | None) -> tuple[object, ...]:
+    """Return what a wait is about, without its times: they change with every look."""
+    who = (brain.host, brain.pid) if brain is not None else None
+    if grant is None or brain is None or grant.state != "waiting":
+        return (who,)
+    return who, grant.place, grant.queued, re.sub(r"\d+", "", grant.reason)
 
 
 def member_key(client: EtcdClient, keys: Keys) -> str | None:

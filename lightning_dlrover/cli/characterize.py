@@ -23,7 +23,7 @@ from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.learn.history import HistoryError, JobHistory, history_url
 from lightning_dlrover.output import complain, counted, show
 
-MIN_BUDGET_S = 10.0
+MIN_BUDGET_S, MAX_BUDGET_S = 10.0, 7 * 24 * 3600.0
 COMPARISON = "comparison.html"
 
 
@@ -39,8 +39,10 @@ def characterize_command(options: argparse.Namespace) -> int:
     if unknown := sorted({*names} - {*STUDIES}):
         raise UsageError(f"--study {' '.join(unknown)}: unknown; the studies are {', '.join(STUDIES)}")
     budget_s = BUDGETS_S[options.size] if options.budget is None else 60 * options.budget
-    if not MIN_BUDGET_S <= budget_s < float("inf"):
-        raise UsageError(f"--budget {options.budget}: a study takes at least {MIN_BUDGET_S:.0f} s; give more minutes")
+    if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
+        raise UsageError(
+            f"--budget {options.budget:g}: give between {MIN_BUDGET_S / 60:.2g} and {MAX_BUDGET_S / 60:.0f} minutes"
+        )
     if options.model:
         check_users_model(options.model)
     machine = this_machine(options.device)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.cli import values
+from lightning_dlrover.cli.errors import EXIT_USAGE
 from lightning_dlrover.cli.options import (
     SETTINGS,
     TARGETS,
@@ -56,9 +57,7 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
         given: the command line to parse. Building the options of all commands takes longer than parsing it, so only those of
             its command are built. None: all are.
     """
-    parser = argparse.ArgumentParser(
-        prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains."
-    )
+    parser = _Command(prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains.")
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
     made: Any = _Command if given is None else _made_if_in(given)  # argparse calls it as it would the class
@@ -87,7 +86,7 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 class _Command(argparse.ArgumentParser):
-    """Parser of a command, which names its own usage when an option is wrong, and takes arguments between options, too."""
+    """Parser of a command, which answers wrong usage with one line, and takes arguments between options, too."""
 
     hint = ""  # ends the error about unknown arguments
     _is_mixing = False
@@ -105,6 +104,10 @@ class _Command(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.hint}")
         return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        # argparse would print the usage first: up to 30 lines before the one that matters.
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\n`{self.prog} --help` shows the usage\n")
 
     @property
     def _takes_the_rest(self) -> bool:
@@ -243,7 +246,7 @@ def _add_colocate(commands: Commands) -> None:
     )
     command.add_argument(
         "--at-once",
-        type=values.setting,
+        type=values.count,
         default=0,
         metavar="N",
         help="most jobs of a device that run at once (default: twice its cores, on a GPU no more than 8; complementary: twice "
@@ -384,7 +387,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         "(default known)",
     )
     command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
-    command.add_argument("--processes", type=values.count, default=1, metavar="N", help="simulations at a time (default 1)")
+    command.add_argument("--processes", type=values.processes, default=1, metavar="N", help="simulations at a time (default 1)")
     command.add_argument(
         "--out", type=Path, default=Path("simulation"), metavar="DIR", help="folder of records and report (default simulation)"
     )
@@ -443,7 +446,9 @@ def _add_characterize(commands: Commands) -> None:
 
 def _add_scale(commands: Commands) -> None:
     scale = _add_job_command(commands, "scale", "set the number of workers and their settings by hand")
-    scale.add_argument("num_workers", type=int, nargs="?", metavar="N", help="number of workers (default: unchanged)")
+    scale.add_argument(
+        "num_workers", type=values.num_workers, nargs="?", metavar="N", help="number of workers (default: unchanged)"
+    )
     for name, texts in SETTINGS.items():
         scale.add_argument(f"--{option_of(name)}", dest=name, type=values.setting, metavar="N", help=" ".join(texts))
     scale.add_argument(

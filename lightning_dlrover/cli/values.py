@@ -8,12 +8,21 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+MAX_COUNT = 999_999
+"""Largest count of anything: more is a typing error."""
+
+MAX_WORKERS = 100_000
+"""Largest number of workers of a job."""
+
+MAX_AMOUNT = 1e9
+"""Largest number of cores, of seconds, or of any other amount."""
+
 
 def cpus(text: str) -> tuple[int, int]:
     """Minimum and maximum cores of a node, from `4` or `2:8`."""
     match = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not N or N:MAX, from 1 on, such as 4 or 2:8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not N or N:MAX, from 1 to 9999, such as 4 or 2:8")
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -23,8 +32,10 @@ def memory(text: str) -> int:
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])(?:i?B?)", text, re.I)
     size = float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()] if match else 0
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory, such as 512M or 16G")
     if not 1 <= size <= MAX_MEMORY_MB:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory, such as 512M or 16G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 1M and {MAX_MEMORY_MB >> 20}T")
     return math.ceil(size)
 
 
@@ -41,14 +52,17 @@ def duration(text: str) -> float:
     """Seconds, from `3600`, `90m`, `2h` or `1.5d`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time, such as 3600, 90m, 2h or 1.5d")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0, such as 3600, 90m, 2h or 1.5d")
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    if seconds > MAX_AMOUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MAX_AMOUNT:,.0f} s")
+    return seconds
 
 
 def lease(text: str) -> float:
     """Seconds of a lease, as `duration`. etcd counts them as a whole, and grants at least 2 s."""
     if (ttl_s := duration(text)) < 2 or ttl_s != int(ttl_s):
-        raise argparse.ArgumentTypeError(f"{text!r} is no lease of etcd: whole seconds, at least 2, such as 5s")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a lease of etcd: give whole seconds, at least 2, such as 5s")
     return ttl_s
 
 
@@ -56,7 +70,9 @@ def cluster(text: str) -> tuple[int, int]:
     """Nodes and devices of each, from `16x4`."""
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NODESxDEVICES, such as 16x4 for 16 nodes with 4 devices each")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NODESxDEVICES, such as 16x4 for 16 nodes with 4 devices each; up to 999999 nodes of 9999"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -74,15 +90,32 @@ def _cost(text: str, words: tuple[str, ...]) -> float | str:
     if text in words:
         return text
     with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) < float("inf"):
+        if 0 <= (seconds := float(text)) <= MAX_AMOUNT:
             return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor {' or '.join(words)}")
+    limit = f"{MAX_AMOUNT:,.0f}"
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds from 0 to {limit} nor {' or '.join(words)}")
 
 
 def count(text: str) -> int:
     """A whole number above 0."""
-    if not text.isdecimal() or not 0 < int(text) < 10**6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return _whole(text, MAX_COUNT)
+
+
+def processes(text: str) -> int:
+    """A number of processes that run at once on this machine."""
+    return _whole(text, 1024)
+
+
+def _whole(text: str, most: int) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
+    return int(text)
+
+
+def num_workers(text: str) -> int:
+    """A number of workers, which may be refused later: the job has limits of its own."""
+    if not text.lstrip("-").isdecimal() or not abs(int(text)) <= MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers from 1 to {MAX_WORKERS}")
     return int(text)
 
 
@@ -123,7 +156,7 @@ def weighted(text: str) -> tuple[str, float]:
     try:
         return name, float(weight)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: {weight!r} is no weight, such as 2 or 0.5") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: {weight!r} is not a weight, such as 2 or 0.5") from None
 
 
 def workers(text: str) -> tuple[int, int]:
@@ -132,6 +165,8 @@ def workers(text: str) -> tuple[int, int]:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:3")
     low, high = int(match[1]), int(match[2] or match[1])
+    if high > MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text!r}: MAX must be at most {MAX_WORKERS}")
     if not 1 <= low <= high:
         raise argparse.ArgumentTypeError(
             f"{text!r}: MIN must be at least 1 and at most MAX, such as {min(low, high) or 1}:{max(low, high, 1)}"
@@ -151,9 +186,9 @@ def workers_per_node(text: str) -> int:
 def positive(text: str, meaning: str = "a number") -> float:
     """A number above 0; `meaning` names it in the error."""
     with contextlib.suppress(ValueError):
-        if 0 < (number := float(text)) < float("inf"):
+        if 0 < (number := float(text)) <= MAX_AMOUNT:
             return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not {meaning} above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not {meaning} above 0 and up to {MAX_AMOUNT:,.0f}")
 
 
 def owner_weight(text: str) -> tuple[str, float]:
@@ -170,7 +205,8 @@ def pool_policy(names: Sequence[str]) -> Callable[[str], str]:
     def policy(text: str) -> str:
         if text not in names:
             raise argparse.ArgumentTypeError(
-                f"{text!r} divides no pool: choose {', '.join(names)}; `dlrover simulate --policy` has others, to compare with"
+                f"{text!r} cannot divide a pool: choose {', '.join(names)}; `dlrover simulate --policy` has others to compare "
+                "with"
             )
         return text
 
@@ -178,7 +214,7 @@ def pool_policy(names: Sequence[str]) -> Callable[[str], str]:
 
 
 def quota(text: str) -> tuple[str, dict[str, float]]:
-    """An owner and the most that its jobs may have together, from `OWNER=LIST` with a list as `pool_budget` takes it."""
+    """An owner and the maximum of its jobs together, from `OWNER=LIST` with a list as `pool_budget` takes it."""
     owner, given, amounts = text.partition("=")
     if not given or not owner or "=" not in amounts:
         raise argparse.ArgumentTypeError(f"{text!r} is not OWNER=LIST, such as ads=cores=16,gpus=4")
@@ -189,9 +225,11 @@ def pool_budget(text: str) -> dict[str, float]:
     """Amounts of `Resources` by name, from `cores=64,gpus=8,memory=256G`; those left out are infinite."""
     amounts = {"cores": math.inf, "gpus": math.inf, "memory_mb": math.inf}
     for part in text.split(","):
-        name, _, amount = part.partition("=")
+        name, given, amount = part.partition("=")
         if name not in ("cores", "gpus", "memory"):
-            raise argparse.ArgumentTypeError(f"{part!r} is no part of a budget: give cores=N, gpus=N or memory=SIZE")
+            raise argparse.ArgumentTypeError(f"{part!r} is not part of a budget: give cores=N, gpus=N or memory=SIZE")
+        if not given or not amount:
+            raise argparse.ArgumentTypeError(f"{part!r} has no value: give {name}={'SIZE' if name == 'memory' else 'N'}")
         key = "memory_mb" if name == "memory" else name
         if amounts[key] != math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} names {name} twice")

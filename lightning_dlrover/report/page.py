@@ -52,6 +52,7 @@ def render_page(room: str, template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {"clock": _clock, "ms": _ms}
+    environment.globals["counted"] = counted
     return environment.get_template(template).render(**values)
 
 

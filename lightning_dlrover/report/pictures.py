@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -111,8 +112,10 @@ def throughput_picture(story: JobStory) -> Figure:
     _scale_time(story, rate, workers)
     unit = _time_unit(story)
     profiles = _thin(story.profiles)
+    ended_at = _ends_of_rounds(story)
     for first, run in _runs(story, profiles):
-        ends = [_x(story, p.at) for p in run]
+        # A round's last window is recorded after the next round has begun.
+        ends = [_x(story, min(p.at, ended_at.get(p.round_number, p.at))) for p in run]
         label = "samples per second" if first else None
         rates = [p.samples_per_s for p in run]
         rate.plot(ends, rates, "o-", color=MEASURED, markersize=3, linewidth=1.4, label=label)
@@ -285,6 +288,7 @@ def plans_picture(story: JobStory) -> Figure:
     names = [f"{d.decision_id}\n{d.chosen.short}" for d in decisions]
     plans.set_xticks(range(len(names)), names, fontsize=8 if len(names) <= 8 else 7, rotation=0 if len(names) <= 12 else 90)
     plans.set_xlim(-0.6, max(len(names), 1) - 0.4)
+    plans.margins(y=0.12)  # room for the whole of the highest mark
     plans.set_ylim(0)
     plans.set_ylabel("step time (ms)")
     plans.set_xlabel("plan, and its workers x threads + loader workers each")
@@ -329,6 +333,8 @@ def _draw_choice(axes: Axes, decision: Decision) -> None:
     if all(cost(c).is_integer() for c in able):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.18, y=0.15)
+    if len({cost(c) for c in (*able, *now, chosen)}) == 1:
+        axes.set_xticks([cost(chosen)], [f"{cost(chosen):g}"])  # a locator would divide a width that there is not
     axes.set_ylim(0)
     axes.set_title(f"what plan {decision.decision_id} chose from")
     axes.legend(loc="best")
@@ -437,6 +443,12 @@ def _runs(story: JobStory, profiles: Sequence[Profile]) -> list[tuple[bool, list
     return [(i == 0, run) for i, run in enumerate(rounds.values())]
 
 
+def _ends_of_rounds(story: JobStory) -> dict[int, float]:
+    """Return the start of the next round by the number of each round but the last."""
+    ordered = sorted(story.rounds, key=lambda r: r.number)
+    return {one.number: later.at for one, later in itertools.pairwise(ordered)}
+
+
 def _limit_to_typical(axes: Axes, values: Sequence[float]) -> None:
     """Limit the axis so that one slow window (the first step of a round) does not flatten all the others."""
     if not values:
@@ -445,6 +457,9 @@ def _limit_to_typical(axes: Axes, values: Sequence[float]) -> None:
     typical = sorted(values)[int(0.95 * (len(values) - 1))]
     top = max(values) if max(values) < 2 * typical else 1.6 * typical
     axes.set_ylim(0, 1.15 * top or 1.0)
+    if max(values) > 1.15 * top:
+        text = f"cut off: up to {max(values):,.0f} ms"
+        axes.annotate(text, (0.99, 0.98), xycoords="axes fraction", ha="right", va="top", fontsize=8.5)
 
 
 def _legend_above(axes: Axes) -> None:

@@ -66,18 +66,24 @@ def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
 
 
 def _completions(simulations: Sequence[Simulated]) -> Figure:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     figure, axes = _figure(3.8)
+    longest_s = max(float(np.max(simulated.completions_s)) for simulated in simulations)
+    seconds, unit = (3600.0, "hours") if longest_s >= 7200 else (60.0, "minutes") if longest_s >= 120 else (1.0, "seconds")
     groups: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for simulated in simulations:
         groups[simulated.policy].append(simulated.completions_s)
     for colour, (policy, found) in zip(_colours(len(groups)), groups.items(), strict=True):
-        hours = np.sort(np.concatenate(found)) / 3600
+        times = np.sort(np.concatenate(found)) / seconds
         # Hundreds of points draw the curve as well as thousands.
-        shown = np.unique(np.linspace(0, len(hours) - 1, 400).astype(int))
-        axes.plot(hours[shown], (shown + 1) / len(hours), color=colour, linewidth=1.6, label=policy)
+        shown = np.unique(np.linspace(0, len(times) - 1, 400).astype(int))
+        axes.plot(times[shown], (shown + 1) / len(times), color=colour, linewidth=1.6, label=policy)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(0, 1.02)
-    axes.set_xlabel("JCT (hours)")
+    axes.set_xlabel(f"JCT ({unit})")
     axes.set_ylabel("fraction of jobs")
     axes.grid()
     _legend(figure)

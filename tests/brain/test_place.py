@@ -19,7 +19,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.journal import readable
-from lightning_dlrover.rdzv.job.pool_records import GrantRecord, MemberRecord, PoolKeys
+from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, NodesRecord, PlanRecord, encode
 
 QUICK = Patience(settle_s=0.0, gone_s=0.1)
@@ -64,9 +64,31 @@ def test_wait_ends_with_the_place_in_the_queue_and_who_decides(
         brain.step()
         first.wait(5.0)
         brain.step()
-        with pytest.raises(PlaceError, match=r"waited 1 s for a place in pool .* in vain: .* number 1 of 1 in the queue"):
+        with pytest.raises(PlaceError, match=r"waited 1 s for a place in pool .* and got none: .* number 1 of 1 in the queue"):
             second.wait(1.0)
     assert "it needs 1 core, and the other jobs leave it nothing" in said[-1]
+
+
+def test_wait_is_told_again_when_the_queue_moves_and_not_when_its_estimate_does(
+    client: EtcdClient, pool: PoolKeys, keys: Keys
+) -> None:
+    said: list[str] = []
+    client.put(pool.brain, encode(BrainRecord("host", 7)))
+    stop = threading.Event()
+
+    def estimate() -> None:
+        for number in range(20):
+            reason, place = f"job a leaves in {20 - number} s", 2 if number < 10 else 1
+            client.put(pool.grants + keys.run_id, encode(GrantRecord("waiting", 0, reason, place, 2, time.time() + number)))
+            stop.wait(0.05)
+
+    with Place(client, pool, keys, ask(), said.append) as place:
+        changing = threading.Thread(target=estimate)
+        changing.start()
+        with pytest.raises(PlaceError, match="and got none"):
+            place.wait(1.5)
+        changing.join(10.0)
+    assert [line.partition("number ")[2][:6] for line in said if "number" in line] == ["2 of 2", "1 of 2"]
 
 
 def test_wait_without_a_brain_names_the_command_that_is_missing(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:

@@ -89,7 +89,7 @@ def _runs(process: psutil.Process) -> bool:
     "options, words",
     [
         (["--study", "batches"], "unknown; the studies are features, batch"),
-        (["--budget", "0"], "--budget 0.0: a study takes at least 10 s"),
+        (["--budget", "0"], "--budget 0: give between 0.17 and 10080 minutes"),
         (["--device", "cuda"], "finds no GPU here"),
         (["--model", "nothing"], "give MODULE:CLASS"),
         (["--model", "missing.py:Net"], "there is no file"),

@@ -57,6 +57,13 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--workers", "two", "script.py"], "'two' is not MIN:MAX, such as 1:3"),
         (["run", "--workers", "-1:2", "script.py"], "--workers"),
         (["run"], "the following arguments are required: script\n"),
+        (["run", "--workers", "1:99999999999999999", "script.py"], "MAX must be at most 100000"),
+        (["run", "--mem", "900T", "script.py"], "'900T' is not between 1M and 64T"),
+        (["run", "--join-timeout", "99999999999d", "script.py"], "'99999999999d' is more than 1,000,000,000 s"),
+        (["scale", "job", "--run-dir", "d", "9" * 30], "is not a number of workers from 1 to 100000"),
+        (["colocate", "--at-once", "0", "jobs.yaml"], "'0' is not a whole number from 1 to 999999"),
+        (["brain", "--budget", "cores"], "'cores' has no value: give cores=N"),
+        (["brain", "--budget", "cores=99999999999999999999"], "cores or GPUs above 0 and up to 1,000,000,000"),
         (["run", "nowhere.py"], "script 'nowhere.py' does not exist or is not a file"),
         (["run", "."], "script '.' does not exist or is not a file"),
         (["run", "-m", "nowhere"], "-m nowhere: there is no 'nowhere' in /"),
@@ -91,7 +98,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--workers-per-node", "2", "--mem", "1G:2G", "script.py"], "such as --mem 2048M"),
         (["run", "--target", "slurm", "--cpus", "0", "script.py"], "'0' is not N or N:MAX"),
         (["run", "--target", "slurm", "--cpus", "4:2", "script.py"], "'4:2' is not N or N:MAX"),
-        (["run", "--target", "slurm", "--mem", "4", "script.py"], "'4' is no size of memory, such as 512M or 16G"),
+        (["run", "--target", "slurm", "--mem", "4", "script.py"], "'4' is not a size of memory, such as 512M or 16G"),
         (["run", "--target", "slurm", "--mem", "4G:2G", "script.py"], "'4G:2G': SIZE must be at most MAX"),
         (["run", "--target", "slurm", "--notice", "-1", "script.py"], "--notice is -1"),
         (["run", "--target", "slurm", "--etcd-host", "h", "--endpoint", "e:1", "script.py"], "this job uses the one at e:1"),
@@ -127,6 +134,12 @@ def test_bad_usage_ends_with_code_2_and_the_reason(dlrover: RunCli, arguments: l
     assert code == 2
     assert message in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("command", ["run", "scale", "simulate", "history", ""])
+def test_wrong_usage_is_answered_with_two_lines(dlrover: RunCli, command: str) -> None:
+    code, _, errors = dlrover(*[command][: bool(command)], "--bogus")
+    assert (code, len(errors.splitlines())) == (2, 2), errors
 
 
 def test_arguments_that_others_must_not_touch_arrive_as_they_were(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +223,7 @@ def test_times_have_units(text: str, seconds: float) -> None:
 def test_lease_is_at_least_etcds_shortest() -> None:
     assert values.lease("2s") == 2.0
     for text in ("1s", "2.5s"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no lease of etcd: whole seconds, at least 2"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a lease of etcd: give whole seconds"):
             values.lease(text)
 
 

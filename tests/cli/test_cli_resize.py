@@ -199,7 +199,7 @@ def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
     code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, names[0], names[0], "--budget", 8, "--apply")
     assert (code, "have one name" in errors) == (2, True)
     code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, f"{names[0]}=much", "--budget", 8, "--apply")
-    assert (code, "'much' is no weight" in errors) == (2, True)
+    assert (code, "'much' is not a weight" in errors) == (2, True)
     decided(client, competitors[1], [10.0, 19.0], gpus=1)
     code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply")
     assert (code, "do not compete for the same" in errors) == (2, True)

@@ -73,9 +73,13 @@ def test_a_bad_trace_is_refused_with_file_and_line(
     "option, value, message",
     [
         ("--nodes", "16", "'16' is not NODESxDEVICES"),
-        ("--resize-cost", "-1", "'-1' is neither a number of seconds nor by-model or live"),
-        ("--start-cost", "live", "'live' is neither a number of seconds nor by-model"),
-        ("--seeds", "0", "'0' is not a whole number above 0"),
+        ("--resize-cost", "-1", "'-1' is neither a number of seconds from 0 to 1,000,000,000 nor by-model or live"),
+        ("--start-cost", "live", "'live' is neither a number of seconds from 0 to 1,000,000,000 nor by-model"),
+        ("--seeds", "0", "'0' is not a whole number from 1 to 999999"),
+        ("--seeds", "100000000", "'100000000' is not a whole number from 1 to 999999"),
+        ("--nodes", "100000x100000", "up to 999999 nodes of 9999"),
+        ("--processes", "100000", "'100000' is not a whole number from 1 to 1024"),
+        ("--resize-cost", "1e300", "'1e300' is neither a number of seconds from 0 to 1,000,000,000"),
         ("--policy", "best", "invalid choice: 'best'"),
     ],
 )

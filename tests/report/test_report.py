@@ -22,7 +22,7 @@ from lightning_dlrover.report.page import (
     summary_text,
     write_report,
 )
-from lightning_dlrover.report.pictures import plans_picture, throughput_picture
+from lightning_dlrover.report.pictures import plans_picture, step_parts_picture, throughput_picture
 from lightning_dlrover.report.story import (
     outcome_of,
     tell,
@@ -253,6 +253,36 @@ def test_shade_covers_the_time_before_the_first_step_after_a_stall() -> None:
     patches = throughput_picture(tell("job", events)).axes[0].patches
     [shade] = [patch for patch in patches if isinstance(patch, Rectangle) and patch.get_width() > 0]
     assert [shade.get_x(), shade.get_x() + shade.get_width()] == pytest.approx([13.0, 21.0])
+
+
+def test_no_window_of_a_round_is_drawn_after_the_next_round_has_begun() -> None:
+    events = [
+        round_event(0, 1, 1, "start"),
+        profile_event(8, 1, 1, 0.1, 0),
+        round_event(10, 2, 2, "grow"),
+        profile_event(14, 1, 1, 0.1, 10),
+        profile_event(20, 2, 2, 0.1, 20),
+    ]
+    lines = throughput_picture(tell("job", events)).axes[0].lines
+    first = next(line for line in lines if line.get_label() == "samples per second")
+    assert max(first.get_xdata()) <= 10 + 1.1  # the story begins with the first window's first step
+
+
+def test_step_that_is_cut_off_is_named_with_its_length() -> None:
+    events = [round_event(0, 1, 1, "start"), *(profile_event(10 + i, 1, 1, 2.0 if i == 30 else 0.1, 10 * i) for i in range(40))]
+    over_time, _ = step_parts_picture(tell("job", events)).axes
+    assert [text.get_text() for text in over_time.texts if "cut off" in text.get_text()] == ["cut off: up to 2,000 ms"]
+
+
+def test_one_cost_has_one_tick() -> None:
+    events = whole_job()
+    story = tell("job", events)
+    last = story.decisions[-1]
+    alone = dataclasses.replace(
+        last, chosen=last.current, candidates=tuple(c for c in last.candidates if c.settings == last.current)
+    )
+    _, choice = plans_picture(dataclasses.replace(story, decisions=(alone,))).axes
+    assert len(choice.get_xticks()) == 1
 
 
 def test_no_tick_stands_for_a_part_of_a_core() -> None:

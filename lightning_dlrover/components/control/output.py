@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from lightning_dlrover.components.targets.target import Target
 __all__ = ["Output"]
 
 log = logging.getLogger(__name__)
+
+_SAID_TWICE = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
+"""Line of torch's agent about a failed worker; `rdzv/agents/program.py` prints one of its own."""
 
 
 @dataclass
@@ -80,4 +84,5 @@ class Output:
             once = files.filters.setdefault(file, TracebackFilter(self.tracebacks))
             shown = [each for line in lines for each in once.lines(line)]
             for line in [*shown, *(once.rest() if entry.has_ended else ())]:
-                self._show(f"[{name}] {line}")
+                if not _SAID_TWICE.search(line):
+                    self._show(f"[{name}] {line}")

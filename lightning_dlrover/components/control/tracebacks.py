@@ -1,4 +1,8 @@
-"""Read Python's tracebacks in the output of nodes, and show each error of the script once."""
+"""Read Python's tracebacks in the output of nodes, and show each error of the script once.
+
+An error that this package raises names the cause and the next move, so its traceback is left out: it leads through our code.
+The files of the nodes' output keep all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,10 @@ RANK_PREFIX = re.compile(r"(?:\[(?:rank|default)?\d+\]:? ?)+")
 _FRAME = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lightning_dlrover/|/lib/python3|^<frozen |^<string>$")
 _LOOPS = re.compile(r"/(?:lightning/(?:pytorch|fabric)|pytorch_lightning|lightning_fabric)/")
+_OWN_ERROR = re.compile(r"lightning_dlrover\.(?:\w+\.)*(?P<error>\w+: .+)", re.S)
+_MAX_REPEATED = 120
+"""Characters of an error's message when it is shown again."""
+
 _MAX_LINES = 5000
 """Lines after which a traceback without an end is shown as it is."""
 
@@ -77,10 +85,16 @@ class TracebackFilter:
             self._held.append(line)
             if _ends(plain):
                 held, self._held = self._held, []
-                if self._shown.add([RANK_PREFIX.sub("", each, count=1) for each in held]):
+                traceback = [RANK_PREFIX.sub("", each, count=1) for each in held]
+                is_new, own = self._shown.add(traceback), _OWN_ERROR.fullmatch(plain)
+                rank, error = line.removesuffix(plain), own["error"] if own is not None else plain
+                if is_new and own is None:
                     yield from held
+                elif is_new:
+                    at = place_of(traceback)
+                    yield f"{rank}{error} (at {at})" if at else f"{rank}{error}"
                 else:
-                    yield f"{line} (its traceback was shown above)"
+                    yield f"{rank}{_shortened(error)} ({'its traceback was ' if own is None else ''}shown above)"
             elif len(self._held) > _MAX_LINES:
                 yield from self.rest()
 
@@ -88,6 +102,10 @@ class TracebackFilter:
         """Yield the lines of a traceback that has no end."""
         held, self._held = self._held, []
         yield from held
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= _MAX_REPEATED else message[:_MAX_REPEATED].rstrip() + "..."
 
 
 def _ends(line: str) -> bool:

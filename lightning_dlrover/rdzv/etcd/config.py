@@ -33,7 +33,7 @@ def parse_endpoints(text: str) -> list[tuple[str, int]]:
         if match is None or not 0 < int(match[2]) < 65536:
             raise ValueError(
                 f"etcd endpoint {stripped!r} in {text!r} is not host:port; give for example "
-                "--rdzv-endpoint=10.0.0.7:2379 (several separated by commas, IPv6 in brackets: [::1]:2379)"
+                "10.0.0.7:2379 (several separated by commas, IPv6 in brackets: [::1]:2379)"
             )
         endpoints.append((match[1].strip("[]"), int(match[2])))
     return endpoints

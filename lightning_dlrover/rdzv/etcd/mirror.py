@@ -112,7 +112,7 @@ class Mirror:
                     remaining_s = deadline - time.monotonic()
                     if remaining_s <= 0:
                         state = "" if self._healthy else f"; etcd at {self._client.config.endpoints} cannot be reached"
-                        raise TimeoutError(f"waited {timeout_s:g} s for a change under {self.prefix!r}, in vain{state}")
+                        raise TimeoutError(f"waited {timeout_s:g} s for a change under {self.prefix!r} and saw none{state}")
                     self._changed.wait(remaining_s)
                 if self._closed.is_set():
                     raise EtcdError(f"the mirror of {self.prefix!r} was closed while a caller waited for a change")

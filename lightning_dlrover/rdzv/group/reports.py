@@ -42,7 +42,7 @@ class Reports:
         """See `World.report_error`."""
         if isinstance(error, WorldError | MembershipError) and (first := self._first_failure()) is not None:
             text, failed = first
-            _add_note(error, f"\nThe first to fail was {text}\n{failed.traceback}")
+            _add_note(error, f"\nThe first to fail was {text.partition(': ')[0]}:\n{failed.traceback}")
         if is_group_failure(error) and (lost := self._lost_members()):
             _add_note(
                 error,

@@ -756,6 +756,24 @@ def test_traceback_is_shown_once_and_its_repeats_as_one_line(make_job: MakeJob) 
     assert not job.controller.has_shown("it was killed")
 
 
+def test_refusal_by_this_package_is_shown_without_the_traceback_through_its_code(make_job: MakeJob) -> None:
+    job = make_job()
+    job.run_until("a node", lambda: job.target.living)
+    start, frame, *_ = FAILED.splitlines()
+    reason = "this worker's data differ from the job's: " + "fix the seed, " * 20
+    ours = '  File "/x/site-packages/lightning_dlrover/live/data.py", line 9, in compare'
+    refusal = f"{start}\n{frame}\n{ours}\nlightning_dlrover.rdzv.live.member.MembershipError: {reason}\n"
+    torchs = "E1121 03:07:37.0 8654 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0\n"
+    job.target.log("node1").write_text(refusal + torchs + refusal)
+    job.target.nodes["node1"] = "failed"
+    job.run_until("all output", lambda: len(job.shown) == 2)
+    first, again = job.shown
+    assert first.startswith(f"[node1] MembershipError: {reason}")
+    assert again.startswith("[node1] MembershipError: this worker's data differ")
+    assert again.endswith("... (shown above)")
+    assert len(again) < 200
+
+
 def test_a_broken_record_does_not_stop_the_controller(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job()
     job.run_until("a node", lambda: job.target.living)
