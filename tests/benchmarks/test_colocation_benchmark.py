@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from benchmark_figures import ONE_THREAD, figures_of
 from colocation_mixes import MIXES
 from colocation_rehearsal import GPU_KINDS, rehearse
 from gavel_traces import TraceError, default_folder, read_pairs
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_traces = pytest.mark.skipif(
     not default_folder().is_dir(), reason=f"no traces in {default_folder()}: set DLROVER_SHARED_DATA to the data's folder"
 )
@@ -22,16 +19,7 @@ needs_traces = pytest.mark.skipif(
 @pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_slowdowns_and_sets_on_measured_pairs_stay_within_their_bounds() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "colocation.py"), "--pairs", "--quick", "--seeds", "1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = {name: float(value) for name, value in (pair.split("=") for pair in done.stdout.splitlines()[-1].split())}
+    figures = figures_of("colocation.py", "--pairs", "--quick", "--seeds", "1", environment=ONE_THREAD)
     assert list(figures) == ["known_error", "left_out_error", "oracle", "decision_ms"]
     assert figures["known_error"] <= 0.14
     assert figures["left_out_error"] <= 0.16

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import perf_model
 import pytest
-from benchmark_figures import figures_of
+from benchmark_figures import ONE_THREAD, figures_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data"))
@@ -23,7 +23,7 @@ needs_traces = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_errors_on_measured_traces_stay_within_their_bounds() -> None:
-    measured = figures_of("perf_model.py", "--quick")
+    measured = figures_of("perf_model.py", "--quick", environment=ONE_THREAD)
     assert list(measured) == [*SPLITS, "worst_ratio", "coverage", "off_node", "off_node_coverage"]
     assert measured["interp"] <= 5
     assert measured["extrap"] <= 5
@@ -40,7 +40,7 @@ def test_errors_on_measured_traces_stay_within_their_bounds() -> None:
 @pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
-    measured = figures_of("perf_model.py", "--quick", "--without-sync")
+    measured = figures_of("perf_model.py", "--quick", "--without-sync", environment=ONE_THREAD)
     assert measured["interp"] <= 5.5
     assert measured["few"] <= 9
     assert 85 <= measured["coverage"] <= 95
@@ -50,7 +50,7 @@ def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
 @pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_other_jobs_on_the_same_hardware_lower_the_errors() -> None:
-    measured = figures_of("perf_model.py", "--history", "--quick")
+    measured = figures_of("perf_model.py", "--history", "--quick", environment=ONE_THREAD)
     with_history = ["few_history", "interp_history", "by_placement_history"]
     assert list(measured) == [*with_history, "worst_harm", "coverage", "off_node", "off_node_coverage"]
     assert measured["few_history"] <= 7.5
