@@ -6,10 +6,12 @@ no connection.
 
 from __future__ import annotations
 
-from lightning_dlrover.learn.allowance import DECISIONS, Allowance
-from lightning_dlrover.planner.plan import Decision
+import dataclasses
+from typing import Any
 
-__all__ = ["DecisionLog"]
+from lightning_dlrover.learn.allowance import DECISIONS, Allowance
+from lightning_dlrover.learn.profile_log import DIGITS
+from lightning_dlrover.planner.plan import Candidate, Decision
 
 REPEAT_EVERY_S = 1800.0
 """Minimum seconds between records of decisions that neither are carried out nor differ from the one before."""
@@ -50,3 +52,16 @@ class DecisionLog:
         With noise two numbers of workers are the better one in turn.
         """
         return self._allowance.take(num_bytes, now)
+
+
+def rounded_candidates(decision: Decision) -> Decision:
+    """Return the decision with its candidates' figures rounded to their precision, because its record is stored in etcd."""
+
+    def short(value: Any) -> Any:
+        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+    def shortened(candidate: Candidate) -> Candidate:
+        figures = {f.name: short(getattr(candidate, f.name)) for f in dataclasses.fields(candidate)}
+        return Candidate(**figures)
+
+    return dataclasses.replace(decision, candidates=tuple(map(shortened, decision.candidates)))

@@ -186,7 +186,7 @@ class Observer:
     def note_plan_by_hand(self, view: View) -> None:
         """Forgive failures that prevent new nodes once a user requests another plan, because their cause may be fixed."""
         entry = self._mirror.get(self._keys.plan)
-        is_by_hand = view.plan is not None and view.plan.source == "user"
+        is_by_hand = view.plan is not None and view.plan.owner == "user"
         if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
