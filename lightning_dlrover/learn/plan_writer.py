@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lightning_dlrover.learn.allowance import stored_bytes
 from lightning_dlrover.learn.autotuner import Proposal
 from lightning_dlrover.learn.decision_log import DecisionLog
+from lightning_dlrover.learn.write_budget import stored_bytes
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Settings
 from lightning_dlrover.planner.space import settings_of

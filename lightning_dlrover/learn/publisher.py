@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from lightning_dlrover.learn.allowance import PROGRESS, Allowance, stored_bytes
 from lightning_dlrover.learn.decision_log import DecisionLog, rounded_candidates
 from lightning_dlrover.learn.profile_log import PublishedProfile, WindowLog, rounded
+from lightning_dlrover.learn.write_budget import PROGRESS, WriteBudget, stored_bytes
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Decision, Outcome
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
@@ -37,7 +37,7 @@ class Publisher:
         self._profile = PublishedProfile()
         self._windows = WindowLog()
         self._progress_at = -PROGRESS_EVERY_S  # time of the newest record of the job's progress, on the monotonic clock
-        self._progress_allowance = Allowance(PROGRESS)
+        self._progress_budget = WriteBudget(PROGRESS)
 
     def publish(self, profile: StepProfile, progress: ProgressRecord | None, now: float) -> None:
         """Publish this worker's newest window, and the job's progress.
@@ -61,7 +61,7 @@ class Publisher:
         if progress is None or now - self._progress_at < PROGRESS_EVERY_S:
             return
         payload = encode(progress)
-        if self._progress_allowance.take(stored_bytes(payload), now):
+        if self._progress_budget.take(stored_bytes(payload), now):
             self._records.put_progress(payload)
             self._progress_at = now
 
