@@ -22,7 +22,7 @@ from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.memory_growth import least_workers
 from lightning_dlrover.planner.objective import Objective
 from lightning_dlrover.planner.plan import Decision, Outcome, Settings, outcome
-from lightning_dlrover.planner.situation import Situation
+from lightning_dlrover.planner.plan_request import PlanRequest
 from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
 from lightning_dlrover.planner.trial import STEPS_OF_PROOF, has_failed, retreat
 from lightning_dlrover.planner.warm_start import PastJob, Suggestion, suggest
@@ -175,7 +175,7 @@ class Autotuner:
         memory = MemoryModel.fit(windows) if any(w.memory_bytes or w.peak_memory_bytes for w in windows) else None
         gpu_windows = on_gpu(windows)
         gpu_memory = MemoryModel.fit(gpu_windows, GPU_TERMS) if gpu_windows else None
-        situation = Situation(
+        request = PlanRequest(
             windows,
             node_cores=self._node_cores,
             # Advice to a lone worker is for its next run, so the little that is left of this one does not count.
@@ -189,7 +189,7 @@ class Autotuner:
 
         def decide(within: Limits, past: Sequence[Decision]) -> Decision:
             return plan(
-                replace(situation, past=past, suggestion=self._suggestion(profile, facts.similar, within, at)),
+                replace(request, past=past, suggestion=self._suggestion(profile, facts.similar, within, at)),
                 model,
                 within,
                 self._config.objective,
@@ -200,7 +200,7 @@ class Autotuner:
             )
 
         if facts.has_controller and not facts.is_by_hand and not facts.is_pooled:
-            decision = decide(limits, situation.past)
+            decision = decide(limits, request.past)
             return Proposal(decision, decision, is_binding=True)
         # Recommendations are not carried out automatically, so an earlier identical one is no reason to withhold it.
         # A pool compares numbers of workers, so other settings must not fill the few candidates of a decision's record.
@@ -208,7 +208,7 @@ class Autotuner:
         tuned = advice
         if facts.job is not None and not facts.is_by_hand:
             here = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
-            tuned = decide(here, situation.past)
+            tuned = decide(here, request.past)
         if facts.is_pooled:
             tuned = _with_other_sizes(tuned, advice)  # the pool chooses from these
         if advice.chosen_workers != advice.current_workers or facts.is_by_hand:

@@ -29,9 +29,9 @@ from lightning_dlrover.planner.memory_growth import (
     MAX_WINDOWS,
     NUM_SETTLING,
     Act,
+    GrowthSituation,
     MemoryForecast,
     Remedy,
-    Situation,
     choose_remedy,
     forecast_memory,
     inherited_forecast,
@@ -428,7 +428,7 @@ class _Memory:
         nodes = shared.nodes
         remedy = choose_remedy(
             forecast,
-            Situation(
+            GrowthSituation(
                 remaining_steps=self._fit.remaining_steps,
                 lead_s=lead_s,
                 num_workers=windows[-1].num_workers,
