@@ -372,13 +372,8 @@ def replay(name: str, grid: Grid, size: Size, num_visits: int = 12) -> tuple[Set
     visited = [at]
     for _ in range(num_visits):
         windows += grid.windows.get(at, [])[-3:]
-        decision = PLANNERS[name](
-            PlanRequest(windows, node_cores=cores, past=decisions),
-            limits,
-            Objective(),
-            len(decisions) + 1,
-            float(len(decisions)),
-        )
+        request = PlanRequest(windows, node_cores=cores, past=decisions)
+        decision = PLANNERS[name](request, limits, Objective(), len(decisions) + 1, float(len(decisions)))
         decisions.append(decision)
         if not decision.is_change:
             break
