@@ -251,7 +251,7 @@ LAYERS = (
 
 OF_HISTORY = (
     Layer("population", population=lambda population: None),
-    Layer("errors", population=lambda population: replace(population, errors=None)),
+    Layer("residual_gp", population=lambda population: replace(population, residual_gp=None)),
     Layer("leaving_width", population=lambda population: replace(population, leaving_width=1.0)),
     PAIR,
 )

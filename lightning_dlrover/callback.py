@@ -17,7 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError, check_no_view_of_a_stream
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.learn.analyst import Analyst, Intentions
+from lightning_dlrover.learn.analyst import Analyst
+from lightning_dlrover.learn.autotuner import TuningConfig
 from lightning_dlrover.learn.history import history_url
 from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
@@ -108,7 +109,7 @@ class DLRoverCallback(Callback):
         self._window_s = window_s
         if not isinstance(objective, Objective):
             objective = Objective(aim=objective) if objective is not None else objective_from(os.environ)
-        self._intentions = Intentions(plan_every_s, objective, history_url(history))
+        self._tuning = TuningConfig(plan_every_s, objective, history_url(history))
         self._profiler: StepProfiler | None = None
         self._analyst: Analyst | None = None
         self._trial_watch = TrialWatch()
@@ -149,7 +150,7 @@ class DLRoverCallback(Callback):
             if self._seat is not None:
                 on_gpu = gpu_bytes(strategy.root_device)
                 self._seat.report(steps_left=None, threads=torch.get_num_threads(), gpu_bytes=on_gpu)
-        self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
+        self._analyst = Analyst(membership, self._tuning, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         combined = combined_loader(trainer.fit_loop)

@@ -54,7 +54,7 @@ def test_configuration_sets_strategy_and_callback(tmp_path: Path) -> None:
     assert isinstance(strategy, DLRoverStrategy)
     assert strategy._global_batch_size == 16
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
-    assert [callback._intentions.plan_every_s for callback in trainer.callbacks if isinstance(callback, DLRoverCallback)] == [0]  # type: ignore[attr-defined]
+    assert [callback._tuning.plan_every_s for callback in trainer.callbacks if isinstance(callback, DLRoverCallback)] == [0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

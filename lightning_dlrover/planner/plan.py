@@ -85,9 +85,9 @@ class Decision:
 
     Example:
         >>> from lightning_dlrover.perf import StepTimeModel
-        >>> from lightning_dlrover.planner import Limits, Objective, Situation, plan
-        >>> situation = Situation(windows, remaining_samples=1e6)  # `windows`: step profiles of one job
-        >>> decision = plan(situation, StepTimeModel.fit(windows), Limits(2, 2), Objective(), decision_id=1, at=0.0)
+        >>> from lightning_dlrover.planner import Limits, Objective, PlanRequest, plan
+        >>> request = PlanRequest(windows, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> decision = plan(request, StepTimeModel.fit(windows), Limits(2, 2), Objective(), decision_id=1, at=0.0)
         >>> decision.is_change, decision.chosen.short
         (False, '2x1')
         >>> Decision.from_data(decision.to_data()) == decision
@@ -180,9 +180,9 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
 
     Example:
         >>> from lightning_dlrover.perf import StepTimeModel
-        >>> from lightning_dlrover.planner import Limits, Objective, Situation, plan
-        >>> situation = Situation(windows, remaining_samples=1e6)  # `windows`: step profiles of one job
-        >>> decision = plan(situation, StepTimeModel.fit(windows), Limits(2, 2), Objective(), decision_id=1, at=0.0)
+        >>> from lightning_dlrover.planner import Limits, Objective, PlanRequest, plan
+        >>> request = PlanRequest(windows, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> decision = plan(request, StepTimeModel.fit(windows), Limits(2, 2), Objective(), decision_id=1, at=0.0)
         >>> outcome(decision, observed_step_time_s=decision.predicted_step_time_s).expected
         True
     """

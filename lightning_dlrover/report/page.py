@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.explain import cost_text
 from lightning_dlrover.report.story import JobStory, outcome_of, tell
 from lightning_dlrover.report.text_table import text_table
-from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["render_page", "summary_text", "write_report"]
 
@@ -35,7 +35,7 @@ def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None
     """
     page = _page(tell(run_id, events))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, page)
+    atomic_write(path, page)
 
 
 def render_page(room: str, template: str, **values: Any) -> str:

@@ -11,7 +11,7 @@ from etcd_load import parts_of
 from etcd_load_bytes import Load, Moment, Revision, cost_of, revisions_of
 from jobs import BenchmarkError
 
-from lightning_dlrover.learn.allowance import FIRST_WINDOWS, PROFILES, WINDOWS
+from lightning_dlrover.learn.write_budget import FIRST_WINDOWS, PROFILES, WINDOWS
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd

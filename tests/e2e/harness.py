@@ -59,7 +59,7 @@ POLL_S = 0.02
 """Seconds between looks at a job. Each reads the records of all its workers."""
 
 PATIENCE_S = 0.3
-"""Seconds in which an idle machine makes most changes of a job's workers. At full speed, steps of 0.05 s use up 6 of a short job's."""
+"""Seconds in which an idle machine makes most changes of a job's workers."""
 
 _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and its polling is not thread-safe
 

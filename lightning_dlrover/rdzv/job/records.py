@@ -351,9 +351,11 @@ class PlanRecord:
                 raise ValueError(f"{name} of a PlanRecord is {value}; it must be from 0 to {most}, or be left out")
 
     @property
-    def keeps_workers(self) -> bool:
-        """Whether the job's own planner leaves the number of workers as it is: a person chose it, or the brain of its pool."""
-        return self.source in ("user", "brain")
+    def owner(self) -> Literal["planner", "user", "pool"]:
+        """Who decides on the number of workers: the job's own planner, the user who chose it, or the job's pool."""
+        if self.source == "brain":  # the name in records since the first release
+            return "pool"
+        return "user" if self.source == "user" else "planner"
 
 
 @dataclass(frozen=True)

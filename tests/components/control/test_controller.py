@@ -176,7 +176,7 @@ def test_plan_written_while_the_controller_is_busy_is_seen_at_once(make_job: Mak
     job = make_job()
     job.run_until("a node", lambda: job.target.living)
     job.train_with("node1")
-    job.run_until("calm", lambda: job.controller._ledger.entries["node1"].is_member)
+    job.run_until("calm", lambda: job.controller._registry.entries["node1"].is_member)
     start = job.target.start
 
     def start_slowly(node: str, size: NodeSize = ANY_SIZE) -> str:
@@ -288,11 +288,11 @@ def test_refused_starts_are_forgotten_once_the_training_nodes_are_gone(make_job:
     job = make_job(low=2)
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     job.train_with("node1", "node2")
-    job.run_until("them to be known", lambda: job.controller._ledger.entries["node2"].is_member)
+    job.run_until("them to be known", lambda: job.controller._registry.entries["node2"].is_member)
     job.target.refuses = "no device is free"
     job.fail("node2")
     job.round(2, "node1")
-    job.run_until("many refusals", lambda: job.controller._ledger.nodes.num_started > QUICK.max_failures + 2)  # type: ignore[union-attr]
+    job.run_until("many refusals", lambda: job.controller._registry.nodes.num_started > QUICK.max_failures + 2)  # type: ignore[union-attr]
     job.target.refuses = ""
     job.fail("node1")
     job.run_until("a new start", lambda: job.target.living)
@@ -305,7 +305,7 @@ def test_nodes_get_more_memory_after_one_ran_out_up_to_the_limit(
     job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most))
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     job.train_with("node1", "node2")
-    job.run_until("them to be known", lambda: job.controller._ledger.entries["node2"].is_member)
+    job.run_until("them to be known", lambda: job.controller._registry.entries["node2"].is_member)
     job.target.out_of_memory.add("node2")
     job.fail("node2")
     job.round(2, "node1")
@@ -353,7 +353,7 @@ def test_node_of_two_workers_is_replaced_once_and_only_after_its_own_end(make_jo
             job.client.put(job.keys.workers + worker.worker_id, encode(worker))
     job.round(1, "node1.0", "node1.1", "node2.0", "node2.1")
     job.phase("training")
-    entries = job.controller._ledger.entries
+    entries = job.controller._registry.entries
     job.run_until("all members", lambda: [entry.num_members for entry in entries.values()] == [2, 2])
     job.leave("node2.1")
     job.run_until("its loss", lambda: entries["node2"].num_members == 1)
@@ -489,7 +489,7 @@ def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: Etc
     job.train_with("node1")
     job.target.refuses = "quota exceeded"
     job.plan(2)
-    job.run_until("many refusals", lambda: job.controller._ledger.nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
+    job.run_until("many refusals", lambda: job.controller._registry.nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
     entry = client.get(keys.controller)
     assert entry is not None
     held_up = decode(ControllerRecord, entry.value, entry.key).held_up

@@ -1120,7 +1120,7 @@ def test_job_goes_on_when_the_cluster_refuses_a_node(
     cluster.max_jobs = 1
     patience = Patience(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
     with Controller(client, keys, make_target(), Limits(2, 2), show=print, patience=patience) as controller:
-        while len(controller._ledger.entries) < 4:  # three refusals
+        while len(controller._registry.entries) < 4:  # three refusals
             assert controller.step() is None
             controller.wait(0.01)
         assert cluster.nodes() == ["node1"]

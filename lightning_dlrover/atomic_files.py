@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["write_whole"]
+__all__ = ["atomic_write"]
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all; text is written as UTF-8.
 
     Raises:

@@ -24,7 +24,7 @@ from lightning_dlrover.data.source import DataError, Shard, Source
 from lightning_dlrover.rdzv.job.events import StreamOpened
 from lightning_dlrover.report.streams import steps_per_epoch
 
-__all__ = ["FileRows", "FilesProgress", "Ledger", "RowPlace", "listed_shards"]
+__all__ = ["FileRows", "FilesProgress", "Lineage", "RowPlace", "listed_shards"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FilesProgress:
     left: int
 
 
-class Ledger:
+class Lineage:
     """A stream's rows by step.
 
     Args:

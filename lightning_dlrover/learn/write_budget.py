@@ -1,7 +1,7 @@
 """Bound what a job writes to etcd while nothing but its measurements changes. Pure: no clock, no connection.
 
 etcd keeps each superseded value until it is compacted, and refuses all writes once it is full. So each kind of record that
-noise can cause has an allowance. Rank 0 writes all five kinds, 3 MB a day at most, and every other worker its profiles alone.
+noise can cause has a budget. Rank 0 writes all five kinds, 3 MB a day at most, and every other worker its profiles alone.
 Beyond that only real changes cost bytes: rounds, losses, checkpoints, plans that are carried out.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DECISIONS", "FIRST_WINDOWS", "PROFILES", "PROGRESS", "WINDOWS", "Allowance", "Rate", "stored_bytes"]
+__all__ = ["DECISIONS", "FIRST_WINDOWS", "PROFILES", "PROGRESS", "WINDOWS", "Rate", "WriteBudget", "stored_bytes"]
 
 OVERHEAD_BYTES = 300
 """Bytes of a key, its revision and its lease in etcd's database, and of the entry that marks the removal of the key."""
@@ -45,7 +45,7 @@ PROGRESS = Rate(bytes_per_day=1_000_000, burst_bytes=150_000)
 """Rank 0's records of the job's progress, each half a kilobyte: every 8 s for the first 45 minutes, then every 40 s."""
 
 
-class Allowance:
+class WriteBudget:
     """A token bucket of bytes, full at first."""
 
     def __init__(self, rate: Rate) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.learn.allowance import (
+from lightning_dlrover.learn.write_budget import (
     DECISIONS,
     FIRST_WINDOWS,
     PROFILES,
     WINDOWS,
-    Allowance,
     Rate,
+    WriteBudget,
     stored_bytes,
 )
 
@@ -20,36 +20,36 @@ RATE = Rate(bytes_per_day=86_400, burst_bytes=10)  # one byte a second
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 15), st.booleans()), max_size=200))
 def test_no_sequence_of_writes_takes_more_than_the_rate(asked: list[tuple[float, int, bool]]) -> None:
-    allowance, now, taken = Allowance(RATE), 0.0, 0
+    budget, now, taken = WriteBudget(RATE), 0.0, 0
     for pause_s, num_bytes, is_charged in asked:
         now += pause_s
         if is_charged:
-            allowance.charge(num_bytes, now)
-        elif allowance.take(num_bytes, now):
+            budget.charge(num_bytes, now)
+        elif budget.take(num_bytes, now):
             taken += num_bytes
     assert taken <= RATE.within(now) + 1e-6
 
 
 def test_burst_is_there_again_after_a_pause() -> None:
-    allowance = Allowance(RATE)
-    assert allowance.take(10, now=100.0)
-    assert not allowance.take(1, now=100.5)
-    assert allowance.take(1, now=101.0)
-    assert allowance.take(10, now=1000.0)
-    assert not allowance.take(10, now=1005.0)
+    budget = WriteBudget(RATE)
+    assert budget.take(10, now=100.0)
+    assert not budget.take(1, now=100.5)
+    assert budget.take(1, now=101.0)
+    assert budget.take(10, now=1000.0)
+    assert not budget.take(10, now=1005.0)
 
 
 def test_clock_that_goes_back_gives_nothing() -> None:
-    allowance = Allowance(RATE)
-    assert allowance.take(10, now=100.0)
-    assert not allowance.take(1, now=0.0)
+    budget = WriteBudget(RATE)
+    assert budget.take(10, now=100.0)
+    assert not budget.take(1, now=0.0)
 
 
 def test_write_that_is_made_in_any_case_leaves_less_for_others_but_no_debt() -> None:
-    allowance = Allowance(RATE)
-    allowance.charge(1000, now=0.0)
-    assert not allowance.take(1, now=0.5)
-    assert allowance.take(1, now=1.0)
+    budget = WriteBudget(RATE)
+    budget.charge(1000, now=0.0)
+    assert not budget.take(1, now=0.5)
+    assert budget.take(1, now=1.0)
 
 
 def test_rank_0_writes_less_than_two_megabytes_a_day() -> None:

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import DataError, Shard, Stream, files, parquet, stream
-from lightning_dlrover.data.ledger import FilesProgress, Ledger, listed_shards
+from lightning_dlrover.data.lineage import FilesProgress, Lineage, listed_shards
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.rdzv.job.events import StreamOpened
 
@@ -70,11 +70,11 @@ def made(folder: Path, shuffle_rows: int = 0, drop_last: bool = False) -> tuple[
     return data, loader
 
 
-def ids(ledger: Ledger, shards: Sequence[Shard], epoch: int, batches: range) -> list[int]:
+def ids(lineage: Lineage, shards: Sequence[Shard], epoch: int, batches: range) -> list[int]:
     firsts = {shard.key: sum(LENGTHS[:number]) for number, shard in enumerate(shards)}
     return [
         firsts[each.file] + row
-        for each in ledger.rows_of(epoch, batches)
+        for each in lineage.rows_of(epoch, batches)
         for first, last in each.ranges
         for row in range(first, last + 1)
     ]
@@ -86,74 +86,74 @@ def test_rows_of_a_batch_are_those_that_the_loader_deals(folder: Path, shuffle_r
     data, loader = made(folder, shuffle_rows, drop_last)
     opened = opened_by(data, loader)
     shards = listed_shards(opened)
-    ledger = Ledger(opened, shards)
+    lineage = Lineage(opened, shards)
     for epoch in range(2):
         loader.set_epoch(epoch)
         dealt = [sorted(batch["id"].tolist()) for batch in loader]
-        assert [sorted(ids(ledger, shards, epoch, range(b, b + 1))) for b in range(len(dealt))] == dealt
+        assert [sorted(ids(lineage, shards, epoch, range(b, b + 1))) for b in range(len(dealt))] == dealt
 
 
 @pytest.mark.parametrize("shuffle_rows", [0, 40])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_each_row_is_in_the_step_that_lists_it(folder: Path, shuffle_rows: int, accumulate: int) -> None:
     data, loader = made(folder, shuffle_rows)
-    ledger = Ledger(opened_by(data, loader, accumulate, epoch=2, steps_before=7, batches_before=20), data.shards)
+    lineage = Lineage(opened_by(data, loader, accumulate, epoch=2, steps_before=7, batches_before=20), data.shards)
     steps_per_epoch = -(-len(loader) // accumulate)
     seen: Counter[int] = Counter()
     for step in range(8, 8 + 2 * steps_per_epoch):
-        epoch, batches = ledger.batches_of_step(step)
+        epoch, batches = lineage.batches_of_step(step)
         assert epoch == 2 + (step - 8) // steps_per_epoch
-        for each in ledger.rows_of(epoch, batches):
+        for each in lineage.rows_of(epoch, batches):
             for first, last in each.ranges:
                 for row in range(first, last + 1):
-                    (place,) = ledger.places_of(each.file, row, range(epoch, epoch + 1))
+                    (place,) = lineage.places_of(each.file, row, range(epoch, epoch + 1))
                     assert (place.epoch, place.step) == (epoch, step)
                     assert place.batch in batches
-        seen.update(ids(ledger, data.shards, epoch, batches))
+        seen.update(ids(lineage, data.shards, epoch, batches))
     assert seen == dict.fromkeys(range(sum(LENGTHS)), 2)
 
 
 def test_loader_that_begins_again_within_an_epoch_trains_rows_more_than_once(folder: Path) -> None:
     data, loader = made(folder, 40)
     opened = opened_by(data, loader, epoch_batches=2 * len(loader) + 3, cycles=True)
-    ledger = Ledger(opened, data.shards)
-    seen = Counter(ids(ledger, data.shards, 0, range(len(loader))) + ids(ledger, data.shards, 0, range(11, 22)))
+    lineage = Lineage(opened, data.shards)
+    seen = Counter(ids(lineage, data.shards, 0, range(len(loader))) + ids(lineage, data.shards, 0, range(11, 22)))
     assert seen == dict.fromkeys(range(sum(LENGTHS)), 2)
-    assert {len(ledger.places_of("0.parquet", row, range(1))) for row in range(30)} == {2, 3}
+    assert {len(lineage.places_of("0.parquet", row, range(1))) for row in range(30)} == {2, 3}
 
 
 def test_row_beyond_the_end_of_the_epochs_is_in_no_batch(folder: Path) -> None:
     data, loader = made(folder, drop_last=True)
-    ledger = Ledger(opened_by(data, loader), data.shards)
+    lineage = Lineage(opened_by(data, loader), data.shards)
     places = [
-        place for shard in data.shards for row in range(shard.rows) for place in ledger.places_of(shard.key, row, range(1))
+        place for shard in data.shards for row in range(shard.rows) for place in lineage.places_of(shard.key, row, range(1))
     ]
     assert len(places) == len(loader) * 8 == 80
 
 
 def test_files_are_counted_as_they_are_used(folder: Path) -> None:
     data, loader = made(folder)
-    ledger = Ledger(opened_by(data, loader), data.shards)
-    assert ledger.files_progress(0, 0) == FilesProgress(1, 0, 4)  # one is empty
-    found = [ledger.files_progress(0, batches) for batches in range(len(loader) + 1)]
+    lineage = Lineage(opened_by(data, loader), data.shards)
+    assert lineage.files_progress(0, 0) == FilesProgress(1, 0, 4)  # one is empty
+    found = [lineage.files_progress(0, batches) for batches in range(len(loader) + 1)]
     assert all(each is not None and each.done + each.in_work + each.left == 5 for each in found)
     assert found[-1] == FilesProgress(5, 0, 0)
-    assert Ledger(ledger.opened).files_progress(0, 3) is None
-    assert [ledger.rows_done(batches) for batches in (0, 1, 11, 12)] == [0, 8, 82, 82]
+    assert Lineage(lineage.opened).files_progress(0, 3) is None
+    assert [lineage.rows_done(batches) for batches in (0, 1, 11, 12)] == [0, 8, 82, 82]
 
 
 def test_position_is_an_epoch_and_batches_of_it(folder: Path) -> None:
     data, loader = made(folder)
-    ledger = Ledger(opened_by(data, loader, epoch=1), data.shards)
-    assert [ledger.place_in_epoch(batches) for batches in (0, 10, 11, 25)] == [(1, 0), (1, 10), (2, 0), (3, 3)]
-    assert ledger.place_in_epoch(22, is_over=True) == (2, 11)
+    lineage = Lineage(opened_by(data, loader, epoch=1), data.shards)
+    assert [lineage.place_in_epoch(batches) for batches in (0, 10, 11, 25)] == [(1, 0), (1, 10), (2, 0), (3, 3)]
+    assert lineage.place_in_epoch(22, is_over=True) == (2, 11)
 
 
 @pytest.mark.parametrize("step", [-1, 0, 4])
 def test_step_before_the_record_is_refused(folder: Path, step: int) -> None:
     data, loader = made(folder)
     with pytest.raises(DataError, match=f"no step {step} to tell of"):
-        Ledger(opened_by(data, loader, steps_before=4), data.shards).batches_of_step(step)
+        Lineage(opened_by(data, loader, steps_before=4), data.shards).batches_of_step(step)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_step_before_the_record_is_refused(folder: Path, step: int) -> None:
 def test_unknown_row_is_named(folder: Path, file: str, row: int, message: str) -> None:
     data, loader = made(folder)
     with pytest.raises(DataError, match=message):
-        Ledger(opened_by(data, loader), data.shards).places_of(file, row, range(1))
+        Lineage(opened_by(data, loader), data.shards).places_of(file, row, range(1))
 
 
 def test_name_of_several_files_is_refused(tmp_path: Path) -> None:
@@ -175,10 +175,10 @@ def test_name_of_several_files_is_refused(tmp_path: Path) -> None:
         (tmp_path / day).mkdir()
         pq.write_table(pa.table({"id": [1]}), tmp_path / day / "a.parquet")
     data, loader = made(tmp_path)
-    ledger = Ledger(opened_by(data, loader), data.shards)
+    lineage = Lineage(opened_by(data, loader), data.shards)
     with pytest.raises(DataError, match=r"2 files are named a.parquet, such as .*day=1/a.parquet: give more of the path"):
-        ledger.places_of("a.parquet", 0, range(1))
-    assert len(ledger.places_of("day=2/a.parquet", 0, range(1))) == 1
+        lineage.places_of("a.parquet", 0, range(1))
+    assert len(lineage.places_of("day=2/a.parquet", 0, range(1))) == 1
 
 
 def test_files_are_listed_again_from_the_scripts_folder_or_from_another_place(folder: Path) -> None:

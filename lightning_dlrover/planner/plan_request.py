@@ -1,4 +1,4 @@
-"""The grounds of a decision: the state of a running job, the model of its steps, and the rules."""
+"""What a decision is based on: the state of a running job, the model of its steps, and the rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.plan import Decision
 from lightning_dlrover.planner.warm_start import Suggestion
 
-__all__ = ["DEFAULT_RULES", "Model", "Rules", "Situation"]
+__all__ = ["DEFAULT_RULES", "Model", "PlanRequest", "Rules"]
 
 
 class Model(Protocol):
@@ -22,7 +22,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Situation:
+class PlanRequest:
     """The state of a running job.
 
     Args:
@@ -37,8 +37,8 @@ class Situation:
         suggestion: final settings of similar jobs; None: there were none.
 
     Example:
-        >>> situation = Situation(windows, node_cores=4, remaining_samples=1e6)  # `windows`: step profiles of one job
-        >>> situation.current.num_workers
+        >>> request = PlanRequest(windows, node_cores=4, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> request.current.num_workers
         2
     """
 

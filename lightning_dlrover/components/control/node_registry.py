@@ -26,7 +26,7 @@ from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import Keys, NodeRecord, NodesRecord, RecordError, decode
 from lightning_dlrover.rdzv.live.rounds import View
 
-__all__ = ["SAME_FAILURE_S", "Ledger", "NodeEntry"]
+__all__ = ["SAME_FAILURE_S", "NodeEntry", "NodeRegistry"]
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class NodeEntry:
         )
 
 
-class Ledger:
+class NodeRegistry:
     """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd."""
 
     def __init__(self, client: EtcdClient, keys: Keys, office: Office, target: Target, limits: Limits) -> None:

@@ -16,10 +16,10 @@ from lightning_dlrover.perf.samples import AGENT_BYTES, StepProfile
 from lightning_dlrover.planner.memory_growth import node_memory_bytes
 from lightning_dlrover.planner.objective import Objective, Resources, resources_of
 from lightning_dlrover.planner.plan import Candidate, Settings
-from lightning_dlrover.planner.situation import Model, Rules, Situation
+from lightning_dlrover.planner.plan_request import Model, PlanRequest, Rules
 from lightning_dlrover.planner.space import Limits, all_settings, configuration, pareto_front, settings_of, why_not
 
-__all__ = ["INTERVAL_SIGMAS", "Field"]
+__all__ = ["INTERVAL_SIGMAS", "CandidateTable"]
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ MAX_KEPT_CANDIDATES = 16  # candidates stored with a decision, because its recor
 
 
 @dataclass(frozen=True)
-class Field:
+class CandidateTable:
     """All settings considered, with their expected gain and cost; arrays of shape ``(num_settings,)``."""
 
     settings: Sequence[Settings]
@@ -61,28 +61,28 @@ class Field:
     left_s: float  # remaining seconds of work at the present settings
     steps_left: float
     global_batch: int
-    situation: Situation
+    request: PlanRequest
 
     @classmethod
     def of(
         cls,
-        situation: Situation,
+        request: PlanRequest,
         model: Model,
         limits: Limits,
         objective: Objective,
         memory: MemoryModel | None,
         rules: Rules,
         gpu_memory: MemoryModel | None = None,
-    ) -> Field:
-        current = situation.current
+    ) -> CandidateTable:
+        current = request.current
         runs = settings_of(current)
-        visits = _visits(situation.windows, current.global_batch)
+        visits = _visits(request.windows, current.global_batch)
         measured = {settings: np.concatenate(of_settings)[-NUM_NEWEST_WINDOWS:] for settings, of_settings in visits.items()}
         noise = _noise(visits)
 
         settings = sorted({*all_settings(limits, runs), *measured})
         now = settings.index(runs)
-        where = [configuration(s, current, limits, situation.node_cores) for s in settings]
+        where = [configuration(s, current, limits, request.node_cores) for s in settings]
         step_s, low_s, high_s = _step_times(model.predict_many(where), settings, measured, noise)
         peaks = [memory.predict(c) for c in where] if memory is not None else []
         used = [resources_of(c, peaks[i].peak_bytes if peaks else 0.0) for i, c in enumerate(where)]
@@ -102,11 +102,11 @@ class Field:
                 seconds[index] *= 1 + PASS_COST * max(0, passes - 1)
 
         steps_left = rules.horizon_s / step_s[now]
-        if situation.remaining_samples is not None:
-            steps_left = situation.remaining_samples / current.global_batch
+        if request.remaining_samples is not None:
+            steps_left = request.remaining_samples / current.global_batch
         prices = [objective.prices.per_hour(u) for u in used]
         rate = _rate(used, prices, is_priced=prices[now] is not None)
-        bound_s = _bound_s(situation, objective, steps_left, rate, is_priced=prices[now] is not None)
+        bound_s = _bound_s(request, objective, steps_left, rate, is_priced=prices[now] is not None)
         return cls(
             settings=settings,
             now=now,
@@ -129,16 +129,16 @@ class Field:
             left_s=float(steps_left * step_s[now]),
             steps_left=float(steps_left),
             global_batch=current.global_batch,
-            situation=situation,
+            request=request,
         )
 
     def change_cost_s(self, here: int, there: int) -> float:
         if here == there:
             return 0.0
         if self.node_cores[there] > self.node_cores[here] or self.node_memory_bytes[there] > self.node_memory_bytes[here]:
-            return self.situation.resize_cost_s * self.settings[there].num_workers  # nodes are replaced one at a time
+            return self.request.resize_cost_s * self.settings[there].num_workers  # nodes are replaced one at a time
         resized = self.settings[here].num_workers != self.settings[there].num_workers
-        return self.situation.resize_cost_s if resized else self.situation.retune_cost_s
+        return self.request.resize_cost_s if resized else self.request.retune_cost_s
 
     def worth_s(self, index: int) -> float:
         faster = 1 - float(self.step_s[index] / self.step_s[self.now])
@@ -147,7 +147,7 @@ class Field:
     def cost_to_end(self, index: int) -> float | None:
         """Return the money for the rest of the job; None while the remaining work or the price is unknown."""
         price = self.cost_per_hour[index]
-        if price is None or self.situation.remaining_samples is None:
+        if price is None or self.request.remaining_samples is None:
             return None
         return price * (self.steps_left * float(self.step_s[index]) + self.change_cost_s(self.now, index)) / 3600
 
@@ -280,13 +280,13 @@ def _rate(used: Sequence[Resources], prices: Sequence[float | None], is_priced: 
     return positive
 
 
-def _bound_s(situation: Situation, objective: Objective, steps_left: float, rate: Floats, is_priced: bool) -> Floats:
+def _bound_s(request: PlanRequest, objective: Objective, steps_left: float, rate: Floats, is_priced: bool) -> Floats:
     """Return the longest step with which each of the settings keeps the deadline and the budget."""
     bound_s = np.full(len(rate), math.inf)
     if objective.deadline_s is not None and steps_left > 0:
-        bound_s = np.minimum(bound_s, max(1e-9, objective.deadline_s - situation.age_s) / steps_left)
+        bound_s = np.minimum(bound_s, max(1e-9, objective.deadline_s - request.age_s) / steps_left)
     if objective.budget is not None and steps_left > 0 and is_priced:
-        money = max(1e-9, objective.budget - (situation.spent or 0.0))
+        money = max(1e-9, objective.budget - (request.spent or 0.0))
         bound_s = np.minimum(bound_s, money / (rate / 3600) / steps_left)
     return bound_s
 

@@ -1,4 +1,4 @@
-"""Errors of a fitted prior in alike configurations, which are alike: a Gaussian process over configurations.
+"""ResidualGP of a fitted prior in alike configurations, which are alike: a Gaussian process over configurations.
 
 The logs of computing and of synchronisation deviate from the prior, and the step follows by its elasticities. A window shows
 both: its whole step, and its computing where that was measured (Rasmussen, Williams, Gaussian Processes for Machine Learning,
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Columns, Floats
 
-__all__ = ["Errors", "OwnErrors", "Residuals", "variances_of"]
+__all__ = ["JobResidualGP", "ResidualGP", "Residuals", "variances_of"]
 
 ITERATIONS = 40
 FIRST_DEVIATION = 0.02  # the search for each kernel's variance starts from it
@@ -56,7 +56,7 @@ class _Kernels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Errors:
+class ResidualGP:
     """Variances of the kernels between jobs of one kind of hardware, then those of noise in steps and in computing."""
 
     variances: Floats
@@ -68,40 +68,40 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class OwnErrors:
+class JobResidualGP:
     """Deviations of one job, as far as its measurements show them."""
 
-    errors: Errors
+    gp: ResidualGP
     columns: Columns  # measured configurations
     of_compute: Floats  # weights of the measured configurations in each of the three deviations
     of_sync: Floats
     of_step: Floats
 
     @classmethod
-    def of(cls, errors: Errors, residuals: Residuals) -> OwnErrors:
+    def of(cls, gp: ResidualGP, residuals: Residuals) -> JobResidualGP:
         # The job's own come before those of earlier jobs, the newest of them last.
         newest = residuals.rows(np.argsort(residuals.weight, kind="stable")[-MAX_CONFIGURATIONS:])
         known = np.isfinite(newest.compute)
         kept = np.concatenate([np.ones(len(known), dtype=bool), known])
-        *_, of_step_noise, of_compute_noise = errors.variances
-        kernels = errors.sums(newest.columns, newest.columns)
+        *_, of_step_noise, of_compute_noise = gp.variances
+        kernels = gp.sums(newest.columns, newest.columns)
         covariance = _covariance(newest, kernels, of_step_noise, of_compute_noise)
         values = np.concatenate([newest.step, newest.compute])
         solved = np.zeros(len(values))
         solved[kept] = np.linalg.solve(covariance[np.ix_(kept, kept)] + 1e-9 * np.eye(kept.sum()), values[kept])
         step, compute = np.split(solved, 2)
-        return cls(errors, newest.columns, newest.by_compute * step + compute, newest.by_sync * step, step)
+        return cls(gp, newest.columns, newest.by_compute * step + compute, newest.by_sync * step, step)
 
-    def scaled(self, factor: float) -> OwnErrors:
+    def scaled(self, factor: float) -> JobResidualGP:
         weights = (self.of_compute, self.of_sync, self.of_step)
-        return OwnErrors(self.errors, self.columns, *(factor * values for values in weights))
+        return JobResidualGP(self.gp, self.columns, *(factor * values for values in weights))
 
     def at(self, columns: Columns, by_compute: Floats, by_sync: Floats) -> Floats:
         """Return the expected deviation of the log of the step time."""
         found = np.empty(len(columns))
         for start in range(0, len(columns), CHUNK):
             rows = np.arange(start, min(start + CHUNK, len(columns)))
-            near = self.errors.sums(columns.rows(rows), self.columns)
+            near = self.gp.sums(columns.rows(rows), self.columns)
             own = by_compute[rows] * (near.compute @ self.of_compute) + by_sync[rows] * (near.sync @ self.of_sync)
             found[rows] = own + near.step @ self.of_step
         return found
