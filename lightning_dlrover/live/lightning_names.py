@@ -267,7 +267,8 @@ def can_stop_early(trainer: L.Trainer) -> bool:
 
 def is_batch_unfinished(trainer: L.Trainer) -> bool:
     """Whether a resumed checkpoint was saved in the hooks of a batch's end, before the validation that may be due."""
-    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current
     return bool(current.ready == current.processed == current.completed + 1)
 
 
@@ -280,7 +281,8 @@ def finish_batch(trainer: L.Trainer) -> None:
 
 def closure(trainer: L.Trainer, kwargs: Any, optimizer: Any, batch_idx: int) -> Callable[[], Any]:
     """Return the forward and backward pass of automatic optimization for one batch."""
-    made: Callable[[], Any] = trainer.fit_loop.epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, batch_idx)
+    automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+    made: Callable[[], Any] = automatic._make_closure(kwargs, optimizer, batch_idx)
     return made
 
 
@@ -336,7 +338,8 @@ def replace_dataloader_end(loop: Any, end: Callable[[], None]) -> None:
 
 def restore_module_mode(trainer: L.Trainer) -> None:
     """Put the module's parts back into the modes that they had before the current validation."""
-    trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    val_loop._module_mode.restore(trainer.lightning_module)
 
 
 def validates_by_clock(trainer: L.Trainer) -> bool:
@@ -360,7 +363,8 @@ def reload_epochs(trainer: L.Trainer) -> tuple[float, float]:
 
 def set_reload_epochs(trainer: L.Trainer, train: float, val: float) -> None:
     trainer.fit_loop._last_train_dl_reload_epoch = train
-    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = val
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    val_loop._last_val_dl_reload_epoch = val
 
 
 # --- logged values ----------------------------------------------------------------------------------------------------------

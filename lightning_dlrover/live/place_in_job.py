@@ -192,22 +192,21 @@ class PlaceInJob:
     def agree_on_start(self) -> None:
         """Set the numbers of workers of the job's first start, on which global batches depend, and rows of streams."""
         assert self.live is not None
-        membership = self.live.world.membership
-        formation = self.live.formation
+        world, formation = self.live.world, self.live.formation
         if formation is not None and formation.rank == 0:
             # A resumed checkpoint has its own number.
             number, lanes = (
                 self.start_workers or self._batches_at_start(formation),
                 self.lane_workers or self.config.max_workers,
             )
-            membership.shared.record(
+            world.records.record(
                 f"run {self.config.run_id}: the number of workers at the start",
                 lambda job: job if job.start_workers else replace(job, start_workers=number, lane_workers=lanes),
             )
         if self.start_workers == 0 or self.lane_workers == 0:
-            job = membership.wait_for(
+            job = world.membership.wait_for(
                 lambda view: view.job if view.job and view.job.start_workers else None,
-                self.live.world.config.wait_timeout_s,
+                world.config.wait_timeout_s,
                 "rank 0 to send the number of workers at the start",
             )
             self.start_workers, self.lane_workers = self.start_workers or job.start_workers, job.lane_workers or 1

@@ -69,7 +69,8 @@ class TrainLoaders:
     def batch_number(self) -> int:
         """Number of batches handed out over all epochs."""
         # Not derived from the epoch: loaders made anew may be shorter, and this number must grow.
-        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return progress.total.ready
 
     @property
     def refusal(self) -> str:
@@ -218,8 +219,8 @@ class TrainLoaders:
 
     @property
     def _epoch_to_begin(self) -> int:
-        current: Any = self._trainer.fit_loop.epoch_progress.current
-        return int(current.processed)
+        progress: Any = self._trainer.fit_loop.epoch_progress
+        return int(progress.current.processed)
 
     def recount(self) -> None:
         """Count the epoch's batches anew, where a stream has brought another number of rows, or others another global batch."""
@@ -313,11 +314,12 @@ class TrainLoaders:
         for loader in loaders:
             loader.reshard(self._position.rank, self._position.size, rewind=num_batches)
         steps = []
+        progress = trainer.fit_loop.epoch_loop.batch_progress
         for i in range(num_batches):
             batch = trainer.precision_plugin.convert_input(self._next_again(loaders))
             batch = lightning_names.before_transfer(trainer, batch)
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-            batch_idx = trainer.fit_loop.epoch_loop.batch_progress.current.ready - num_batches + i
+            batch_idx = progress.current.ready - num_batches + i
             steps.append(lightning_names.arguments_of_step(trainer, batch, batch_idx))
         return steps
 

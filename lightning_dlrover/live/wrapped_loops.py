@@ -127,7 +127,8 @@ def _reset_ended_epoch(epoch_loop: Any, reset: Callable[[], None]) -> None:
         progress.reset_on_run()
         epoch_loop.scheduler_progress.reset_on_run()
         epoch_loop.automatic_optimization.optim_progress.reset_on_run()
-        epoch_loop.val_loop.batch_progress.total.reset()
+        val_progress = epoch_loop.val_loop.batch_progress
+        val_progress.total.reset()
 
 
 def _wrap_validation(val_loop: Any, live: LiveTraining) -> None:
