@@ -142,7 +142,7 @@ def reset_metrics(module: nn.Module) -> None:
 def metric_parts(module: nn.Module) -> list[tuple[str, Metric | MetricCollection]]:
     """Return all torchmetrics objects and collections of them in a module, by path."""
     parts = module.named_modules()
-    return [(path, p) for path, p in parts if isinstance(p, Metric | MetricCollection) and not lightning_names.is_result(p)]
+    return [(path, p) for path, p in parts if isinstance(p, Metric | MetricCollection) and type(p).__name__ != "_ResultMetric"]
 
 
 def with_own_states(parts: Sequence[tuple[str, Metric | MetricCollection]]) -> Iterator[tuple[str, Metric]]:
@@ -241,7 +241,7 @@ class EpochMetrics:
     def attach(self) -> None:
         """Wrap the points at which Lightning computes an epoch's values."""
         ignore_advice_to_reduce()
-        connector = lightning_names.logger_connector(self._trainer.lightning)
+        connector: Any = self._trainer.lightning._logger_connector
         for name in ("epoch_end_reached", "on_epoch_end"):
             connector.__dict__.pop(name, None)
         self._end_epoch: Callable[[], None] = connector.epoch_end_reached
@@ -375,7 +375,9 @@ class EpochMetrics:
 
     @property
     def _values(self) -> dict[str, Any]:
-        return lightning_names.callback_metrics(self._trainer.lightning)
+        connector: Any = self._trainer.lightning._logger_connector
+        values: dict[str, Any] = connector._callback_metrics
+        return values
 
     def _monitored(self) -> set[str]:
         """Names that callbacks and schedulers follow."""

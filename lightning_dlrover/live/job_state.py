@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import Partial, add_partial, partial_values, reset_metrics
 from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
 from lightning_dlrover.live.position import FitPosition
@@ -103,7 +102,8 @@ class JobState:
 
         It drops those logged before an epoch's first batch, and mistakes a new process's first batch for that one.
         """
-        lightning_names.set_first_loop_iter(self._trainer.lightning, False if self._batches.first.cursor else None)
+        connector = self._trainer.lightning._logger_connector
+        connector._first_loop_iter = False if self._batches.first.cursor else None
 
     @property
     def _results(self) -> Any:

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.checks.script import UnsupportedScriptError, explain_memory
-from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.batch_parts import UnsplittableBatchError, num_rows, part_of, part_sizes, whole_output, whole_value
 from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
 from lightning_dlrover.live.position import FitPosition
@@ -196,7 +195,7 @@ class Parts:
 
     def _compute_part(self, closure: Any) -> Any:
         if not self.is_first:
-            lightning_names.keep_gradients(closure)
+            closure._zero_grad_fn = None  # else Lightning would drop the gradients of the parts before
         self._position.parts += 1
         self._num_begun, self._is_in_backward = None, False
         with nullcontext() if self._is_last else self._trainer.strategy.block_backward_sync():

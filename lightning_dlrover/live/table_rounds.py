@@ -158,7 +158,8 @@ class TableRounds:
         self._position.validation = 0
         self._was_rolled_back = True
         if trainer.validating or trainer.sanity_checking:
-            lightning_names.restore_module_mode(trainer)
+            val_loop = self._trainer.epoch_loop.val_loop
+            val_loop._module_mode.restore(trainer.lightning_module)
         trainer.training = True
         torch.set_grad_enabled(True)
         if formation.rank == 0:

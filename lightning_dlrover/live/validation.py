@@ -160,12 +160,10 @@ class Validation:
         combined = lightning_names.combined_loader(loop)
         if not self._is_under_way or combined is None or lightning_names.hands_out_iterator(loop):
             return
-        if not lightning_names.is_sequential(loop) or not all(
-            isinstance(loader, ElasticLoader) for loader in combined.flattened
-        ):
+        if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
             return  # every worker computes its own loaders' batches, so there is nothing to deal out
         self._fetcher = _fetcher_of(package_of(loop))(self._position, self._round, loop, self)
-        lightning_names.replace_fetcher(loop, self._fetcher)
+        loop._data_fetcher = self._fetcher
 
     def end_each_dataloader(self, loop: Any) -> None:
         """Make Lightning end each of several dataloaders once on every worker.
@@ -176,29 +174,30 @@ class Validation:
         Args:
             loop: of a validation or a test, in `fit` or outside of it.
         """
-        store, end_run = lightning_names.dataloader_end(loop), lightning_names.own_method(loop, "on_run_end")
+        store = lightning_names.own_method(loop, "_store_dataloader_outputs")
+        end_run = lightning_names.own_method(loop, "on_run_end")
 
         def end_up_to(number: int) -> None:
             results = lightning_names.results_of(loop)
             newest = results.dataloader_idx
-            for each in range(lightning_names.num_ended_dataloaders(loop), number + 1):
+            for each in range(len(loop._logged_outputs), number + 1):
                 results.dataloader_idx = each
                 self._is_between = each < loop.num_dataloaders - 1
                 store()
             results.dataloader_idx, self._is_between = newest, False
 
         def store_all() -> None:
-            if not lightning_names.is_sequential(loop) or loop.num_dataloaders == 1:
+            if not loop._is_sequential or loop.num_dataloaders == 1:
                 store()
             else:
                 end_up_to(lightning_names.results_of(loop).dataloader_idx or 0)
 
         def end_all() -> Any:
-            if lightning_names.is_sequential(loop) and loop.num_dataloaders > 1:
+            if loop._is_sequential and loop.num_dataloaders > 1:
                 end_up_to(loop.num_dataloaders - 1)
             return end_run()
 
-        lightning_names.replace_dataloader_end(loop, store_all)
+        loop._store_dataloader_outputs = store_all
         loop.on_run_end = end_all
 
     def step(self, loop: EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 
 from lightning_dlrover.checks.script import different_rates, rates, rates_digest
-from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.drift import DriftCheck
 from lightning_dlrover.live.kept_values import KeptValues
 from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
@@ -102,7 +101,7 @@ class Votes:
         """
         trainer, position = self._trainer.lightning, self._position
         is_alone = not position.has_entered or position.size == 1
-        if not trainer.should_stop or is_alone or not lightning_names.can_stop_early(trainer):
+        if not trainer.should_stop or is_alone or not trainer.fit_loop._can_stop_early:
             return
         place = f"stop/{position.fit}/{phase}/{position.batch}"
         while (reached := self._round.attempt(self._round.all_reach, place)) is None:

@@ -80,6 +80,11 @@ VOTES_TO_DROP = 3
 """Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
 
 
+def always_meet(hellos: Mapping[str, bytes]) -> bool:
+    """Let workers of a program without places continue together, whatever their hellos are."""
+    return True
+
+
 class World:
     """This worker's process groups, one round after the other.
 
@@ -560,11 +565,6 @@ class World:
             return
         if view.round.number > self._member.number and self.worker_id in view.round.members:
             self._forming.prepare(view.round)
-
-
-def always_meet(hellos: Mapping[str, bytes]) -> bool:
-    """Let workers of a program without places go on together, whatever their hellos are."""
-    return True
 
 
 def _drop_default_group() -> None:
