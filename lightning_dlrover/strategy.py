@@ -53,7 +53,6 @@ from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.ddp_names import (
     ForwardRedirection,
     apply_layer_sync,
-    comm_hook_state,
     in_ddp_on_this_stream,
     without_model,
 )
@@ -275,7 +274,7 @@ class DLRoverStrategy(EitherStrategy):
         assert self.lightning_module is not None
         if self.live is not None:
             check_optimizers(self.optimizers)
-            check_hook_state(comm_hook_state(self))
+            check_hook_state(self._ddp_comm_state)
             check_graphs(self.lightning_module)
             if self.live.world.config.max_workers > 1:
                 warn_of_max_norm(self.lightning_module)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 
-from lightning_dlrover.live.lightning_names import writing_thread
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.tables.checkpoint import save_tables
 from lightning_dlrover.tables.sharded import ShardedTables
@@ -166,7 +165,7 @@ def when_written(checkpoint_io: Any, path: Any, record: Callable[[str], None]) -
         record: takes the path as other workers find it, a URL or an absolute path.
     """
     found_at = absolute(path)
-    executor = writing_thread(checkpoint_io)
+    executor = getattr(checkpoint_io, "_executor", None)  # one thread, with which a plugin writes
     if executor is None:
         record(found_at)
     else:

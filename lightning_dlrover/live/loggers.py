@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.listed_names import LOGGER_NAMES
 from lightning_dlrover.packages import PACKAGES, CSVLogger
 from lightning_dlrover.rdzv.group import transfer
@@ -50,7 +49,7 @@ def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
         for name, value in names.items():
             setattr(logger, name, value)
         if _kind(logger) == "WandbLogger" and names.get("_id"):
-            arguments = lightning_names.wandb_arguments(logger)
+            arguments: dict[str, Any] = logger._wandb_init
             arguments.update(id=names["_id"])
             arguments.setdefault("resume", "allow")
 
@@ -58,7 +57,7 @@ def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
 def take_over(loggers: Sequence[Any]) -> None:
     """On the new rank 0: open loggers that would start anew if they were opened as usual."""
     for logger in loggers:
-        if isinstance(logger, CSVLogger) and not lightning_names.has_open_experiment(logger):
+        if isinstance(logger, CSVLogger) and logger._experiment is None:
             _adopt_csv_log(logger)
 
 
@@ -91,7 +90,7 @@ def _captured(logger: Any) -> dict[str, Any]:
 
 def _leave_comet(logger: Any) -> None:
     """End the experiment that Comet's logger started in its constructor, where every worker is rank 0 of its own agent."""
-    experiment = lightning_names.leave_experiment(logger)
+    experiment, logger._experiment = logger._experiment, None
     if experiment is not None:
         with suppress(Exception):  # its remains at the server are empty
             experiment.end()

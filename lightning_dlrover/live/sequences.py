@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from lightning_dlrover.report.streams import described_sequence
 
 if TYPE_CHECKING:
     from lightning_dlrover.live.loader import ElasticLoader
+    from lightning_dlrover.live.ports import Round
 
 __all__ = ["compare_next_batches", "digest", "opened_sequences", "refuse_different_rows", "settings_for"]
 
@@ -106,32 +107,24 @@ def refuse_different_rows(loaders: Sequence[ElasticLoader]) -> None:
                 raise MembershipError(f"{_text(order, found, 'rank 0', f'rank {rank}')}. The job ends")
 
 
-def compare_next_batches(
-    loaders: Sequence[ElasticLoader],
-    size: int,
-    rank: int,
-    joining_ranks: Sequence[int],
-    gathered: Callable[[Any], list[Any]],
-) -> None:
+def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joining_ranks: Sequence[int]) -> None:
     """Fetch the next batch, and compare it with what other workers have in it. All workers of a round call it together.
 
     Args:
-        size: number of workers.
         joining_ranks: workers to refuse if they differ, while others train on.
-        gathered: returns all workers' values by rank.
 
     Raises:
         MembershipError: this worker joins with other rows, or the workers that have the state differ.
         DataError: this worker joins, and would need too long to read up to the others.
     """
-    orders = sequences_of(loaders)
+    orders, size, rank = sequences_of(loaders), round_.size, round_.rank
     if not orders or size == 1:
         return
     for order in orders:
         order.is_catching_up = rank in joining_ranks
         order.forget_handed_out()
     mine = [tuple(each) if (each := loader.peek()) is not None else None for loader in loaders]
-    of_ranks = gathered(mine)
+    of_ranks = round_.gathered(mine)
     standing = next(each for each in range(size) if each not in joining_ranks)
     for other in range(size):
         if (other in joining_ranks) and other != rank:

@@ -177,7 +177,7 @@ def running_state(trainer: L.Trainer) -> RunningState:
         train_reload_epoch=train_reload_epoch,
         val_reload_epoch=val_reload_epoch,
         val_age_s=None if last_validation is None else now - last_validation,
-        first_loop_iter=lightning_names.first_loop_iter(trainer),
+        first_loop_iter=trainer._logger_connector._first_loop_iter,
         metrics=lightning_names.metrics(trainer),
         logged=_logged_values(trainer),
         requires_grad={name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -426,7 +426,7 @@ def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: 
     lightning_names.set_reload_epochs(trainer, running.train_reload_epoch, running.val_reload_epoch)
     if running.val_age_s is not None and lightning_names.validates_by_clock(trainer):
         lightning_names.set_validation_time(trainer, now - running.val_age_s)
-    lightning_names.set_first_loop_iter(trainer, running.first_loop_iter)
+    trainer._logger_connector._first_loop_iter = running.first_loop_iter
     _set_metrics(trainer, running)
     results = lightning_names.results_of(trainer.fit_loop.epoch_loop)
     results.clear()  # drops values from hooks that this worker ran while it was alone

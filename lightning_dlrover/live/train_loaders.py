@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import Layout
@@ -69,7 +72,8 @@ class TrainLoaders:
     def batch_number(self) -> int:
         """Number of batches handed out over all epochs."""
         # Not derived from the epoch: loaders made anew may be shorter, and this number must grow.
-        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return progress.total.ready
 
     @property
     def refusal(self) -> str:
@@ -109,7 +113,7 @@ class TrainLoaders:
         for loader in loaders:
             loader.keep_step(
                 int(num_batches) if math.isfinite(num_batches) else None,
-                cycles=lightning_names.mode_of(combined) == "max_size_cycle",
+                cycles=combined._mode == "max_size_cycle",
             )
         self._known, self._counted = loaders, self._global_batches
         self.close_unused()
@@ -218,8 +222,8 @@ class TrainLoaders:
 
     @property
     def _epoch_to_begin(self) -> int:
-        current: Any = self._trainer.fit_loop.epoch_progress.current
-        return int(current.processed)
+        progress: Any = self._trainer.fit_loop.epoch_progress
+        return int(progress.current.processed)
 
     def recount(self) -> None:
         """Count the epoch's batches anew, where a stream has brought another number of rows, or others another global batch."""
@@ -313,12 +317,13 @@ class TrainLoaders:
         for loader in loaders:
             loader.reshard(self._position.rank, self._position.size, rewind=num_batches)
         steps = []
+        epoch_loop = trainer.fit_loop.epoch_loop
         for i in range(num_batches):
             batch = trainer.precision_plugin.convert_input(self._next_again(loaders))
-            batch = lightning_names.before_transfer(trainer, batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-            batch_idx = trainer.fit_loop.epoch_loop.batch_progress.current.ready - num_batches + i
-            steps.append(lightning_names.arguments_of_step(trainer, batch, batch_idx))
+            batch_idx = epoch_loop.batch_progress.current.ready - num_batches + i
+            steps.append(epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx))
         return steps
 
     def _next_again(self, loaders: Sequence[ElasticLoader]) -> Any:
@@ -331,7 +336,7 @@ class TrainLoaders:
                 parts.append(loader.refetch())
             except StopIteration:
                 parts.append(None)  # this loader is shorter than the others, in mode `max_size`
-        return lightning_names.combine(combined, parts)
+        return torch.utils._pytree.tree_unflatten(parts, combined._spec)
 
     def close(self) -> None:
         """End the processes of all loaders."""

@@ -40,7 +40,7 @@ def capture(trainer: L.Trainer) -> Update:
         optimizers=[optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
         groups=[[_kept_in(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
         scaler=trainer.precision_plugin.state_dict(),
-        manual_steps=trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.state_dict(),
+        manual_steps=_manual_optimization(trainer).optim_step_progress.state_dict(),
     )
 
 
@@ -58,7 +58,7 @@ def apply(trainer: L.Trainer, update: Update) -> None:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     if update.scaler:
         trainer.precision_plugin.load_state_dict(update.scaler)
-    trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
+    _manual_optimization(trainer).optim_step_progress.load_state_dict(update.manual_steps)
 
 
 class ManualWindow:
@@ -105,6 +105,10 @@ class ManualWindow:
     def _set(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._trainer.lightning_module.parameters(), gradients, strict=False):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+
+def _manual_optimization(trainer: L.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.manual_optimization
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

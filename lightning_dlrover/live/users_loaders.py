@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError, batching_of, check_data_loader, check_step_signature
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.live.lightning_names import replaces_samplers, set_replaces_samplers, takes_iterator
+from lightning_dlrover.live.lightning_names import takes_iterator
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.sequences import settings_for
 from lightning_dlrover.packages import TrainerFn
@@ -40,10 +40,11 @@ class UsersLoaders:
 
     def keep_samplers(self, trainer: Any) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, even where the user does not."""
+        connector = trainer._accelerator_connector
         if self._are_split_by_user is None:
-            self._are_split_by_user = not replaces_samplers(trainer)
+            self._are_split_by_user = not connector.use_distributed_sampler
         # Lightning splits predictions itself, because it needs their indices.
-        set_replaces_samplers(trainer, trainer.state.fn == TrainerFn.PREDICTING and not self._are_split_by_user)
+        connector.use_distributed_sampler = trainer.state.fn == TrainerFn.PREDICTING and not self._are_split_by_user
 
     def replaced(
         self,

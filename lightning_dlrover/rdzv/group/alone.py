@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
+from lightning_dlrover.rdzv.group.meeting import OutsideOfLoops, Place
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.torch_names import HashStore
 from lightning_dlrover.rdzv.group.transfer import Packed
@@ -33,8 +34,7 @@ class LoneWorld:
         self.backend = "gloo"
         self.is_asynchronous = False
         self.num_fits = 0
-        self.activity: Callable[[], str] = lambda: "between two collectives"
-        self.is_in_step: Callable[[], bool] = lambda: False
+        self.place: Place = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []
         self._formation: Formation | None = None
         self._has_finished = False
@@ -161,6 +161,14 @@ class LoneWorld:
 
     @property
     def membership(self) -> NoReturn:
+        raise _refusal("records of a job")
+
+    @property
+    def view(self) -> NoReturn:
+        raise _refusal("records of a job")
+
+    @property
+    def records(self) -> NoReturn:
         raise _refusal("records of a job")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,16 +49,23 @@ _MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"
 """Texts of NCCL's errors that would recur in the next round, such as two workers on one GPU."""
 
 
+class MaySever(Protocol):
+    """Connections of a round, which end with it."""
+
+    @property
+    def are_severed(self) -> bool: ...
+
+
 class Failures:
     """Classify errors that end a worker's rounds as recoverable or not, and limit recoveries.
 
     Args:
-        is_broken: returns whether the round's group was severed.
+        sockets: connections of the round.
     """
 
-    def __init__(self, is_broken: Callable[[], bool], meeting: Callable[[], Meeting | None]) -> None:
+    def __init__(self, sockets: MaySever, meeting: Callable[[], Meeting | None]) -> None:
         self.mismatch: MismatchError | None = None
-        self._is_broken = is_broken
+        self._sockets = sockets
         self._meeting = meeting
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and the number of recoveries with it
         self._last_failure = ""  # text of the newest error that was attributed to a loss
@@ -68,7 +76,7 @@ class Failures:
             return False
         self.raise_mismatch(error)
         is_loss = is_group_failure(error) or isinstance(error, RoundEndedError)
-        is_loss = is_loss or (self._is_broken() and _may_follow_from_an_abort(error))
+        is_loss = is_loss or (self._sockets.are_severed and _may_follow_from_an_abort(error))
         if is_loss:
             self._last_failure = f"{type(error).__name__}: {error}"[:2000]
         return is_loss

@@ -166,6 +166,10 @@ class RoundSockets:
         if end is not None and not quietly:
             end.abort()
 
+    def sever_current(self) -> None:
+        """Shut down the connections of the round that this worker is in."""
+        self.sever(self._member.number)
+
     def _opened_late(self) -> list[tuple[int, int]]:
         if not self._connects_late:
             return []

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.reach import Patrol
+from lightning_dlrover.rdzv.group.reach import Patrol, Reach
+from lightning_dlrover.rdzv.group.reports import Reports
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
 from lightning_dlrover.rdzv.live.member import (
     CannotMeetError,
@@ -22,7 +23,7 @@ from lightning_dlrover.rdzv.live.member import (
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.outlook import Outlook
 
-__all__ = ["BlockingMeans"]
+__all__ = ["ProcessBackend"]
 
 log = logging.getLogger(__name__)
 
@@ -38,28 +39,29 @@ FULL_PAUSE_S = 0.2
 """Seconds between two attempts to write a record while etcd's database is full."""
 
 
-class BlockingMeans:
-    """Implementation of `Means` that blocks the worker's thread.
+class ProcessBackend:
+    """Implementation of `MemberBackend` that blocks the worker's thread.
 
     Args:
-        out_of_reach: returns those of some workers that do not respond.
+        reach: finds members that do not respond.
+        form, destroy: bring the round's process groups up, and tear them down.
     """
 
     def __init__(
         self,
         config: WorldConfig,
         membership: Membership,
-        out_of_reach: Callable[[Sequence[str]], list[str]],
+        reach: Reach,
+        reports: Reports,
         form: Callable[[RoundRecord, bytes], Formation],
         destroy: Callable[[], None],
-        report_wait: Callable[[str], None],
     ) -> None:
         self._config = config
         self._membership = membership
-        self._out_of_reach = out_of_reach
+        self._reach = reach
+        self._reports = reports
         self._form = form
         self._destroy = destroy
-        self._report_wait = report_wait
 
     @property
     def worker_id(self) -> str:
@@ -80,7 +82,7 @@ class BlockingMeans:
             nonlocal news_at
             if time.monotonic() > news_at:
                 news_at = float("inf")
-                self._report_wait(what)
+                self._reports.wait(what)
             patrol.look()
 
         try:
@@ -107,7 +109,7 @@ class BlockingMeans:
         Patrol(self._membership, workers, PROBE_INTERVAL_S).look()
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
-        return self._out_of_reach(workers)
+        return self._reach.silent(workers)
 
     async def form(self, target: RoundRecord, hello: bytes) -> Formation:
         try:

@@ -29,8 +29,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -95,6 +96,34 @@ Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
 """A comparison that has begun: its number, and its numbers on their way to the minimum over all workers."""
 
 
+class Place(Protocol):
+    """A worker's place in its program, as it changes. Read by any thread."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the worker is inside a training step."""
+
+    def describe(self) -> str:
+        """Describe the place for an error message."""
+
+
+@dataclass(frozen=True)
+class OutsideOfLoops:
+    """The place of a program of which nothing is known."""
+
+    is_computing: bool = False
+
+    def describe(self) -> str:
+        return "between two collectives"
+
+
+class Program(Protocol):
+    """A worker's program, which sets its place anew for each of its training loops."""
+
+    @property
+    def place(self) -> Place: ...
+
+
 class Meeting:
     """Compare the next collectives of a round's workers. Used by the thread that created it, and watched by one of its own.
 
@@ -103,8 +132,7 @@ class Meeting:
         capacity: numbers in the first message of a vote; equal on all workers.
         begun: returns the number of collectives and messages that this worker has begun in the round's group.
         connect: opens a connection to the round's store, without a long wait; None if it cannot be reached.
-        activity: describes this worker's current activity.
-        is_in_step: returns whether this worker is inside a training step.
+        program: has this worker's place in its program.
         sever: ends this worker's pending collective; called after all workers have agreed on `mismatch`.
         tree: reduces the numbers in place of the group, if there are many workers. The round's group then connects two workers
             only at their first message.
@@ -119,8 +147,7 @@ class Meeting:
         capacity: int,
         begun: Callable[[], int],
         connect: Callable[[], Store | None],
-        activity: Callable[[], str],
-        is_in_step: Callable[[], bool],
+        program: Program,
         sever: Callable[[], None],
         tree: Tree | None = None,
         control: object = None,
@@ -137,8 +164,7 @@ class Meeting:
         self._begun_before: int | None = None  # count at the start of an operation that consists of messages
         self._messages_lock = threading.Lock()
         self._connect = connect
-        self._activity = activity
-        self._is_in_step = is_in_step
+        self._program = program
         self._sever = sever
         self._num_compared = 0
         self._unread: list[Begun] = []  # comparisons begun before asynchronous collectives
@@ -245,7 +271,7 @@ class Meeting:
         is_async = getattr(args[-1] if args else None, "asyncOp", False)
         if is_async and _is_of_a_library(sys._getframe(2)):
             return  # all workers begin it alike, in the middle of a step or of another comparison
-        if self._is_in_step() and any(t.device.type != "cpu" for t in tensors_in(args)):
+        if self._program.place.is_computing and any(t.device.type != "cpu" for t in tensors_in(args)):
             return  # SyncBatchNorm, for example, would make the host wait for the others in each layer
         purpose = Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2)))
         if is_async:  # overlaps with computation, so it must not wait for the others
@@ -365,7 +391,7 @@ class Meeting:
         padding = [0] * (self._length - NUM_HEADER - len(ballot))
         numbers = torch.tensor([key, -key, begun, -begun, *ballot, *padding], dtype=torch.int64)
         number = self._num_compared + 1
-        self._recent[number] = f"{purpose}, {self._activity()}"
+        self._recent[number] = f"{purpose}, {self._program.place.describe()}"
         oldest = min([number, *(unread for unread, _, _ in self._unread[:1])])
         for old in [each for each in self._recent if each <= oldest - NUM_RECENT]:
             del self._recent[old]
@@ -501,8 +527,8 @@ class Meeting:
             return Sighting(now, latest)
         begun, text, kind = self._asynchronous
         if begun == now.begun and not waits_for:
-            return Sighting(now, f"{text}, {self._activity()}", kind)
-        return Sighting(now, f"{waits_in} at {place_of(frame)}, {self._activity()}", waits_for)
+            return Sighting(now, f"{text}, {self._program.place.describe()}", kind)
+        return Sighting(now, f"{waits_in} at {place_of(frame)}, {self._program.place.describe()}", waits_for)
 
     def _reach_store(self) -> Store | None:
         with self._store_lock:

@@ -53,8 +53,8 @@ from lightning_dlrover.rdzv.group.hooks import compare_with
 from lightning_dlrover.rdzv.group.leaving import DrainOnSigterm, end_with_agent
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
-from lightning_dlrover.rdzv.group.means import BlockingMeans
-from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
+from lightning_dlrover.rdzv.group.means import ProcessBackend
+from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError, OutsideOfLoops, Place
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.reach import Neighbour, Reach
 from lightning_dlrover.rdzv.group.reports import Reports
@@ -67,6 +67,7 @@ from lightning_dlrover.rdzv.live.admission import JobClosedError
 from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, MembershipError, WorldError, run_blocking
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.shared_records import SharedRecords
 
 __all__ = ["AnyWorld", "World"]
 
@@ -77,6 +78,11 @@ LEAVE_S = 5.0
 
 VOTES_TO_DROP = 3
 """Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
+
+
+def always_meet(hellos: Mapping[str, bytes]) -> bool:
+    """Let workers of a program without places continue together, whatever their hellos are."""
+    return True
 
 
 class World:
@@ -114,7 +120,7 @@ class World:
         config: WorldConfig,
         backend: str = "gloo",
         device: torch.device | None = None,
-        can_meet: Callable[[Mapping[str, bytes]], bool] = lambda hellos: True,
+        can_meet: Callable[[Mapping[str, bytes]], bool] = always_meet,
     ) -> None:
         torch_names.check()
         _drop_default_group()
@@ -132,8 +138,7 @@ class World:
         use_interface_of(address)
         server = StoreServer(address, config.form_timeout_s)
         self.num_fits = 0  # calls of `fit` that the script has made so far
-        self.activity: Callable[[], str] = lambda: "between two collectives"  # the training loop's place, for error messages
-        self.is_in_step: Callable[[], bool] = lambda: False
+        self.place: Place = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []  # minimum over all members of each wish in this round's newest vote
         self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
         self._vote: Vote | None = None
@@ -148,23 +153,21 @@ class World:
         )
         self._groups = RoundGroups()
         reach = Reach(self.membership)
-        self._reports = Reports(self.membership, config.run_id, lambda: self.formation)
-        self._member = Member(
-            BlockingMeans(config, self.membership, reach.silent, self._form, self._destroy, self._reports.wait)
-        )
+        self._reports = Reports(self.membership, config.run_id, self)
+        self._member = Member(ProcessBackend(config, self.membership, reach, self._reports, self._bring_up, self._tear_down))
         self._sockets = RoundSockets(self._member, server, config.collective_timeout_s)
-        self._device_wait = DeviceWait(config.collective_timeout_s, lambda: self._sockets.sever(self._member.number))
-        self._neighbour = Neighbour(self.membership, self._member, self._sockets.sever)
+        self._device_wait = DeviceWait(config.collective_timeout_s, self._sockets.sever_current)
+        self._neighbour = Neighbour(self.membership, self._member, self._sockets)
         self._forming = Forming(
             *(config, backend, device or _only_device(backend), can_meet, self.membership, self._member),
-            *(self._sockets, self._groups, reach, self.report_error),
+            *(self._sockets, self._groups, reach, self),
         )
         self._sigterm = DrainOnSigterm(self.membership, config.wait_timeout_s, config.agent_pid)
         self._all_leave = False  # whether all members have agreed to leave the current group
         self._watched.append(self._sockets)
-        self._failures = Failures(lambda: self.broken, self._current_meeting)
+        self._failures = Failures(self._sockets, self._current_meeting)
         self._growth = Growth(self.membership, config.run_id)
-        self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, lambda: self.formation)
+        self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, self)
         # Abortable groups are aborted. Votes and the state always travel through gloo.
         waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self.is_asynchronous)
         compare_with(weakref.WeakMethod(self._current_meeting))
@@ -241,6 +244,16 @@ class World:
         return self.membership.worker_id
 
     @property
+    def view(self) -> Outlook:
+        """This worker's newest view of the job. It may lag behind etcd."""
+        return self.membership.view
+
+    @property
+    def records(self) -> SharedRecords:
+        """The records that all workers of the job share."""
+        return self.membership.shared
+
+    @property
     def formation(self) -> Formation | None:
         """The round that this worker formed last."""
         return self._member.formation
@@ -293,7 +306,7 @@ class World:
         assert self.formation is not None
         if hello:
             self._failures.count_attempt(hello)
-        formation = run_blocking(self._member.recover(hello))
+        formation = run_blocking(self._member.regroup(hello))
         with contextlib.suppress(EtcdError, MembershipError):  # training matters more than the job's record
             self.standing.announce_as_first()
         return formation
@@ -364,7 +377,7 @@ class World:
         """Leave the process group and remove this worker from the job's records."""
         meeting = self._meeting
         try:
-            self._destroy(is_last=True)
+            self._tear_down(is_last=True)
         except Exception as error:  # the record must not outlive the process
             log.warning("worker %s: its groups could not be left: %s", self.worker_id, error)
         if meeting is not None:
@@ -519,12 +532,12 @@ class World:
         """
         return self._forming.connect(target, name, workers)
 
-    def _form(self, target: RoundRecord, hello: bytes) -> Formation:
-        formation, self._meeting = self._forming.form(target, hello, lambda: self.activity(), lambda: self.is_in_step())
+    def _bring_up(self, target: RoundRecord, hello: bytes) -> Formation:
+        formation, self._meeting = self._forming.bring_up(target, hello, self)
         self._growth.formed(formation)
         return formation
 
-    def _destroy(self, is_last: bool = False) -> None:
+    def _tear_down(self, is_last: bool = False) -> None:
         self._vote = None
         if self._meeting is not None:
             self._meeting.close()

@@ -10,12 +10,13 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group.meeting import NUM_RECENT, LoneCollectiveError, Meeting
+from lightning_dlrover.rdzv.group.meeting import NUM_RECENT, LoneCollectiveError, Meeting, OutsideOfLoops
 from lightning_dlrover.rdzv.group.purpose import Place, Purpose
 from lightning_dlrover.rdzv.group.sightings import Counts, Sighting, can_go_on, difference
 from lightning_dlrover.rdzv.live.member import (
@@ -67,7 +68,9 @@ def meetings() -> Iterator[list[Meeting]]:
 
     def make(rank: int) -> Meeting:
         group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
-        return Meeting(group, rank, 2, 4, lambda: 0, lambda: store, lambda: "", lambda: False, lambda: None)
+        return Meeting(
+            group, rank, 2, 4, lambda: 0, lambda: store, cast(Any, SimpleNamespace(place=OutsideOfLoops())), lambda: None
+        )
 
     made = [make(0), make(1)]
     yield made

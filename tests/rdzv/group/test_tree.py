@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -118,8 +119,7 @@ def test_workers_that_compare_along_the_tree_detect_another_purpose(others: str)
             8,
             begun=lambda: torch_names.num_begun(ranks.groups[rank]),
             connect=lambda: store,
-            activity=lambda: f"step {rank}",
-            is_in_step=lambda: True,
+            program=cast(Any, SimpleNamespace(place=SimpleNamespace(is_computing=True, describe=lambda: f"step {rank}"))),
             sever=lambda: None,
             tree=ranks.trees[rank],
         )

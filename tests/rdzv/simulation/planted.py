@@ -385,7 +385,7 @@ def _() -> list[Patch]:
 
     def make(original: Any) -> Any:
         async def next_after(self: Member, broken: RoundRecord, *args: Any) -> RoundRecord:
-            await self._means.write("reforming", broken.number)  # The real member does so before it looks for the next round.
+            await self._backend.write("reforming", broken.number)  # The real member does so before it looks for the next round.
             older = dataclasses.replace(broken, number=broken.number - 1)
             return await original(self, older, *args)  # type: ignore[no-any-return]
 

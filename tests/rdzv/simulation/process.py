@@ -191,7 +191,7 @@ class Worker:
         self.kernel = job.kernel
         self.process = Process(job.kernel)
         self.client = Client(job.etcd, self.process, worker_id, self._on_mirror)
-        self.member = Member(_Means(self))
+        self.member = Member(_Backend(self))
         self.state: State | None = None
         self.in_step = False
         self.outcome = ""  # how the worker ended
@@ -272,16 +272,16 @@ class Worker:
             await self.process.sleep(self.kernel.rng.random() * 0.5)  # builds its model
             formation = await self.member.admit(b"", "")
         while not await self._settle(formation):
-            formation = await self.member.recover(self.hello)
+            formation = await self.member.regroup(self.hello)
         while True:
             number = await self._steps()
             if number is not None:
                 self.job.checks.switches(self, number)
                 formation = await self.member.switch(number, self.hello)
             else:
-                formation = await self.member.recover(self.hello)
+                formation = await self.member.regroup(self.hello)
             while not await self._settle(formation):
-                formation = await self.member.recover(self.hello)
+                formation = await self.member.regroup(self.hello)
 
     async def _steps(self) -> int | None:
         """Train until all members have agreed on the next round, and return it. Return None when a collective fails."""
@@ -707,7 +707,7 @@ class Worker:
                 return  # the dead stay dead, so the next probe or the lease suffices
 
 
-class _Means:
+class _Backend:
     """Services that `Member` needs."""
 
     def __init__(self, worker: Worker) -> None:
