@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_dlrover.cli import values
 from lightning_dlrover.output import counted
-from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR
+from lightning_dlrover.report.discovery import DEFAULT_RUN_DIR
 
 TARGETS = ("local", "slurm", "kubernetes")
 

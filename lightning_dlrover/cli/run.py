@@ -51,9 +51,9 @@ from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
 from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
+from lightning_dlrover.report.discovery import EtcdDefaults
 from lightning_dlrover.report.event_log import EVENTS_FILE, EventLog, JobNotFoundError, first_traceback
 from lightning_dlrover.report.status import JOB_FILE, JobPlace, connect, read_job
-from lightning_dlrover.report.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target
@@ -92,15 +92,15 @@ def run_command(options: argparse.Namespace) -> int:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
     pairs(options, "env", "NAME=VALUE")
-    around = Surroundings.of_this_process()
-    endpoint = options.endpoint or around.endpoint
+    defaults = EtcdDefaults.of_this_process()
+    endpoint = options.endpoint or defaults.endpoint
     if endpoint is None and (access := etcd_access(options)):
         raise UsageError(
             f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone makes its own "
             "password, and has no TLS"
         )
     check_target(options, endpoint)
-    prefix = checked_prefix(options.key_prefix or around.prefix)
+    prefix = checked_prefix(options.key_prefix or defaults.prefix)
     asked = place_in_pool(options, endpoint, prefix)
     hurry = threading.Event()
     course = _Course()
@@ -116,7 +116,7 @@ def run_command(options: argparse.Namespace) -> int:
                     server = own.server
                     place = JobPlace(run_id, server.endpoint, prefix, own.access)
                 else:
-                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
+                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or defaults.access)
                 return _run_job(options, command, place, folder, server, hurry, asked, course)
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name

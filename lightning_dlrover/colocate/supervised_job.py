@@ -111,7 +111,7 @@ class SupervisedJob:
         finally:
             os.sched_setaffinity(0, before)
         self.end_descriptor: int | None = None
-        """Descriptor that can be read once the supervisor has ended; None where the kernel or this build of Python has no such."""
+        """Descriptor that can be read once the supervisor has ended; None where the kernel or this Python has none."""
         with suppress(AttributeError, OSError):
             self.end_descriptor = os.pidfd_open(self._supervisor.pid)
 
