@@ -11,7 +11,7 @@ from lightning_dlrover.planner.cluster.pool.jobs import held_by
 from lightning_dlrover.planner.cluster.pool.owners import Owners
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 
-__all__ = ["rules_of", "standing_of"]
+__all__ = ["rules_of", "snapshot_of"]
 
 
 def rules_of(view: PoolView) -> Rules | None:
@@ -23,7 +23,7 @@ def rules_of(view: PoolView) -> Rules | None:
     return Rules(Resources.within(brain.budget), brain.policy, brain.max_wait_s, owners)
 
 
-def standing_of(view: PoolView, now: float) -> dict[str, Any]:
+def snapshot_of(view: PoolView, now: float) -> dict[str, Any]:
     """Return the pool as data for JSON: running jobs first, then the queue in order.
 
     Args:
