@@ -41,7 +41,7 @@ from lightning_dlrover.cli.run_output import Announcer, ProgressLine, write_fina
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.office import ControllerBusyError
-from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
+from lightning_dlrover.components.control.reconcile import FinishJob, Limits, Patience
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
 from lightning_dlrover.output import complain, counted, say
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
@@ -160,7 +160,7 @@ def _run_job(
     course: _Course,
 ) -> int:
     """Run the job to its end; all nodes but those that `course` names have ended when this returns or raises."""
-    end: Give | None = None
+    end: FinishJob | None = None
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
     spec = _node_spec(options, command, place)
@@ -281,7 +281,7 @@ def _steer(
     target: str,
     shows: Sequence[Callable[[], None]],
     seat: Place | None = None,
-) -> Give:
+) -> FinishJob:
     """Let the controller act until the job is over; return how it has ended.
 
     Args:

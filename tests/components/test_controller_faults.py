@@ -24,7 +24,7 @@ from waiting import TooLateError, run_until
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import (
     CancelNode,
-    Give,
+    FinishJob,
     Limits,
     Patience,
 )
@@ -106,7 +106,7 @@ class Job:
         self.target.cancel = fault.around(self.target.cancel)  # type: ignore[method-assign]
         self.controller: Controller | None = None
         self.client: EtcdClient | None = None
-        self.end: Give | None = None
+        self.end: FinishJob | None = None
         self.num_kills = 0
         self.registered: set[str] = set()
         self.members: list[str] = []
@@ -282,7 +282,7 @@ def cancel_what_is_not_wanted(job: Job) -> None:
     job.run_until("the end of the one that nobody has asked for", job.trains_with(2, without="node90"))
     job.stop("enough")
     job.run_until("the end", lambda: job.end is not None)
-    assert job.end == Give(1, "enough")
+    assert job.end == FinishJob(1, "enough")
     assert job.target.living == []
 
 
@@ -421,7 +421,7 @@ def test_no_node_is_added_for_one_whose_planned_end_etcd_shows_late(make_job: Ma
     may_apply.set()
     if change == "finish":
         job.run_until("the end", lambda: job.end is not None)
-        assert job.end == Give(0, "the job has finished", is_trained=True)
+        assert job.end == FinishJob(0, "the job has finished", is_trained=True)
     else:
         job.run_until("calm", job.trains_with(1 if change == "shrink" else 2, without="node1" if change == "replace" else ""))
     assert len(job.target.nodes) == num_nodes
@@ -546,14 +546,14 @@ def test_resumed_old_controller_does_not_fail_its_successors_job(make_job: MakeJ
     former._office.lease.revoke()  # expires in etcd without the controller's knowledge
     job.controller = None
     job.run_until("the next controller's first step", lambda: job.controller is not None)
-    assert former._act([Give(1, "all nodes seemed to have failed")], SIZE) is None
+    assert former._act([FinishJob(1, "all nodes seemed to have failed")], SIZE) is None
     entry = job.hand.get(job.keys.job)
     assert entry is not None
     assert decode(JobRecord, entry.value, entry.key).phase == "training"
     assert job.hand.get_prefix(job.keys.events)[1] == []
     former.close()
     assert job.controller is not None
-    assert job.controller._act([Give(1, "all nodes have failed")], SIZE) == Give(1, "all nodes have failed")  # type: ignore[unreachable]
+    assert job.controller._act([FinishJob(1, "all nodes have failed")], SIZE) == FinishJob(1, "all nodes have failed")  # type: ignore[unreachable]
     entry = job.hand.get(job.keys.job)
     assert entry is not None
     assert decode(JobRecord, entry.value, entry.key).phase == "failed"
@@ -614,7 +614,7 @@ def test_cancelled_job_ends_with_all_its_nodes(make_job: MakeJob) -> None:
     job.run_until("two workers", job.trains_with(2))
     job.stop("enough")
     job.run_until("the end", lambda: job.end is not None)
-    assert job.end == Give(1, "enough")
+    assert job.end == FinishJob(1, "enough")
     assert job.target.living == []
 
 

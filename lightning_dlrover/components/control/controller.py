@@ -29,7 +29,7 @@ from lightning_dlrover.components.control.reconcile import (
     AddNode,
     CancelNode,
     EnlargeNodes,
-    Give,
+    FinishJob,
     JobView,
     Limits,
     Patience,
@@ -111,7 +111,7 @@ class Controller:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def step(self) -> Give | None:
+    def step(self) -> FinishJob | None:
         """Observe, act, and show new output. Return the job's end, or None while it goes on.
 
         Raises:
@@ -130,7 +130,7 @@ class Controller:
         job_view = self._job_view(view, may_act)
         self._held_up = why_none_is_added(job_view, self._patience) if may_act else ""
         actions = reconcile(job_view, self._patience)
-        if may_act and any(isinstance(action, AddNode | Give) for action in actions):
+        if may_act and any(isinstance(action, AddNode | FinishJob) for action in actions):
             # The scheduler's news may be newer than ours of etcd, where a leave or a smaller plan explains a missing node.
             if self._has_caught_up():
                 view = self._observer.view()
@@ -139,7 +139,7 @@ class Controller:
                 job_view = self._job_view(view, may_act)
                 actions = reconcile(job_view, self._patience)
             else:
-                actions = [action for action in actions if not isinstance(action, AddNode | Give)]
+                actions = [action for action in actions if not isinstance(action, AddNode | FinishJob)]
         end = self._act(actions, job_view.size)
         self._output.show(self._registry)
         if may_act:
@@ -273,7 +273,7 @@ class Controller:
             self._registry.entries[request.name].is_enlarged = True
         return bool(requests)
 
-    def _act(self, actions: Sequence[Action], size: NodeSize) -> Give | None:
+    def _act(self, actions: Sequence[Action], size: NodeSize) -> FinishJob | None:
         end = None
         may_add = self._withdraw([action.name for action in actions if isinstance(action, WithdrawNode)])
         cancelled = []
@@ -289,7 +289,7 @@ class Controller:
                 case Warn():
                     self._registry.entries[action.name].warned = True
                     log.warning("run %s: %s", self._run_id, action.text)
-                case Give():
+                case FinishJob():
                     end = action
         if cancelled and self._target.outlives_controller and self._office.still_acts() is False:
             cancelled = []  # another controller owns them now

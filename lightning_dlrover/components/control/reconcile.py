@@ -41,7 +41,7 @@ __all__ = [
     "AddNode",
     "CancelNode",
     "EnlargeNodes",
-    "Give",
+    "FinishJob",
     "JobView",
     "Limits",
     "Node",
@@ -220,7 +220,7 @@ class Warn:
 
 
 @dataclass(frozen=True)
-class Give:
+class FinishJob:
     """End the job: no work is left."""
 
     exit_code: int
@@ -228,7 +228,7 @@ class Give:
     is_trained: bool = False  # training was complete, regardless of the script's code after it
 
 
-Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | Give
+Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | FinishJob
 
 
 def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
@@ -249,10 +249,12 @@ def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
     living = [node for node in view.nodes if node.is_living]
     if view.stop:
         exit_code = 0 if view.phase == "finished" else 1
-        return [CancelNode(n.name, view.stop) for n in living] or [Give(exit_code, view.stop, not exit_code)]
+        return [CancelNode(n.name, view.stop) for n in living] or [FinishJob(exit_code, view.stop, not exit_code)]
     if view.phase == "finished":
         if not living and view.unfinished_fit:
-            return [Give(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")]
+            return [
+                FinishJob(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")
+            ]
         if not living:
             return [_end_after_training(view)]
         # A worker may run the script's code after `fit` for any time; a node without a worker may not.
@@ -260,7 +262,7 @@ def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
         return [CancelNode(n.name, "the job has finished") for n in done]
     give_up = _give_up(view, living, patience)
     if give_up:
-        return [CancelNode(n.name, "the job has failed") for n in living] or [Give(1, give_up)]
+        return [CancelNode(n.name, "the job has failed") for n in living] or [FinishJob(1, give_up)]
     if not living and (end := _end_without_job(view, patience)):
         return [end]
     return [*_additions(view, living, patience), *_cancellations(view, living, patience), *_warnings(living, patience)]
@@ -318,7 +320,7 @@ def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
         "so whether the training was done is not known; see the nodes' output, start etcd again, and run the job once more "
         "under the same name to go on with it"
     )
-    return [Give(1, reason)]
+    return [FinishJob(1, reason)]
 
 
 def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str | None:
@@ -361,30 +363,30 @@ def _failed_before_training(view: JobView, patience: Patience) -> str:
     return f"{first.name} failed before the first step: {first.fault}"
 
 
-def _end_after_training(view: JobView) -> Give:
+def _end_after_training(view: JobView) -> FinishJob:
     """Return the end of a trained job. Its exit code is the script's, which may have saved its model last."""
     failed = max((node for node in view.nodes if node.after_training), key=lambda node: node.ended_s, default=None)
     if failed is None:
-        return Give(0, "the job has finished", is_trained=True)
+        return FinishJob(0, "the job has finished", is_trained=True)
     why = failed.fault or "it was killed"
-    return Give(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
+    return FinishJob(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
 
 
-def _end_without_job(view: JobView, patience: Patience) -> Give | None:
+def _end_without_job(view: JobView, patience: Patience) -> FinishJob | None:
     """Return the job's end if all nodes have ended without a worker reporting it."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
     if last is None or last.ended_s <= patience.settle_s:
         return None
     if view.phase == "training":
         ended = last.status == "succeeded"
-        return Give(1, "all workers have ended without an error, but the training was not done") if ended else None
+        return FinishJob(1, "all workers have ended without an error, but the training was not done") if ended else None
     if all(node.status != "succeeded" for node in view.nodes):
         return None
     if last.status == "failed":
-        return Give(1, f"{last.name} was killed after other nodes had ended")
+        return FinishJob(1, f"{last.name} was killed after other nodes had ended")
     if view.phase == "none":
-        return Give(0, "the script ended without training: no worker joined the job; its Trainer needs strategy='dlrover'")
-    return Give(0, "the script ended without training: no Trainer reached its first step")
+        return FinishJob(0, "the script ended without training: no worker joined the job; its Trainer needs strategy='dlrover'")
+    return FinishJob(0, "the script ended without training: no Trainer reached its first step")
 
 
 def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:

@@ -18,7 +18,7 @@ from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.observer import MAX_REFUSED
 from lightning_dlrover.components.control.office import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import (
-    Give,
+    FinishJob,
     Limits,
     Patience,
 )
@@ -85,7 +85,7 @@ class Job:
         self.shown: list[str] = []
         limits = Limits(low, high, least, largest, workers_per_node)
         self.controller = Controller(client, keys, target, limits, show=self.shown.append, patience=patience)
-        self.end: Give | None = None
+        self.end: FinishJob | None = None
 
     def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 15.0) -> None:
         def step() -> None:
@@ -95,7 +95,7 @@ class Job:
 
         run_until(step, found, what, timeout_s)
 
-    def run_to_its_end(self) -> Give:
+    def run_to_its_end(self) -> FinishJob:
         self.run_until("the end", lambda: self.end is not None)
         assert self.end is not None
         return self.end
