@@ -41,7 +41,7 @@ from lightning_dlrover.cli.run_output import Announcer, ProgressLine, write_fina
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.office import ControllerBusyError
-from lightning_dlrover.components.control.reconcile import FinishJob, Limits, Patience
+from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
 from lightning_dlrover.output import complain, counted, say
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
@@ -165,11 +165,11 @@ def _run_job(
     limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
     spec = _node_spec(options, command, place)
     # A node may be without a worker while one is restarted.
-    patience = Patience(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else Patience()
+    policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
     if asked is not None:
-        patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
+        policy = dataclasses.replace(policy, surplus_s=SURPLUS_IN_POOL_S)
     if options.target != "local":
-        patience = dataclasses.replace(patience, show_s=_poll_s(options))
+        policy = dataclasses.replace(policy, show_s=_poll_s(options))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
@@ -184,7 +184,7 @@ def _run_job(
         progress = ProgressLine(stack.enter_context(Mirror(client, place.keys.progress)))
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
-        controller = Controller(client, place.keys, target, limits, str(folder), say, patience, hurry)
+        controller = Controller(client, place.keys, target, limits, str(folder), say, policy, hurry)
         stack.callback(lambda: course.left.extend(controller.left_nodes()))  # after the controller's end
         stack.enter_context(controller)
         if server is None:  # the embedded one compacts by itself, and has a quota of its own

@@ -24,9 +24,9 @@ from waiting import TooLateError, run_until
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import (
     CancelNode,
+    FailurePolicy,
     FinishJob,
     Limits,
-    Patience,
 )
 from lightning_dlrover.components.targets.target import NodeSize, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -47,7 +47,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 
-QUICK = Patience(
+QUICK = FailurePolicy(
     first_backoff_s=0.01,
     max_backoff_s=0.02,
     max_long_backoff_s=0.02,
@@ -96,7 +96,7 @@ class Job:
 
     def __init__(self, etcd: EmbeddedEtcd, keys: Keys, fault: Fault, folder: Path) -> None:
         self.etcd, self.keys, self.fault = etcd, keys, fault
-        self.patience = QUICK
+        self.policy = QUICK
         self.silent: set[str] = set()  # nodes without started workers
         self.registers = True  # whether new nodes' workers register
         self.hand = EtcdClient(EtcdConfig(etcd.endpoint))
@@ -128,7 +128,7 @@ class Job:
                 for request in ("txn", "put") if self.fault.error is Killed else ():
                     setattr(self.client, request, self.fault.around(getattr(self.client, request)))
                 limits = Limits(1, 3, SIZE, NodeSize(1, 8 * SIZE.memory_mb))
-                self.controller = Controller(self.client, self.keys, self.target, limits, show=print, patience=self.patience)
+                self.controller = Controller(self.client, self.keys, self.target, limits, show=print, policy=self.policy)
             self.end = self.controller.step()
             self.controller.wait(0.003)
         except Killed:
@@ -263,7 +263,7 @@ def add_drain_replace_and_lose(job: Job) -> None:
 
 def cancel_what_is_not_wanted(job: Job) -> None:
     """A job with nodes that do not end by themselves. Afterwards no node may be left."""
-    job.patience = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4, come_s=1.0)
+    job.policy = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4, come_s=1.0)
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))
     wanted_back = job.members[0]
@@ -455,7 +455,7 @@ def test_full_scheduler_is_asked_again_while_others_train(make_job: MakeJob) -> 
 
 def test_refused_cancellation_is_repeated_ever_more_rarely(make_job: MakeJob) -> None:
     job = make_job()
-    job.patience = dataclasses.replace(QUICK, first_cancel_s=0.1, cancel_s=60.0)
+    job.policy = dataclasses.replace(QUICK, first_cancel_s=0.1, cancel_s=60.0)
     job.run_until("a worker", job.trains_with(1))
     job.target.answers = False
     assert job.controller is not None

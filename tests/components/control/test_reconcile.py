@@ -14,11 +14,11 @@ from lightning_dlrover.components.control.reconcile import (
     AddNode,
     CancelNode,
     EnlargeNodes,
+    FailurePolicy,
     FinishJob,
     JobView,
     Limits,
     Node,
-    Patience,
     ReplaceWorker,
     Warn,
     WithdrawNode,
@@ -30,7 +30,7 @@ from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.rounds import View
 
-PATIENCE = Patience()
+POLICY = FailurePolicy()
 LATE_S = 10_000.0
 
 
@@ -370,10 +370,10 @@ def test_there_are_never_more_nodes_than_planned_because_of_us(view: JobView) ->
 @given(views)
 def test_missing_nodes_are_added_or_the_reason_is_given(view: JobView) -> None:
     living = [node for node in view.nodes if node.is_living]
-    patience = Patience(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
-    actions = reconcile(view, patience)
+    policy = FailurePolicy(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
+    actions = reconcile(view, policy)
     if view.may_act and view.phase == "training" and len(living) < view.wanted and not actions:
-        assert why_none_is_added(view, patience) or (not living and any(node.ended_s == 0.0 for node in view.nodes))
+        assert why_none_is_added(view, policy) or (not living and any(node.ended_s == 0.0 for node in view.nodes))
 
 
 @given(views)
@@ -414,11 +414,11 @@ def test_a_job_that_is_over_gets_no_new_node(view: JobView) -> None:
 
 @given(st.integers(1, 30))
 def test_the_pause_before_a_replacement_grows_but_has_a_limit(failures: int) -> None:
-    patience = Patience(max_failures=100)
+    policy = FailurePolicy(max_failures=100)
     views_ = [training(1, killed(), failures=n, since_s=29.9) for n in (failures, failures + 1)]
-    now, later = (bool(reconcile(view, patience)) for view in views_)
+    now, later = (bool(reconcile(view, policy)) for view in views_)
     assert now or not later
-    assert reconcile(training(1, killed(), failures=failures, since_s=30.0), patience) == [AddNode()]
+    assert reconcile(training(1, killed(), failures=failures, since_s=30.0), policy) == [AddNode()]
 
 
 def test_failure_after_training_is_named() -> None:
@@ -607,7 +607,7 @@ def test_death_of_a_worker_replaces_no_node_while_its_agent_restarts_it() -> Non
     assert reconcile(training(2, pair("a"), pair("b", num_members=1, agentless_s=0.0))) == []
 
 
-@pytest.mark.parametrize(("agentless_s", "is_replaced"), [(PATIENCE.whole_s, False), (PATIENCE.whole_s + 1.0, True)])
+@pytest.mark.parametrize(("agentless_s", "is_replaced"), [(POLICY.whole_s, False), (POLICY.whole_s + 1.0, True)])
 def test_node_without_one_of_its_agents_is_replaced_after_a_while(agentless_s: float, is_replaced: bool) -> None:
     node = replace(pair("b", num_members=1, agentless_s=agentless_s), workers=("b-0",))
     found = reconcile(training(2, pair("a"), node))
