@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.brain.brain import Patience, run_brain
+from lightning_dlrover.brain.brain import PoolTimeouts, run_brain
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.place import wait_text
 from lightning_dlrover.brain.snapshot import snapshot_of
@@ -42,7 +42,7 @@ def brain_command(options: argparse.Namespace) -> int:
     with signals_as_exceptions(hurry):
         try:
             with connected_pool(options) as client:
-                run_brain(client, pool, rules, options.every, say, patience=Patience.of_lease(options.lease_ttl))
+                run_brain(client, pool, rules, options.every, say, timeouts=PoolTimeouts.of_lease(options.lease_ttl))
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
             complain(f"the brain of pool {pool.pool} was ended by {name}; its jobs keep their sizes")

@@ -13,7 +13,7 @@ from pool_jobs import PooledJobs, decision
 from waiting import run_until
 
 from lightning_dlrover.brain import outsiders
-from lightning_dlrover.brain.brain import Brain, BrainBusyError, Patience
+from lightning_dlrover.brain.brain import Brain, BrainBusyError, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.snapshot import snapshot_of
 from lightning_dlrover.brain.watch import Watch
@@ -27,7 +27,7 @@ from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, encode
 
-QUICK = Patience(lease_s=5.0, settle_s=0.05, gone_s=0.1)
+QUICK = PoolTimeouts(lease_s=5.0, settle_s=0.05, gone_s=0.1)
 CORES = 4
 RULES = Rules(Resources(float(CORES)))
 CURVED = [10.0, 14.0, 16.0, 17.0]

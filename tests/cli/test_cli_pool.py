@@ -13,7 +13,7 @@ import pytest
 from pool_jobs import PooledJobs
 from run_cli import RunCli
 
-from lightning_dlrover.brain.brain import Brain, Patience
+from lightning_dlrover.brain.brain import Brain, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.cli.values import owner_weight, pool_budget, quota
 from lightning_dlrover.planner.cluster.pool.resources import Resources
@@ -31,7 +31,7 @@ CURVED = [10.0, 14.0, 16.0, 17.0]
 def jobs(client: EtcdClient, run_id: str) -> Iterator[PooledJobs]:
     """A pool of four cores in which `a` runs with all, and `b` asks for three."""
     made = PooledJobs(client, PoolKeys(run_id), 4)
-    with Brain(client, made.pool, Rules(Resources(4.0), counts_others=False), patience=Patience(settle_s=0.0)) as brain:
+    with Brain(client, made.pool, Rules(Resources(4.0), counts_others=False), timeouts=PoolTimeouts(settle_s=0.0)) as brain:
         made.submit("a", (1, 4))
         for _ in range(8):
             brain.step()
