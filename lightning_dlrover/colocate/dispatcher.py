@@ -28,7 +28,7 @@ from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Journal, Opened, Record, Span, Started
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import GROWTH, memory_actions
-from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.places import LocalDevice
 from lightning_dlrover.colocate.schedule import Scheduler
 from lightning_dlrover.colocate.supervised_job import Outcome, SupervisedJob, read_outcome
 from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting, Where
@@ -87,7 +87,7 @@ class Dispatcher:
         self,
         folder: Path,
         journal: Journal,
-        places: Sequence[Place],
+        places: Sequence[LocalDevice],
         scheduler: Scheduler,
         knowledge: Knowledge,
         rules: Rules | None = None,
@@ -302,7 +302,7 @@ class Dispatcher:
                 if self.knowledge.learn(record):
                     self.journal.add(record)
 
-    def _tenants(self, place: Place) -> list[Tenant]:
+    def _tenants(self, place: LocalDevice) -> list[Tenant]:
         return [
             job.tenant(
                 {
@@ -540,7 +540,7 @@ def _end_marked(variable: str, value: str, supervisors: Collection[int] = ()) ->
 def _look_at_gpus(
     watch: GpuWatch,
     settled_s: float,
-    places: Mapping[str, Place],
+    places: Mapping[str, LocalDevice],
     jobs: Iterable[WatchedJob],
     below: Mapping[int, Sequence[int]],
 ) -> None:
