@@ -13,6 +13,9 @@ from lightning_dlrover.planner.cluster.pool.resources import Resources
 
 __all__ = ["rules_of", "snapshot_of"]
 
+_FORMER_POLICIES = {"ours": "jct"}
+"""Names of policies in the records of earlier brains, and today's."""
+
 
 def rules_of(view: PoolView) -> Rules | None:
     """Return the rules of the brain that decides, None if no process does."""
@@ -20,7 +23,8 @@ def rules_of(view: PoolView) -> Rules | None:
     if brain is None:
         return None
     owners = Owners(brain.owner_weights, {owner: Resources.within(quota) for owner, quota in brain.quotas.items()})
-    return Rules(Resources.within(brain.budget), brain.policy, brain.max_wait_s, owners)
+    policy = _FORMER_POLICIES.get(brain.policy, brain.policy)
+    return Rules(Resources.within(brain.budget), policy, brain.max_wait_s, owners)
 
 
 def snapshot_of(view: PoolView, now: float) -> dict[str, Any]:
