@@ -351,7 +351,7 @@ def _make_target(
     from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in (*SLURM_OPTIONS, *NODE_OPTIONS)}
-    asked |= {"notice_s": options.notice} if options.notice is not None else {}
+    asked |= {"notice_s": options.preemption_notice} if options.preemption_notice is not None else {}
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir, _poll_s(options))
 
 
