@@ -61,7 +61,7 @@ JOBS = tuple(
 APART_S = 15.0  # seconds between the starts of jobs that are measured, as jobs of the pool seldom start together
 LEARNS_S = 5.0  # seconds of training until a job's planner has published its speed
 END_TIMEOUT_S = 600.0
-RULES = Rules(Resources(cores=float(CORES)), "ours")
+RULES = Rules(Resources(cores=float(CORES)), "jct")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def fidelity() -> dict[str, float]:
             f"{inputs.join_s:.1f} s and leaves in {inputs.leave_s:.1f} s, with a pause of {inputs.pause_s:.2f} s",
             flush=True,
         )
-        ends = _run(space, endpoint, "pool", JOBS, "ours")
+        ends = _run(space, endpoint, "pool", JOBS, "jct")
         changes = sum(len(_sizes(space.folder / "pool", job.name)) for job in JOBS)
     real = {end.name: end.jct_s for end in ends}
     expected, expected_changes = simulated_times(inputs)
@@ -142,7 +142,7 @@ def _measure_changes(space: Workspace, endpoint: str) -> tuple[list[tuple[float,
     """Let a job grow when another one ends, and shrink when the next one comes. Return seconds until and of each pause."""
     folder = space.folder / "changes"
     with PoolOfJobs(folder, endpoint, CORES) as pool:
-        pool.start_brain("ours")
+        pool.start_brain("jct")
         pool.submit(_job("changes", 0.0, 600))
         for name in ("first", "second"):
             pool.submit(_job(name, 0.0, BRIEF, "1"))

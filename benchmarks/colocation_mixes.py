@@ -133,7 +133,7 @@ class MixResult:
     number: int  # number of the round
     makespan_s: float
     jobs_cpu_s: float
-    own_cpu_s: float  # CPU time of the dispatcher and the keepers
+    own_cpu_s: float  # CPU time of the dispatcher and the supervisors
     slowdown_errors: tuple[float, ...]
     num_out_of_memory: int
 

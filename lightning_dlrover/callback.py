@@ -25,7 +25,7 @@ from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.progress import batches_done, remaining_batches
 from lightning_dlrover.observe.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
 from lightning_dlrover.observe.gpu_memory import gpu_bytes
-from lightning_dlrover.observe.profiler import Model, Place, StepProfiler
+from lightning_dlrover.observe.profiler import Model, ProfileKey, StepProfiler
 from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.observe.seat import Seat
 from lightning_dlrover.packages import on_import, submodule
@@ -116,7 +116,7 @@ class DLRoverCallback(Callback):
         self._strategy: DLRoverStrategy | None = None
         self._watch: ForwardWatch | None = None  # records the first step
         self._descriptors = Descriptors()
-        self._place_now: Place | None = None
+        self._place_now: ProfileKey | None = None
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
         self._loss: torch.Tensor | None = None  # of the newest batch, on its device
@@ -217,7 +217,7 @@ class DLRoverCallback(Callback):
 
     # --- windows ---------------------------------------------------------------------------------------------------------
 
-    def _place(self, trainer: L.Trainer, strategy: DLRoverStrategy) -> Place:
+    def _place(self, trainer: L.Trainer, strategy: DLRoverStrategy) -> ProfileKey:
         live, loader = strategy.live, _loader(trainer)
         formation = live.formation if live is not None else None
         settings = getattr(loader, "num_workers", 0), getattr(loader, "prefetch_factor", 0) or 0, torch.get_num_threads()
@@ -226,7 +226,7 @@ class DLRoverCallback(Callback):
             self._known_by, self._place_now = known, _new_place(strategy, loader, *settings)
         return self._place_now
 
-    def _watch_trial(self, place: Place, step_s: float | None) -> None:
+    def _watch_trial(self, place: ProfileKey, step_s: float | None) -> None:
         """Give a trial up once its steps are far too slow."""
         assert self._analyst is not None
         trial = self._analyst.trial
@@ -331,7 +331,7 @@ def _num_watched_samples(strategy: DLRoverStrategy, loader: object) -> int:
 
 def _new_place(
     strategy: DLRoverStrategy, loader: object, loader_workers: int, prefetch_factor: int, intra_op_threads: int
-) -> Place:
+) -> ProfileKey:
     live = strategy.live
     settings = {
         "loader_workers": loader_workers,
@@ -340,7 +340,7 @@ def _new_place(
     }
     if live is not None and live.formation is not None and isinstance(loader, ElasticLoader):
         formation, by_host = live.formation, live.progress.workers_by_host
-        return Place(
+        return ProfileKey(
             round_number=formation.round.number,
             global_rank=formation.rank,
             num_workers=formation.size,
@@ -354,7 +354,7 @@ def _new_place(
             **settings,
         )
     local_batch = getattr(loader, "batch_size", None) or 1
-    return Place(
+    return ProfileKey(
         round_number=0,
         global_rank=strategy.global_rank,
         num_workers=strategy.world_size,

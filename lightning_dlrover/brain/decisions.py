@@ -18,7 +18,7 @@ from lightning_dlrover.planner.cluster.pool.waits import Wait, queue_of
 __all__ = ["Choice", "Rules", "choose", "reason_of"]
 
 DEFAULT_MAX_WAIT_S = 3600.0
-DEFAULT_POLICY = "ours"
+DEFAULT_POLICY = "jct"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.cli.former_names import add_renamed_option
 from lightning_dlrover.output import counted
-from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR
+from lightning_dlrover.report.discovery import DEFAULT_RUN_DIR
 
 TARGETS = ("local", "slurm", "kubernetes")
 
@@ -159,7 +160,9 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         help="memory per node, such as 16G or 16G:64G; MAX as for --cpus",
     )
     group.add_argument("--etcd-host", metavar="HOST", help="address of this host at which nodes reach the embedded etcd")
-    group.add_argument(
+    add_renamed_option(
+        group,
+        "--preemption-notice",
         "--notice",
         type=int,
         metavar="S",

@@ -42,7 +42,7 @@ ELASTIC_POLICIES = (
         "hesrpt",
         "pollux",
     ),
-    *("sia", "ours"),
+    *("sia", "jct"),
 )
 """Policies of `dlrover simulate`, as `planner/cluster/elastic` has them."""
 

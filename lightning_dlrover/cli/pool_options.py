@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DEFAULT_POOL = "default"
 
-POOL_POLICIES = ("ours", "sia", "as-requested")
+POOL_POLICIES = ("jct", "sia", "as-requested")
 """Policies of `dlrover brain`, the default first. `dlrover simulate` has those that are only there to be compared with."""
 
 

@@ -41,7 +41,7 @@ from lightning_dlrover.cli.run_output import Announcer, ProgressLine, write_fina
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.office import ControllerBusyError
-from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
+from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
 from lightning_dlrover.output import complain, counted, say
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
@@ -51,9 +51,9 @@ from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
 from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
+from lightning_dlrover.report.discovery import EtcdDefaults
 from lightning_dlrover.report.event_log import EVENTS_FILE, EventLog, JobNotFoundError, first_traceback
 from lightning_dlrover.report.status import JOB_FILE, JobPlace, connect, read_job
-from lightning_dlrover.report.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target
@@ -92,15 +92,15 @@ def run_command(options: argparse.Namespace) -> int:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
     pairs(options, "env", "NAME=VALUE")
-    around = Surroundings.of_this_process()
-    endpoint = options.endpoint or around.endpoint
+    defaults = EtcdDefaults.of_this_process()
+    endpoint = options.endpoint or defaults.endpoint
     if endpoint is None and (access := etcd_access(options)):
         raise UsageError(
             f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone makes its own "
             "password, and has no TLS"
         )
     check_target(options, endpoint)
-    prefix = checked_prefix(options.key_prefix or around.prefix)
+    prefix = checked_prefix(options.key_prefix or defaults.prefix)
     asked = place_in_pool(options, endpoint, prefix)
     hurry = threading.Event()
     course = _Course()
@@ -116,7 +116,7 @@ def run_command(options: argparse.Namespace) -> int:
                     server = own.server
                     place = JobPlace(run_id, server.endpoint, prefix, own.access)
                 else:
-                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
+                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or defaults.access)
                 return _run_job(options, command, place, folder, server, hurry, asked, course)
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
@@ -160,16 +160,16 @@ def _run_job(
     course: _Course,
 ) -> int:
     """Run the job to its end; all nodes but those that `course` names have ended when this returns or raises."""
-    end: Give | None = None
+    end: FinishJob | None = None
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
     spec = _node_spec(options, command, place)
     # A node may be without a worker while one is restarted.
-    patience = Patience(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else Patience()
+    policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
     if asked is not None:
-        patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
+        policy = dataclasses.replace(policy, surplus_s=SURPLUS_IN_POOL_S)
     if options.target != "local":
-        patience = dataclasses.replace(patience, show_s=_poll_s(options))
+        policy = dataclasses.replace(policy, show_s=_poll_s(options))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
@@ -184,7 +184,7 @@ def _run_job(
         progress = ProgressLine(stack.enter_context(Mirror(client, place.keys.progress)))
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
-        controller = Controller(client, place.keys, target, limits, str(folder), say, patience, hurry)
+        controller = Controller(client, place.keys, target, limits, str(folder), say, policy, hurry)
         stack.callback(lambda: course.left.extend(controller.left_nodes()))  # after the controller's end
         stack.enter_context(controller)
         if server is None:  # the embedded one compacts by itself, and has a quota of its own
@@ -281,7 +281,7 @@ def _steer(
     target: str,
     shows: Sequence[Callable[[], None]],
     seat: Place | None = None,
-) -> Give:
+) -> FinishJob:
     """Let the controller act until the job is over; return how it has ended.
 
     Args:
@@ -351,7 +351,7 @@ def _make_target(
     from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in (*SLURM_OPTIONS, *NODE_OPTIONS)}
-    asked |= {"notice_s": options.notice} if options.notice is not None else {}
+    asked |= {"notice_s": options.preemption_notice} if options.preemption_notice is not None else {}
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir, _poll_s(options))
 
 

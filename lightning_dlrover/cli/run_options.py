@@ -48,7 +48,7 @@ _OF_POOLS = ("priority", "weight", "owner", "place_timeout")
 
 _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
-    **dict.fromkeys(["work_dir", "notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
+    **dict.fromkeys(["work_dir", "preemption_notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
     **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
 }
@@ -126,8 +126,8 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
     """
     if given := _meant_for_others(options, options.target):
         raise UsageError(f"{', '.join(map(flag, given))}: only with --target {' or '.join(_MEANT_FOR[given[0]])}")
-    if options.notice is not None and options.notice < 0:
-        raise UsageError(f"--notice is {options.notice}; it must be at least 0")
+    if options.preemption_notice is not None and options.preemption_notice < 0:
+        raise UsageError(f"--preemption-notice is {options.preemption_notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
         raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
     if _num_gpus(options) > 1 and options.workers_per_node == 1:
@@ -228,7 +228,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         endpoint=options.pod_endpoint,
         work_dir=options.work_dir,
         python=options.python or "python",
-        **({"grace_s": options.notice} if options.notice is not None else {}),
+        **({"grace_s": options.preemption_notice} if options.preemption_notice is not None else {}),
         template={name: template[name] for name in ("metadata", "spec") if name in template},
         queue=options.queue,
         plain_jobs=bool(options.plain_jobs),

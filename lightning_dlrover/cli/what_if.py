@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_dlrover.brain.learned import Learned
 from lightning_dlrover.brain.seen import SeenJob
-from lightning_dlrover.brain.standing import rules_of
+from lightning_dlrover.brain.snapshot import rules_of
 from lightning_dlrover.brain.watch import PoolView, Watch
 from lightning_dlrover.brain.what_if import prospect, sizes_if
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError

@@ -24,10 +24,10 @@ __all__ = [
     "CYCLES",
     "MIN_SLOTS",
     "STRIDE_OF_LAPS",
+    "BatchPosition",
     "LanePlan",
     "Layout",
     "Piece",
-    "Place",
     "rows_of_block",
     "share",
 ]
@@ -97,7 +97,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchPosition:
     """A row's place in an epoch."""
 
     batch: int  # number of the global batch
@@ -272,7 +272,7 @@ class LanePlan:
         found[self.shards] = np.diff(upto)
         return found
 
-    def place_of(self, shard: int, row: int) -> Place:
+    def place_of(self, shard: int, row: int) -> BatchPosition:
         """Return where in the epoch a row of a shard is, the inverse of `row_at`."""
         (at,) = np.flatnonzero(self.shards == shard)
         if not 0 <= row < self._shard_starts[at + 1] - self._shard_starts[at]:
@@ -288,7 +288,7 @@ class LanePlan:
         phase, slot = divmod(lane, self.layout.slots)
         begin, after = self._slot_bounds[slot : slot + 2]
         turn, offset = divmod(in_lane, after - begin)
-        return Place(turn * self.layout.cycle + phase, begin + offset)
+        return BatchPosition(turn * self.layout.cycle + phase, begin + offset)
 
 
 def _generator(seed: int, *numbers: int) -> np.random.RandomState:

@@ -46,10 +46,10 @@ from lightning_dlrover.rdzv.job.records import (
 from lightning_dlrover.rdzv.live import rounds
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.report.discovery import DEFAULT_RUN_DIR, EtcdDefaults
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
 from lightning_dlrover.report.skipped import described_skipped, skipped_rows
 from lightning_dlrover.report.streams import described, described_sequence, read_sequences, read_streams
-from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR, Surroundings
 
 __all__ = [
     "JOB_FILE",
@@ -143,10 +143,10 @@ def find_job(
         JobNotFoundError: none of these names it.
     """
     file = run_dir / run_id / JOB_FILE
-    around = Surroundings.of_this_process()
-    endpoint = endpoint or (around.endpoint if not os.path.exists(file) else None)
+    defaults = EtcdDefaults.of_this_process()
+    endpoint = endpoint or (defaults.endpoint if not os.path.exists(file) else None)
     if endpoint:
-        return JobPlace(run_id, endpoint, prefix or around.prefix, access or around.access)
+        return JobPlace(run_id, endpoint, prefix or defaults.prefix, access or defaults.access)
     try:
         place = read_job_file(file).place
     except JobNotFoundError as error:
@@ -171,8 +171,8 @@ def list_jobs(
 ) -> list[JobSummary]:
     """List every job in an etcd or, without an endpoint, in a folder of run folders."""
     if endpoint:
-        around = Surroundings.of_this_process()
-        return _jobs_of_etcd(JobPlace("list", endpoint, prefix or around.prefix, access or around.access))
+        defaults = EtcdDefaults.of_this_process()
+        return _jobs_of_etcd(JobPlace("list", endpoint, prefix or defaults.prefix, access or defaults.access))
     jobs: list[JobSummary] = []
     etcds: dict[tuple[str, str], list[JobSummary] | None] = {}  # None: it does not answer
     for file in sorted(run_dir.glob(f"*/{JOB_FILE}")):

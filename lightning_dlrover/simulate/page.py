@@ -16,7 +16,7 @@ from lightning_dlrover.simulate.summary import COLUMNS, by_trace, cells, summari
 __all__ = ["REPORT", "write_report"]
 
 REPORT = "report.html"
-FAVOURITE = "ours"
+FAVOURITE = "jct"
 """Policy that is drawn first where there is room for a few only."""
 
 

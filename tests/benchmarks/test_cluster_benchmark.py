@@ -47,7 +47,7 @@ def test_every_policy_is_compared_on_every_workload(
         num_seeds=2,
         processes=1,
         quick=False,
-        policies=["ours", "sia", "pollux"],
+        policies=["jct", "sia", "pollux"],
         elsewhere=[flow, gavel],
     )
     names = ["jct_vs_best", "best", "jct_unknown", "resizes_unknown", "worst_workload", "live_gain", "p99_ratio"]
@@ -97,7 +97,7 @@ def test_folders_without_traces_or_speeds_are_refused(tmp_path: Path) -> None:
 
 
 def test_figures_need_ours_and_another_policy(tmp_path: Path) -> None:
-    for policies in (["ours"], ["as-requested", "sia"]):
+    for policies in (["jct"], ["as-requested", "sia"]):
         with pytest.raises(BenchmarkError, match="the figures need ours and another policy"):
             quickly(tmp_path, policies=policies)
 

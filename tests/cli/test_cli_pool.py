@@ -13,7 +13,7 @@ import pytest
 from pool_jobs import PooledJobs
 from run_cli import RunCli
 
-from lightning_dlrover.brain.brain import Brain, Patience
+from lightning_dlrover.brain.brain import Brain, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.cli.values import owner_weight, pool_budget, quota
 from lightning_dlrover.planner.cluster.pool.resources import Resources
@@ -31,7 +31,7 @@ CURVED = [10.0, 14.0, 16.0, 17.0]
 def jobs(client: EtcdClient, run_id: str) -> Iterator[PooledJobs]:
     """A pool of four cores in which `a` runs with all, and `b` asks for three."""
     made = PooledJobs(client, PoolKeys(run_id), 4)
-    with Brain(client, made.pool, Rules(Resources(4.0), counts_others=False), patience=Patience(settle_s=0.0)) as brain:
+    with Brain(client, made.pool, Rules(Resources(4.0), counts_others=False), timeouts=PoolTimeouts(settle_s=0.0)) as brain:
         made.submit("a", (1, 4))
         for _ in range(8):
             brain.step()
@@ -46,7 +46,7 @@ def test_queue_lists_who_has_what_who_waits_and_why(dlrover: RunCli, etcd: Embed
     a, b = jobs.keys("a").run_id, jobs.keys("b").run_id
     code, output, errors = dlrover("queue", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)
     assert code == 0, errors
-    assert f"process {os.getpid()} on {socket.gethostname()} decides, by policy ours" in output
+    assert f"process {os.getpid()} on {socket.gethostname()} decides, by policy jct" in output
     assert "budget: 4 cores of 4 cores in use" in output
     assert "shrinks" in output
     assert "number 1 of 1 in the queue" in output
@@ -80,7 +80,7 @@ def test_what_if_shows_time_and_interval_of_another_size(dlrover: RunCli, etcd: 
     assert lines[2].split() == ["4", "17", "28", "min", "27", "min", "to", "31", "min", "unknown", "measured"]
     assert lines[3].split()[:4] == ["1", "10", "48", "min"]
     assert "it would end 20 min later" in output
-    assert f"pool {jobs.pool.pool}, by policy ours:" in output
+    assert f"pool {jobs.pool.pool}, by policy jct:" in output
     code, _, errors = dlrover(*ask, "--workers", 5)
     assert (code, "has no prediction for 5 workers" in errors) == (2, True)
     assert dlrover(*ask)[0] == 2
@@ -115,14 +115,14 @@ def test_explain_shows_for_whom_a_job_was_made_smaller_and_what_came_of_it(
     Journal(client, keys).append(record_of(stall, ""), "test")
     code, output, errors = dlrover("explain", "--endpoint", etcd.endpoint, keys.run_id)
     assert code == 0, errors
-    assert f"size by the brain of pool {jobs.pool.pool} (policy ours)" in output
+    assert f"size by the brain of pool {jobs.pool.pool} (policy jct)" in output
     assert f"changes in the same decision: {jobs.keys('b').run_id} 0 -> 3" in " ".join(output.split())
     assert "predicted: 17 -> 10 samples/s" in output
     assert "came out: never measured with 1 worker, after a pause of 0.3 s" in output
 
 
 def test_outcome_of_a_size_is_the_median_of_its_windows() -> None:
-    given = SizeGiven("p", "ours", 1, 2, 10.0, 18.0, 15.0, 21.0, 0.5, {})
+    given = SizeGiven("p", "jct", 1, 2, 10.0, 18.0, 15.0, 21.0, 0.5, {})
     back = dataclasses.replace(given, workers_before=2, workers_after=1)
     [first, second] = given_sizes([record_of(given, "", at=100.0), record_of(back, "", at=200.0)], ())
     assert (first.measured_per_s, second.measured_per_s) == (None, None)
@@ -164,7 +164,7 @@ def test_brain_refuses_a_policy_that_is_only_there_to_be_compared_with(dlrover: 
     code, _, errors = dlrover("brain", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
     assert code == 2
     said = " ".join(errors.split())
-    assert "'las' cannot divide a pool: choose ours, sia, as-requested; `dlrover simulate --policy` has others" in said
+    assert "'las' cannot divide a pool: choose jct, sia, as-requested; `dlrover simulate --policy` has others" in said
 
 
 def test_expected_start_is_shown_as_time_from_now(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:

@@ -27,10 +27,10 @@ def command(tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = command(tmp_path, "--policy", "as-requested", "srtf", "ours", "--resize-cost", "live", "30", "--seeds", "2")
+    arguments = command(tmp_path, "--policy", "as-requested", "srtf", "jct", "--resize-cost", "live", "30", "--seeds", "2")
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    for policy in ("as-requested", "srtf", "ours"):
+    for policy in ("as-requested", "srtf", "jct"):
         assert re.search(rf"^{policy} +live ", shown, re.MULTILINE)
         assert re.search(rf"^{policy} +30 s ", shown, re.MULTILINE)
     page = (tmp_path / "out" / "report.html").read_text()

@@ -52,12 +52,12 @@ def dryrun(runner: Runner, component: str, scheduler: str, *arguments: str, **co
 
 
 def test_a_job_on_this_machine_is_one_process_that_starts_its_nodes(tmp_path: Path) -> None:
-    options = ["--script", "train.py", "--workers", "1:4", "--options=--objective cheapest --notice 5"]
+    options = ["--script", "train.py", "--workers", "1:4", "--options=--objective cheapest --preemption-notice 5"]
     done = torchx("run", "--dryrun", "-s", "local_cwd", f"{COMPONENT}:train", *options, "--", "--epochs", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     request = done.stdout.partition("SCHEDULER REQUEST")[2]
     words = ["lightning_dlrover.cli", "run", "--target=auto", "--workers=1:4", "--rdzv-id=train-"]
-    words += ["--objective", "cheapest", "--notice", "5", "train.py", "--epochs", "3"]
+    words += ["--objective", "cheapest", "--preemption-notice", "5", "train.py", "--epochs", "3"]
     places = [request.find(f"'{word}") for word in words]
     assert -1 not in places, request
     assert places == sorted(places)

@@ -29,10 +29,10 @@ from lightning_dlrover.components.control.reconcile import (
     AddNode,
     CancelNode,
     EnlargeNodes,
-    Give,
+    FailurePolicy,
+    FinishJob,
     JobView,
     Limits,
-    Patience,
     ReplaceWorker,
     Warn,
     WithdrawNode,
@@ -76,12 +76,12 @@ class Controller:
         limits: Limits,
         run_dir: str = "",
         show: Callable[[str], None] = print,
-        patience: Patience | None = None,
+        policy: FailurePolicy | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
         self._run_id = keys.run_id
         self._target = target
-        self._patience = patience or Patience()
+        self._policy = policy or FailurePolicy()
         self._hurry = hurry or threading.Event()
         self._held_up = ""  # why planned nodes are not added
         self._trouble = ""  # kind of the newest such reason in the job's history
@@ -93,10 +93,10 @@ class Controller:
         self._mirror = Mirror(client, keys.live)
         self._seen_revision = 0
         self._registry = NodeRegistry(client, keys, self._office, target, limits)
-        self._observer = Observer(keys, self._mirror, target, self._registry, limits, self._patience)
-        self._cancellations = Cancellations(keys.run_id, self._office, target, self._registry, self._patience)
+        self._observer = Observer(keys, self._mirror, target, self._registry, limits, self._policy)
+        self._cancellations = Cancellations(keys.run_id, self._office, target, self._registry, self._policy)
         self._job = JobWriter(client, keys, self._office, self._mirror, limits)
-        self._output = Output(keys.run_id, target, show, self._patience.show_s)
+        self._output = Output(keys.run_id, target, show, self._policy.show_s)
         try:
             self._registry.adopt(self._observer.view)
         except BaseException:
@@ -111,7 +111,7 @@ class Controller:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def step(self) -> Give | None:
+    def step(self) -> FinishJob | None:
         """Observe, act, and show new output. Return the job's end, or None while it goes on.
 
         Raises:
@@ -128,18 +128,18 @@ class Controller:
                 view = self._observer.view()
         self._observer.note_plan_by_hand(view)
         job_view = self._job_view(view, may_act)
-        self._held_up = why_none_is_added(job_view, self._patience) if may_act else ""
-        actions = reconcile(job_view, self._patience)
-        if may_act and any(isinstance(action, AddNode | Give) for action in actions):
+        self._held_up = why_none_is_added(job_view, self._policy) if may_act else ""
+        actions = reconcile(job_view, self._policy)
+        if may_act and any(isinstance(action, AddNode | FinishJob) for action in actions):
             # The scheduler's news may be newer than ours of etcd, where a leave or a smaller plan explains a missing node.
             if self._has_caught_up():
                 view = self._observer.view()
                 self._observer.look(view)
                 self._observer.note_plan_by_hand(view)
                 job_view = self._job_view(view, may_act)
-                actions = reconcile(job_view, self._patience)
+                actions = reconcile(job_view, self._policy)
             else:
-                actions = [action for action in actions if not isinstance(action, AddNode | Give)]
+                actions = [action for action in actions if not isinstance(action, AddNode | FinishJob)]
         end = self._act(actions, job_view.size)
         self._output.show(self._registry)
         if may_act:
@@ -170,7 +170,7 @@ class Controller:
         return self._registry.nodes.mark if self._registry.nodes else ""
 
     def end_nodes(self) -> None:
-        """End all running nodes and wait for their end, for at most `Patience.cancel_s`.
+        """End all running nodes and wait for their end, for at most `FailurePolicy.cancel_s`.
 
         If another controller has taken over, nodes that outlive us are left to it.
         """
@@ -182,7 +182,7 @@ class Controller:
                 *(self._run_id, self._run_id),
             )
             return
-        deadline = time.monotonic() + self._patience.cancel_s
+        deadline = time.monotonic() + self._policy.cancel_s
         self._cancellations.cancel([name for name, entry in self._registry.entries.items() if not entry.has_ended])
         while left := self._awaited():
             if time.monotonic() > deadline or self._hurry.is_set():
@@ -195,7 +195,7 @@ class Controller:
         if left:
             log.error(
                 "run %s: %s were cancelled %.0f s ago and %s still lists them: look after them yourself",
-                *(self._run_id, ", ".join(left), self._patience.cancel_s, self._target.name),
+                *(self._run_id, ", ".join(left), self._policy.cancel_s, self._target.name),
             )
         self._registry.save()
         self._output.show(self._registry, at_once=True)
@@ -245,7 +245,7 @@ class Controller:
     def _has_caught_up(self) -> bool:
         """Whether our copy of the job's keys shows all that etcd had a moment ago."""
         try:
-            self._mirror.catch_up(self._patience.settle_s)
+            self._mirror.catch_up(self._policy.settle_s)
         except (EtcdError, TimeoutError):
             return False
         return True
@@ -273,7 +273,7 @@ class Controller:
             self._registry.entries[request.name].is_enlarged = True
         return bool(requests)
 
-    def _act(self, actions: Sequence[Action], size: NodeSize) -> Give | None:
+    def _act(self, actions: Sequence[Action], size: NodeSize) -> FinishJob | None:
         end = None
         may_add = self._withdraw([action.name for action in actions if isinstance(action, WithdrawNode)])
         cancelled = []
@@ -289,7 +289,7 @@ class Controller:
                 case Warn():
                     self._registry.entries[action.name].warned = True
                     log.warning("run %s: %s", self._run_id, action.text)
-                case Give():
+                case FinishJob():
                     end = action
         if cancelled and self._target.outlives_controller and self._office.still_acts() is False:
             cancelled = []  # another controller owns them now
@@ -300,7 +300,7 @@ class Controller:
         leaving = [entry for entry in self._registry.entries.values() if entry.cancelled]
         if end is not None and any(not entry.has_ended for entry in leaving):
             waited_s = time.monotonic() - max(entry.ended_at or 0.0 for entry in leaving)
-            if waited_s < self._patience.cancel_s:
+            if waited_s < self._policy.cancel_s:
                 return None
         if end is not None and end.exit_code and not self._job.declare_failed(end.reason):
             return None  # the next step detects which controller may act

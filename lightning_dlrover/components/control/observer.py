@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_dlrover.components.control.failures import Node, num_refusals, refusals
 from lightning_dlrover.components.control.node_registry import SAME_FAILURE_S, NodeEntry, NodeRegistry
 from lightning_dlrover.components.control.post_mortem import PostMortem, examine
-from lightning_dlrover.components.control.reconcile import JobView, Limits, Patience, nodes_of_agents
+from lightning_dlrover.components.control.reconcile import FailurePolicy, JobView, Limits, nodes_of_agents
 from lightning_dlrover.components.targets.logs import read_tail
 from lightning_dlrover.components.targets.target import App, Target, TargetError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
@@ -45,14 +45,14 @@ class Observer:
     """Observes one job: through a mirror of its keys and through the target that runs its nodes."""
 
     def __init__(
-        self, keys: Keys, mirror: Mirror, target: Target, registry: NodeRegistry, limits: Limits, patience: Patience
+        self, keys: Keys, mirror: Mirror, target: Target, registry: NodeRegistry, limits: Limits, policy: FailurePolicy
     ) -> None:
         self._keys = keys
         self._mirror = mirror
         self._target = target
         self._registry = registry
         self._limits = limits
-        self._patience = patience
+        self._policy = policy
         self._decoder = Decoder(keys, self._report_garbage)
         self._streak = _Streak()
         self._had_member = False
@@ -112,7 +112,7 @@ class Observer:
             if entry.handle is not None or entry.has_ended:
                 continue
             entry.missing_since = entry.missing_since if entry.missing_since is not None else now
-            if now - entry.missing_since > self._patience.submit_s:
+            if now - entry.missing_since > self._policy.submit_s:
                 log.warning("run %s: %s was asked for, but never came", self._keys.run_id, name)
                 entry.status, entry.ended_at, entry.all_shown = "failed", now, True
                 self._streak.add(now)
@@ -208,7 +208,7 @@ class Observer:
             entry.post_mortem = replace(entry.post_mortem, error="" if can_grow else "out of memory")
         # Without an error, the node may have been killed in its last step, which the others finished without it.
         has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
-        is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._patience.settle_s)
+        is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._policy.settle_s)
         trains_again = view.job is not None and bool(view.job.unfinished_fit) and not entry.post_mortem.error
         entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
         entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()

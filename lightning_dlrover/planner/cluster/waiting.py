@@ -14,12 +14,12 @@ from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Stat
 from lightning_dlrover.planner.cluster.packing import Packing, why_never
 from lightning_dlrover.planner.cluster.policy import Policy
 
-__all__ = ["WINDOW", "Place", "in_order", "num_wanted", "spread", "start_spread", "with_bounded_wait"]
+__all__ = ["WINDOW", "PlacementRule", "in_order", "num_wanted", "spread", "start_spread", "with_bounded_wait"]
 
 WINDOW = 64
 """Waiting jobs that one decision considers, the first in order. Bounds the time of a decision."""
 
-Place = Callable[[Packing, Sequence[Job], float], None]
+PlacementRule = Callable[[Packing, Sequence[Job], float], None]
 """Starts some of these jobs, which have one priority and are in order of submission, in a packing. The float is now, s."""
 
 
@@ -28,7 +28,7 @@ def in_order(jobs: Sequence[Job]) -> list[Job]:
     return sorted(jobs, key=lambda job: (-job.priority, job.submitted_s, job.name))
 
 
-def with_bounded_wait(place: Place, max_wait_s: float) -> Policy:
+def with_bounded_wait(place: PlacementRule, max_wait_s: float) -> Policy:
     """Return the policy that places jobs with `place`, priority by priority, after those that have waited too long."""
 
     def decide(state: State) -> Allocation:

@@ -90,7 +90,7 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return EtcdRendezvousHandler(HandlerConfig.from_parameters(params))
 
 
-class _Patience:
+class _RoundDeadline:
     """An agent's deadline for a round: `timeout_s` after a controller was last present.
 
     A controller starts missing nodes as soon as its scheduler has room, which may take hours.
@@ -302,23 +302,23 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _next_rendezvous(self) -> RendezvousInfo:
         has_worked = self._mirror is not None  # if so, its workers have failed or were ended for another round
-        patience = _Patience(self._client, self._keys, self._config.join_timeout_s)
+        deadline = _RoundDeadline(self._client, self._keys, self._config.join_timeout_s)
         if self._mirror is None:
             self._mirror = Mirror(self._client, self._keys.for_agents, _weakly(self._on_change), check_interval_s=_CHECK_S)
             # torchrun does not call shutdown() when it ends by a signal.
             atexit.register(self._shutdown_at_exit)
         else:
             # The agent has already ended all its workers, so the others need not wait for their leases to expire.
-            patience.answer_to(self._run.delete_own_workers)
+            deadline.answer_to(self._run.delete_own_workers)
         self._drop_store()
         self._has_finished = self._must_restart = False
         self._convener_error = None
         # From now on the convener's notices report the state of the job.
-        job = self._run.read(JobRecord, patience.answer_to(lambda: self._client.get(self._keys.job)))
+        job = self._run.read(JobRecord, deadline.answer_to(lambda: self._client.get(self._keys.job)))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
         self._raise_if_over(why_over(self._known().round, job), has_waited=False)
-        self._enter(patience, "waiting", last_round)
+        self._enter(deadline, "waiting", last_round)
         while True:
             self._wake.clear()
             self._stay_registered()
@@ -328,19 +328,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 raise RendezvousStateError(f"run {self._config.run_id!r}: {self._convener_error}") from self._convener_error
             is_admitted = known.round_number > last_round and self._agent_id in known.members
             if self._may_join_at_once(known, is_admitted):
-                return self._join_live(patience, known.round_number)
+                return self._join_live(deadline, known.round_number)
             if is_admitted:
                 if known.notice is not None and known.notice.confirmed_round == known.round_number:
                     return self._start(known.members, known.notice)
                 if self._own.record.round_number != known.round_number or self._own.record.state == "waiting":
                     is_first = known.members[0] == self._agent_id
                     port = free_port(self._all_addresses) if is_first else 0
-                    self._enter(patience, "running", known.round_number, port)
+                    self._enter(deadline, "running", known.round_number, port)
             elif self._own.record.state != "waiting":
                 logger.warning("run %r: a round broke up before it began", self._config.run_id)
                 last_round = known.round_number
-                self._enter(patience, "waiting", last_round)
-            remaining_s = patience.remaining_s()
+                self._enter(deadline, "waiting", last_round)
+            remaining_s = deadline.remaining_s()
             if remaining_s <= 0:
                 self._give_up(known)
             self._wake.wait(min(_POLL_S, remaining_s))
@@ -361,11 +361,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         bootstrap = RendezvousStoreInfo(notice.master_address, notice.master_port)
         return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
 
-    def _join_live(self, patience: _Patience, round_number: int) -> RendezvousInfo:
+    def _join_live(self, deadline: _RoundDeadline, round_number: int) -> RendezvousInfo:
         """Return ranks that are true now; the workers assign themselves the ranks that count."""
-        others = patience.answer_to(self._run.other_agents)
+        others = deadline.answer_to(self._run.other_agents)
         self._is_live = True
-        self._enter(patience, "running", round_number)
+        self._enter(deadline, "running", round_number)
         self._export()
         logger.info("run %r: joined the live job as node %d", self._config.run_id, len(others))
         return RendezvousInfo(
@@ -375,8 +375,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             RendezvousStoreInfo(self._address, free_port(self._all_addresses)),
         )
 
-    def _enter(self, patience: _Patience, state: Literal["waiting", "running"], round_number: int, port: int = 0) -> None:
-        patience.answer_to(lambda: self._register(state=state, round_number=round_number, port=port))
+    def _enter(self, deadline: _RoundDeadline, state: Literal["waiting", "running"], round_number: int, port: int = 0) -> None:
+        deadline.answer_to(lambda: self._register(state=state, round_number=round_number, port=port))
 
     def _give_up(self, known: Known) -> None:
         limits, run_id = self._config.limits, self._config.run_id

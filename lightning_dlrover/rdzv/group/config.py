@@ -11,7 +11,7 @@ from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
 from lightning_dlrover.rdzv.live.admission import MembershipConfig
-from lightning_dlrover.rdzv.live.rounds import Patience
+from lightning_dlrover.rdzv.live.rounds import RoundTimeouts
 from lightning_dlrover.rdzv.timeouts import Timeouts
 
 __all__ = ["WorldConfig", "is_in_job"]
@@ -110,5 +110,5 @@ class WorldConfig:
             workers_per_node=self.node_workers,
             lease_ttl_s=self.lease_ttl_s,
             history_ttl_s=self.history_ttl_s,
-            patience=Patience(self.start_timeout_s, self.regroup_timeout_s, return_s=2.0 * self.lease_ttl_s),
+            timeouts=RoundTimeouts(self.start_timeout_s, self.regroup_timeout_s, return_s=2.0 * self.lease_ttl_s),
         )

@@ -25,7 +25,7 @@ from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
 from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.probe import Answer
-from lightning_dlrover.rdzv.live.rounds import Patience, View, awaited, may_return, next_round
+from lightning_dlrover.rdzv.live.rounds import RoundTimeouts, View, awaited, may_return, next_round
 
 __all__ = ["Convener", "Entries", "Write", "burial"]
 
@@ -55,11 +55,11 @@ class Write:
 class Convener:
     """One worker's part in the election, and its decisions while it holds office."""
 
-    def __init__(self, keys: Keys, worker_id: str, lease_id: int, patience: Patience) -> None:
+    def __init__(self, keys: Keys, worker_id: str, lease_id: int, timeouts: RoundTimeouts) -> None:
         self._keys = keys
         self._worker_id = worker_id
         self._lease_id = lease_id
-        self._patience = patience
+        self._timeouts = timeouts
         self._situation: tuple[object, float] | None = None  # workers or agents that are awaited, and since when
         self._cut_off_s: float | None = None  # time at which etcd was last unreachable
         self._missing_since: dict[str, float] = {}  # missing members, and when this worker first saw in office that they are
@@ -119,10 +119,10 @@ class Convener:
             self._situation = (situation, now_s)
         # The outage that separated us from etcd may still separate those that seem to be lost. And a round that cannot be read
         # is no reason to begin with another first one.
-        is_back = self._cut_off_s is None or now_s - self._cut_off_s >= self._patience.return_s
+        is_back = self._cut_off_s is None or now_s - self._cut_off_s >= self._timeouts.return_s
         may_decide = (is_back or not view.lost) and (view.round is not None or self._keys.round not in entries)
         may_decide = may_decide and not self.awaits_return(view, now_s)
-        proposal = next_round(view, now_s - self._situation[1], self._patience) if may_decide else None
+        proposal = next_round(view, now_s - self._situation[1], self._timeouts) if may_decide else None
         if proposal is not None:
             proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
         told = self._notice(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
@@ -141,8 +141,8 @@ class Convener:
 
     def awaits_return(self, view: View, now_s: float) -> list[str]:
         """Return the missing members for whom the next round still waits."""
-        patience = self._patience
-        limit_s = patience.return_s if view.holders else max(patience.return_s, patience.start_s)
+        timeouts = self._timeouts
+        limit_s = timeouts.return_s if view.holders else max(timeouts.return_s, timeouts.start_s)
         waiting = may_return(view, self._answers)
         return [w for w in waiting if now_s - self._missing_since.get(w, now_s) < limit_s]
 
@@ -168,7 +168,7 @@ class Convener:
         return modified(key) == (entry.mod_revision if entry is not None else 0)
 
     def interrupt(self) -> None:
-        """Restart the patience timers because no record could arrive for a while."""
+        """Restart the timers because no record could arrive for a while."""
         self._situation = None
         self._missing_since = {}
         self._renewed = set()

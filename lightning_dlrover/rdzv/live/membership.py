@@ -130,7 +130,7 @@ class Membership:
             self.keys,
             self.worker_id,
             self.own.lease,
-            config.patience,
+            config.timeouts,
             self._mirror,
             self._wake,
             self._decoder,

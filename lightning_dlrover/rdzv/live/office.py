@@ -19,7 +19,7 @@ from lightning_dlrover.rdzv.live.announcement import Announcer
 from lightning_dlrover.rdzv.live.convener import Convener, Entries
 from lightning_dlrover.rdzv.live.overview import Overview
 from lightning_dlrover.rdzv.live.probe import Answer, answers
-from lightning_dlrover.rdzv.live.rounds import Patience, View
+from lightning_dlrover.rdzv.live.rounds import RoundTimeouts, View
 from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["Office"]
@@ -65,7 +65,7 @@ class Office:
         keys: Keys,
         worker_id: str,
         lease: Lease,
-        patience: Patience,
+        timeouts: RoundTimeouts,
         shared: Mirror,
         on_change: Callable[[], None],
         decoder: Decoder,
@@ -74,7 +74,7 @@ class Office:
     ) -> None:
         self._client = client
         self._keys = keys
-        self._convener = Convener(keys, worker_id, lease.id, patience)
+        self._convener = Convener(keys, worker_id, lease.id, timeouts)
         self._shared = shared
         self._lease = lease
         self._announcer = announcer

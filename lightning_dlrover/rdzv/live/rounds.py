@@ -26,7 +26,7 @@ from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.records import AddressRecord, AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.probe import Answer
 
-__all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "may_return", "next_round", "waits"]
+__all__ = ["RoundTimeouts", "View", "awaited", "cause", "lacks_workers", "losses", "may_return", "next_round", "waits"]
 
 
 MORE = "waits for more workers"
@@ -180,7 +180,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Patience:
+class RoundTimeouts:
     """Seconds to wait for missing workers before the round goes on without them."""
 
     # Wait until all announced workers have registered or are ready, and for missing members if nobody else holds the state.
@@ -339,12 +339,12 @@ def _with(workers: Iterable[str]) -> str:
     return f", as do {others}" if others else ""
 
 
-def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> RoundRecord | None:
+def next_round(view: View, waited_s: float, timeouts: RoundTimeouts = RoundTimeouts()) -> RoundRecord | None:
     """Return the round that should follow the current one, or None if it should stay or others are awaited.
 
     Args:
         waited_s: seconds for which `awaited(view)` has not changed.
-        patience: limits on `waited_s`.
+        timeouts: limits on `waited_s`.
     """
     if view.job is None or view.job.is_over:
         return None
@@ -355,10 +355,10 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
         if not view.survivors:
             return None
     if not view.survivors:
-        return _first(view, waited_s, patience)
+        return _first(view, waited_s, timeouts)
     if view.lost or view.failed:
-        return _after_failure(view, waited_s, patience)
-    return _planned(view, waited_s, patience)
+        return _after_failure(view, waited_s, timeouts)
+    return _planned(view, waited_s, timeouts)
 
 
 def losses(view: View, successor: RoundRecord) -> list[str]:
@@ -369,14 +369,14 @@ def losses(view: View, successor: RoundRecord) -> list[str]:
     return [w for w in view.round.members if w not in not_lost]
 
 
-def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+def _first(view: View, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
     """No worker holds state: start (again) with those at the training loop's entrance, else with those starting up."""
     assert view.job is not None
     # The two groups are at different places in the user's script and cannot form one round. Workers in `starting` become
     # `standby` as soon as they see a worker past the start, so the job waits for the group that is further on.
     further_on = view.in_state("standby", "ready")
     group = [w for w in (view.in_state("ready") if further_on else view.in_state("starting")) if w not in view.drains]
-    if awaited(view) and waited_s < patience.start_s:
+    if awaited(view) and waited_s < timeouts.start_s:
         return None
     if len(group) < view.job.min_workers or not group:
         return None
@@ -389,7 +389,7 @@ def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | Non
     )
 
 
-def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+def _after_failure(view: View, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
     """The step in flight cannot complete: go on with all survivors.
 
     Spares are not admitted here. They can receive the state only between two steps, in the planned round that follows.
@@ -403,7 +403,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         stay = [w for w in view.survivors if w not in stepped_back]
         kind, reason = "loss", f"lost {', '.join(view.lost)}"
     else:
-        if awaited(view) and waited_s < patience.regroup_s:
+        if awaited(view) and waited_s < timeouts.regroup_s:
             return None
         failed = set(view.failed)
         left_out = [w for w in view.holders if w not in failed and w not in view.dismissals]
@@ -412,7 +412,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         kind = "loss" if left_out else "retry"
         reason = f"no answer from {', '.join(left_out)}" if left_out else "the round did not form or a collective failed"
         together = _reaching_each_other(view, stay)
-        if view.round and view.round.apart_attempts >= patience.apart_attempts and _are_enough(view, together):
+        if view.round and view.round.apart_attempts >= timeouts.apart_attempts and _are_enough(view, together):
             reached = set(together)
             cut_off = [w for w in stay if w not in reached]
             if cut_off:
@@ -471,13 +471,13 @@ def _reaching_each_other(view: View, workers: list[str]) -> list[str]:
     return [worker for worker in workers if best & bits[worker]]
 
 
-def _planned(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+def _planned(view: View, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
     assert view.job is not None
     assert view.round is not None
     number = view.round.number
     if any(view.workers[w].state != "active" or view.workers[w].round_number != number for w in view.round.members):
         return None  # the current round is still being formed
-    if view.handing_over and waited_s < patience.leave_s:
+    if view.handing_over and waited_s < timeouts.leave_s:
         return None  # they must not see a newer round, unless the script keeps them for good
     members = view.round.members
     if any(view.dismissals.get(worker) == number for worker in members):

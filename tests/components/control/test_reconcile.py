@@ -14,11 +14,11 @@ from lightning_dlrover.components.control.reconcile import (
     AddNode,
     CancelNode,
     EnlargeNodes,
-    Give,
+    FailurePolicy,
+    FinishJob,
     JobView,
     Limits,
     Node,
-    Patience,
     ReplaceWorker,
     Warn,
     WithdrawNode,
@@ -30,7 +30,7 @@ from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.rounds import View
 
-PATIENCE = Patience()
+POLICY = FailurePolicy()
 LATE_S = 10_000.0
 
 
@@ -79,8 +79,8 @@ def old(node: Node, asked_s: float) -> Node:
 
 def test_job_lost_in_a_later_fit_ends_with_1() -> None:
     found = reconcile(JobView("finished", 2, [killed()], unfinished_fit=2))
-    assert [type(action) for action in found] == [Give]
-    assert isinstance(found[0], Give)
+    assert [type(action) for action in found] == [FinishJob]
+    assert isinstance(found[0], FinishJob)
     assert found[0].exit_code == 1
 
 
@@ -154,8 +154,8 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("for ever", training(2, member("a"), *refused(12, ended_s=301.0)), [AddNode]),
         ("though the oldest are forgotten", training(2, member("a"), *newest_refused(8, of=11)), []),
         ("before the first start, too", JobView("none", 2, [joining(), *refused(12, ended_s=31.0)]), [AddNode]),
-        ("all are refused at the first start", JobView("none", 2, refused(1)), [Give]),
-        ("the last one is lost, and no other is taken on", training(1, killed(ended_s=400.0), *refused(8)), [Give]),
+        ("all are refused at the first start", JobView("none", 2, refused(1)), [FinishJob]),
+        ("the last one is lost, and no other is taken on", training(1, killed(ended_s=400.0), *refused(8)), [FinishJob]),
         ("all is as planned", training(2, member("a"), member("b")), []),
         ("the plan has grown", training(3, member("a")), [AddNode, AddNode]),
         ("the one it grew by is joining", training(2, member("a"), joining("b")), []),
@@ -187,54 +187,58 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("a node was killed: it is replaced after a moment", training(2, member("a"), killed(), failures=1), [AddNode]),
         ("but not before", training(2, member("a"), killed(), failures=1, since_s=0.1), []),
         ("and later each time", training(2, member("a"), killed(), failures=4, since_s=3.9), []),
-        ("many were killed, nothing trains", training(2, *[killed()] * 8, failures=8), [Give]),
+        ("many were killed, nothing trains", training(2, *[killed()] * 8, failures=8), [FinishJob]),
         ("many were killed, but others train", training(2, member("a"), *[killed()] * 8, failures=8), [AddNode]),
         ("the same error stopped the job twice", training(1, faulty("f"), faulty("g")), [AddNode]),
-        ("and once more", training(1, *[faulty()] * 3), [Give]),
+        ("and once more", training(1, *[faulty()] * 3), [FinishJob]),
         (
             "and once more, with another process id in it",
             training(1, *(faulty(error=f"pid {n} died") for n in (7, 8, 9))),
-            [Give],
+            [FinishJob],
         ),
         (
             "with a checkpoint in between",
             replace(training(1, faulty(), *[saved(faulty(), 5)] * 2), checkpoint_step=5),
             [AddNode],
         ),
-        ("with none since", replace(training(1, *[saved(faulty(), 5)] * 3), checkpoint_step=5), [Give]),
+        ("with none since", replace(training(1, *[saved(faulty(), 5)] * 3), checkpoint_step=5), [FinishJob]),
         ("beside a node that was killed", training(1, *[faulty()] * 3, killed(ended_s=65.0)), [AddNode]),
         ("it was killed again and again", training(1, *[stopped_by_kill()] * 19), [AddNode]),
-        ("and once more, though rounds were formed", training(1, *[stopped_by_kill()] * 20, failures=1), [Give]),
+        ("and once more, though rounds were formed", training(1, *[stopped_by_kill()] * 20, failures=1), [FinishJob]),
         ("though one of them trained for long", training(1, *[stopped_by_kill()] * 19, stopped_by_kill(901.0)), [AddNode]),
         ("and once more, with nodes left", training(2, joining("b"), *[faulty()] * 3), [CancelNode]),
         ("three different errors stopped it", training(1, *(faulty(error=e) for e in "xyz")), [AddNode]),
         ("three nodes failed while others trained", training(1, *[faulty(stopped_job=False)] * 3), [AddNode]),
-        ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [Give]),
+        ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [FinishJob]),
         ("after an hour of training each", training(1, *[replace(faulty(), trained_s=3600.0)] * 3), [AddNode]),
-        ("all left, although the training was not done", training(1, ended()), [Give]),
+        ("all left, although the training was not done", training(1, ended()), [FinishJob]),
         ("all left a moment ago: perhaps it is done", training(1, ended(ended_s=0.5)), []),
         ("the script fails before it trains", JobView("none", 2, [faulty(), joining()]), [CancelNode]),
-        ("and nothing is left", JobView("starting", 1, [faulty()]), [Give]),
+        ("and nothing is left", JobView("starting", 1, [faulty()]), [FinishJob]),
         (
             "the script fails before it trains because another node was killed",
             JobView("starting", 2, [killed(ended_s=61.0), faulty()], failures_in_a_row=2, since_failure_s=60.0),
             [AddNode, AddNode],
         ),
-        ("it would fail without that", JobView("starting", 2, [killed(ended_s=99.0), faulty()], failures_in_a_row=2), [Give]),
+        (
+            "it would fail without that",
+            JobView("starting", 2, [killed(ended_s=99.0), faulty()], failures_in_a_row=2),
+            [FinishJob],
+        ),
         (
             "a node is killed before it trains",
             JobView("none", 1, [killed()], failures_in_a_row=1, since_failure_s=9),
             [AddNode],
         ),
-        ("a script that trains nothing has ended", JobView("none", 2, [ended("a"), ended("b")]), [Give]),
+        ("a script that trains nothing has ended", JobView("none", 2, [ended("a"), ended("b")]), [FinishJob]),
         ("on one of two nodes", JobView("none", 2, [ended("a"), joining("b")]), []),
-        ("and the other one was killed", JobView("none", 2, [ended("a", 99.0), killed("b")]), [Give]),
+        ("and the other one was killed", JobView("none", 2, [ended("a", 99.0), killed("b")]), [FinishJob]),
         ("finished, and the workers run what follows `fit`", JobView("finished", 2, [member("a")]), []),
         ("finished, and a joiner does not end", JobView("finished", 2, [member("a"), joining("b", 31.0)]), [CancelNode]),
-        ("finished, all have ended", JobView("finished", 2, [ended("a"), killed("b")]), [Give]),
+        ("finished, all have ended", JobView("finished", 2, [ended("a"), killed("b")]), [FinishJob]),
         ("failed, as another controller found", JobView("failed", 1, [member("a")]), [CancelNode]),
         ("somebody ends it", JobView("training", 2, [member("a"), joining("b")], stop="enough"), [CancelNode, CancelNode]),
-        ("and all nodes have ended", JobView("training", 2, [killed("a")], stop="enough"), [Give]),
+        ("and all nodes have ended", JobView("training", 2, [killed("a")], stop="enough"), [FinishJob]),
         ("somebody ends what follows `fit`", JobView("finished", 1, [member("a")], stop="enough"), [CancelNode]),
         ("a node waits in the queue", training(1, Node("a", "pending", idle_s=999.0)), []),
         ("a node does not reach etcd", training(1, Node("a", "running", age_s=61.0, idle_s=61.0)), [Warn]),
@@ -265,7 +269,7 @@ def test_each_situation_has_its_answer(situation: str, view: JobView, kinds: lis
 )
 def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit_code: int) -> None:
     (give,) = reconcile(view)
-    assert isinstance(give, Give)
+    assert isinstance(give, FinishJob)
     assert give.exit_code == exit_code
     assert give.reason
 
@@ -283,12 +287,12 @@ def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit
 )
 def test_job_without_etcd_ends_after_its_nodes_and_a_pause(nodes: list[Node], away_s: float, gives_up: bool) -> None:
     actions = reconcile(JobView("training", 1, nodes, may_act=False, etcd_away_s=away_s))
-    assert [type(action) for action in actions] == ([Give] if gives_up else [])
+    assert [type(action) for action in actions] == ([FinishJob] if gives_up else [])
 
 
 def test_the_reason_for_giving_up_names_the_error() -> None:
     (give,) = reconcile(training(1, *[faulty(error="KeyError: 'label'")] * 3))
-    assert isinstance(give, Give)
+    assert isinstance(give, FinishJob)
     assert "KeyError: 'label'" in give.reason
 
 
@@ -366,10 +370,10 @@ def test_there_are_never_more_nodes_than_planned_because_of_us(view: JobView) ->
 @given(views)
 def test_missing_nodes_are_added_or_the_reason_is_given(view: JobView) -> None:
     living = [node for node in view.nodes if node.is_living]
-    patience = Patience(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
-    actions = reconcile(view, patience)
+    policy = FailurePolicy(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
+    actions = reconcile(view, policy)
     if view.may_act and view.phase == "training" and len(living) < view.wanted and not actions:
-        assert why_none_is_added(view, patience) or (not living and any(node.ended_s == 0.0 for node in view.nodes))
+        assert why_none_is_added(view, policy) or (not living and any(node.ended_s == 0.0 for node in view.nodes))
 
 
 @given(views)
@@ -397,7 +401,7 @@ def test_a_training_worker_is_never_ended_while_the_job_goes_on(view: JobView) -
 @given(views)
 def test_the_job_is_given_up_only_when_no_node_is_left(view: JobView) -> None:
     actions = reconcile(view)
-    if any(isinstance(action, Give) for action in actions):
+    if any(isinstance(action, FinishJob) for action in actions):
         assert len(actions) == 1
         assert not any(node.is_living for node in view.nodes)
 
@@ -410,23 +414,23 @@ def test_a_job_that_is_over_gets_no_new_node(view: JobView) -> None:
 
 @given(st.integers(1, 30))
 def test_the_pause_before_a_replacement_grows_but_has_a_limit(failures: int) -> None:
-    patience = Patience(max_failures=100)
+    policy = FailurePolicy(max_failures=100)
     views_ = [training(1, killed(), failures=n, since_s=29.9) for n in (failures, failures + 1)]
-    now, later = (bool(reconcile(view, patience)) for view in views_)
+    now, later = (bool(reconcile(view, policy)) for view in views_)
     assert now or not later
-    assert reconcile(training(1, killed(), failures=failures, since_s=30.0), patience) == [AddNode()]
+    assert reconcile(training(1, killed(), failures=failures, since_s=30.0), policy) == [AddNode()]
 
 
 def test_failure_after_training_is_named() -> None:
     first, second = (replace(faulty(name, ended_s=s), after_training=True) for name, s in (("a", 9.0), ("b", 5.0)))
     [end] = reconcile(JobView("finished", 2, [second, first]))
-    assert end == Give(1, f"training has finished, but a failed after it: {first.error}", is_trained=True)
+    assert end == FinishJob(1, f"training has finished, but a failed after it: {first.error}", is_trained=True)
 
 
 @pytest.mark.parametrize(("phase", "reason"), [("none", "no worker joined"), ("starting", "no Trainer reached")])
 def test_end_without_training_is_reported(phase: Any, reason: str) -> None:
     [end] = reconcile(JobView(phase, 1, [ended()]))
-    assert isinstance(end, Give)
+    assert isinstance(end, FinishJob)
     assert (end.exit_code, end.is_trained) == (0, False)
     assert f"the script ended without training: {reason}" in end.reason
 
@@ -603,7 +607,7 @@ def test_death_of_a_worker_replaces_no_node_while_its_agent_restarts_it() -> Non
     assert reconcile(training(2, pair("a"), pair("b", num_members=1, agentless_s=0.0))) == []
 
 
-@pytest.mark.parametrize(("agentless_s", "is_replaced"), [(PATIENCE.whole_s, False), (PATIENCE.whole_s + 1.0, True)])
+@pytest.mark.parametrize(("agentless_s", "is_replaced"), [(POLICY.whole_s, False), (POLICY.whole_s + 1.0, True)])
 def test_node_without_one_of_its_agents_is_replaced_after_a_while(agentless_s: float, is_replaced: bool) -> None:
     node = replace(pair("b", num_members=1, agentless_s=agentless_s), workers=("b-0",))
     found = reconcile(training(2, pair("a"), node))

@@ -26,7 +26,7 @@ from torchx.specs import AppDef, AppState, Role
 from waiting import eventually
 
 from lightning_dlrover.components.control.controller import Controller
-from lightning_dlrover.components.control.reconcile import Limits, Patience
+from lightning_dlrover.components.control.reconcile import FailurePolicy, Limits
 from lightning_dlrover.components.targets import kubernetes_api
 from lightning_dlrover.components.targets.kubernetes import (
     KubernetesOptions,
@@ -1118,8 +1118,8 @@ def test_job_goes_on_when_the_cluster_refuses_a_node(
     make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
 ) -> None:
     cluster.max_jobs = 1
-    patience = Patience(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
-    with Controller(client, keys, make_target(), Limits(2, 2), show=print, patience=patience) as controller:
+    policy = FailurePolicy(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, policy=policy) as controller:
         while len(controller._registry.entries) < 4:  # three refusals
             assert controller.step() is None
             controller.wait(0.01)

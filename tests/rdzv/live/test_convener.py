@@ -32,13 +32,13 @@ from lightning_dlrover.rdzv.live.convener import (
 )
 from lightning_dlrover.rdzv.live.probe import Answer
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
+    RoundTimeouts,
     View,
 )
 from lightning_dlrover.rdzv.live.view import Decoder, read_view
 
 KEYS = Keys("job", "/test")
-PATIENCE = Patience(start_s=60.0, regroup_s=120.0, return_s=10.0)
+TIMEOUTS = RoundTimeouts(start_s=60.0, regroup_s=120.0, return_s=10.0)
 
 
 class Records:
@@ -109,7 +109,7 @@ def buried(records: Records, worker_id: str) -> list[Write]:
 
 
 def elected(records: Records, worker_id: str) -> Convener:
-    convener = Convener(KEYS, worker_id, 7, PATIENCE)
+    convener = Convener(KEYS, worker_id, 7, TIMEOUTS)
     write = next_write(convener, records)
     assert write is not None
     assert write.purpose == "elect"
@@ -133,7 +133,7 @@ def job_of(*workers: str) -> tuple[Records, Convener]:
 def test_election_key_has_one_holder_and_ends_with_its_lease() -> None:
     records = Records()
     records.worker("a")
-    first, second = (Convener(KEYS, name, lease, PATIENCE) for name, lease in (("a", 7), ("b", 8)))
+    first, second = (Convener(KEYS, name, lease, TIMEOUTS) for name, lease in (("a", 7), ("b", 8)))
     writes = [next_write(c, records) for c in (first, second)]
     assert [records.run(w) for w in writes] == [True, False]
     assert records.entries[KEYS.convener].lease_id == 7
@@ -142,7 +142,7 @@ def test_election_key_has_one_holder_and_ends_with_its_lease() -> None:
 def test_convener_needs_records_that_show_its_election() -> None:
     records = Records()
     records.worker("a")
-    convener = Convener(KEYS, "a", 7, PATIENCE)
+    convener = Convener(KEYS, "a", 7, TIMEOUTS)
     before, view = dict(records.entries), records.view
     assert records.run(next_write(convener, records))
     assert convener.next_write(before, view, 0.0) is None
@@ -180,7 +180,7 @@ def test_round_with_a_lost_answer_is_not_written_twice() -> None:
 def test_office_of_a_holder_without_record_is_revoked() -> None:
     records, _ = job_of("a", "b")
     records.apply((), (Delete(KEYS.workers + "a"),))
-    other = Convener(KEYS, "b", 8, PATIENCE)
+    other = Convener(KEYS, "b", 8, TIMEOUTS)
     write = next_write(other, records)
     assert write is not None
     assert write.purpose == "unseat"
@@ -197,7 +197,7 @@ def test_death_in_any_step_of_a_burial_does_not_stop_the_job() -> None:
             assert records.run(write)
         if num_writes == 0:
             records.apply((), (Delete(KEYS.workers + "a"),))  # its lease expires
-        survivor = Convener(KEYS, "b", 8, PATIENCE)
+        survivor = Convener(KEYS, "b", 8, TIMEOUTS)
         for _ in range(4):
             records.run(next_write(survivor, records))
         assert (records.round.number, records.round.members, records.round.convener) == (2, ["b"], "b")
@@ -359,7 +359,7 @@ def test_member_that_is_cut_off_again_and_again_does_not_hold_up_the_loss_of_ano
             written_at = second
             break
     assert written_at is not None
-    assert written_at <= 2 * PATIENCE.return_s + 6
+    assert written_at <= 2 * TIMEOUTS.return_s + 6
 
 
 @pytest.mark.parametrize("answer", ["refuses", "silent"])

@@ -46,7 +46,7 @@ from lightning_dlrover.rdzv.live.member import (
 )
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.rounds import Patience, View
+from lightning_dlrover.rdzv.live.rounds import RoundTimeouts, View
 from lightning_dlrover.rdzv.live.view import read_view
 
 T = TypeVar("T")
@@ -672,7 +672,7 @@ def test_time_to_return_begins_when_a_full_etcd_has_room(
 ) -> None:
     return_s = 3.0
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
-        workers = job_of(start, 2, endpoint=private_etcd.endpoint, patience=Patience(return_s=return_s))
+        workers = job_of(start, 2, endpoint=private_etcd.endpoint, timeouts=RoundTimeouts(return_s=return_s))
         election = other.get(workers[0].membership.keys.convener)
         assert election is not None
         silent, remaining = sorted(

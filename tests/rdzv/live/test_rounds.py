@@ -17,7 +17,7 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerRecord,
 )
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
+    RoundTimeouts,
     View,
     awaited,
     cause,
@@ -499,7 +499,7 @@ def test_spare_of_a_size_that_has_failed_names_the_failure() -> None:
 def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
     seen = view("01")
     one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
-    proposal = next_round(one, 10.0, Patience(regroup_s=9.0))
+    proposal = next_round(one, 10.0, RoundTimeouts(regroup_s=9.0))
     assert proposal is not None
     assert (proposal.members, proposal.kind) == (["w0"], "loss")
 

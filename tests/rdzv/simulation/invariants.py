@@ -51,7 +51,7 @@ from lightning_dlrover.rdzv.live.rounds import (
 )
 
 from .etcd import Written
-from .process import BATCH, HANG_S, PATIENCE, Hello, Meeting, Worker
+from .process import BATCH, HANG_S, TIMEOUTS, Hello, Meeting, Worker
 
 if TYPE_CHECKING:
     from .job import Job
@@ -151,7 +151,7 @@ class Checks:
         starts_over = new.kind == "start"
         if new.planned and not starts_over:
             return  # it was decided when they all were there
-        limit_s = max(PATIENCE.start_s, PATIENCE.return_s) if starts_over else PATIENCE.return_s
+        limit_s = max(TIMEOUTS.start_s, TIMEOUTS.return_s) if starts_over else TIMEOUTS.return_s
         for worker_id in members:
             worker = job.workers[worker_id]
             if worker.state is None and not starts_over:

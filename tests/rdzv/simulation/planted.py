@@ -31,7 +31,7 @@ from lightning_dlrover.rdzv.live.convener import (
 from lightning_dlrover.rdzv.live.member import Member
 from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
+    RoundTimeouts,
     View,
 )
 
@@ -72,8 +72,8 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
-def _patience(**changes: float) -> Patch:
-    return mock.patch.object(process_module, "PATIENCE", dataclasses.replace(process_module.PATIENCE, **changes))  # type: ignore[arg-type]
+def _timeouts(**changes: float) -> Patch:
+    return mock.patch.object(process_module, "TIMEOUTS", dataclasses.replace(process_module.TIMEOUTS, **changes))  # type: ignore[arg-type]
 
 
 def _awaiting(may_return: Callable[[View, Mapping[str, Any]], list[str]]) -> Patch:
@@ -196,7 +196,7 @@ def _() -> list[Patch]:
 @bug("patience ignored", "patience")
 def _() -> list[Patch]:
     """A member that has not answered yet is left out at once."""
-    return [_patience(regroup_s=0.0)]
+    return [_timeouts(regroup_s=0.0)]
 
 
 @bug("the end of a lease is taken for death", "return")
@@ -225,8 +225,8 @@ def _() -> list[Patch]:
         def next_write(self: Convener, entries: Any, view: View, now_s: float, *rest: Any) -> Write | None:
             first = self.__dict__.setdefault("_first", now_s)
 
-            def impatient(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
-                return next_round(view, now_s - first, patience)
+            def impatient(view: View, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
+                return next_round(view, now_s - first, timeouts)
 
             with mock.patch.object(convener_module, "next_round", impatient):
                 write: Write | None = original(self, entries, view, now_s, *rest)
@@ -243,7 +243,7 @@ def _() -> list[Patch]:
     """A survivor with a valid lease that does not answer is awaited without end."""
 
     def make(original: Any) -> Any:
-        return lambda view, waited_s, patience: original(view, 0.0, patience)
+        return lambda view, waited_s, timeouts: original(view, 0.0, timeouts)
 
     return [_replace(convener_module, "next_round", make)]
 
@@ -353,7 +353,7 @@ def _() -> list[Patch]:
 @bug("a network that fell into two is not noticed", "patience", near=480)
 def _() -> list[Patch]:
     """Members that do not reach each other retry for ever, and so do members that were left out."""
-    return [_patience(apart_attempts=10**9)]
+    return [_timeouts(apart_attempts=10**9)]
 
 
 # --- a worker's own side ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ from lightning_dlrover.rdzv.live.member import (
 from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.probe import Answer, dead_beside
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
+    RoundTimeouts,
 )
 
 from .etcd import Client
@@ -75,7 +75,7 @@ COLLECTIVE_S = 5.0
 VACANCY_S = 5.0  # seconds between two checks that the convener is registered
 HANG_S = 2.0  # seconds until a connection to an unreachable peer is given up
 BATCH = 12  # samples per step
-PATIENCE = Patience(start_s=8.0, regroup_s=8.0, return_s=2 * LEASE_S)
+TIMEOUTS = RoundTimeouts(start_s=8.0, regroup_s=8.0, return_s=2 * LEASE_S)
 
 
 @dataclass(frozen=True)
@@ -501,7 +501,7 @@ class Worker:
             await self.pause(0.5)
         self.registered = True
         self.kernel.log(self.id, "registers", state)
-        self._convener = Convener(keys, self.id, self.lease_id, PATIENCE)
+        self._convener = Convener(keys, self.id, self.lease_id, TIMEOUTS)
         self.process.run(self._membership_thread())
         return state
 
@@ -748,4 +748,4 @@ class _Backend:
         self._worker.drop_group()
 
 
-__all__ = ["BATCH", "HANG_S", "LEASE_S", "PATIENCE", "Hello", "Meeting", "State", "Worker"]
+__all__ = ["BATCH", "HANG_S", "LEASE_S", "TIMEOUTS", "Hello", "Meeting", "State", "Worker"]

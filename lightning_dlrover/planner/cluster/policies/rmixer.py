@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, start_spread
+from lightning_dlrover.planner.cluster.waiting import PlacementRule, start_spread
 
 __all__ = ["rmixer", "type_of"]
 
 
-def rmixer(settings: PolicySettings) -> Place:
+def rmixer(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
 

@@ -1,7 +1,7 @@
 """Interpret a job's events: rounds, stalls, losses, decisions and profiles, in chronological order.
 
 Events come from etcd or from a file that may be truncated, so their `data` is always validated. An event without a required
-field is counted in `JobStory.num_skipped` and left out. Data that was never recorded is listed in `missing`.
+field is counted in `JobTimeline.num_skipped` and left out. Data that was never recorded is listed in `missing`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_dlrover.rdzv.job.events import (
 )
 from lightning_dlrover.rdzv.job.records import EventRecord
 
-__all__ = ["JobStory", "Profile", "Round", "outcome_of", "tell"]
+__all__ = ["JobTimeline", "Profile", "Round", "outcome_of", "timeline_of"]
 
 KINDS = {
     each.KIND
@@ -41,7 +41,7 @@ KINDS = {
         *(WorkerLost, GrowthFailed, SizeRequested, FitFinished, WorkerFailed),
     )
 }
-"""Kinds of events that are drawn or counted. Others appear in the story with their sentence only."""
+"""Kinds of events that are drawn or counted. Others appear in the timeline with their sentence only."""
 
 LATEST = 253_402_300_800.0  # the year 10000, the upper limit of calendars and axes
 LARGEST = 1e15  # upper limit of any quantity; larger ones come from broken records
@@ -86,7 +86,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class JobStory:
+class JobTimeline:
     run_id: str
     started_at: float
     ended_at: float
@@ -154,54 +154,54 @@ class JobStory:
         return tuple(said)
 
 
-def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
-    """Build the story of one job. Events may be in any order, incomplete or broken."""
+def timeline_of(run_id: str, events: Sequence[EventRecord]) -> JobTimeline:
+    """Build the timeline of one job. Events may be in any order, incomplete or broken."""
     timed = sorted((e for e in events if 0 <= e.at < LATEST), key=lambda e: e.at)
-    told = _Told(num_skipped=len(events) - len(timed))
+    builder = _TimelineBuilder(num_skipped=len(events) - len(timed))
     for record in timed:
         if record.kind not in KINDS or (record.kind == SizeRequested.KIND and record.text):
-            told.notes.append(Note(record.at, record.text or record.kind))
+            builder.notes.append(Note(record.at, record.text or record.kind))
             continue
         try:
-            told.add(record, content_of(record))
+            builder.add(record, content_of(record))
         except (KeyError, ValueError):
-            told.num_skipped += 1
+            builder.num_skipped += 1
     # A window's event is written at its end, and the first step of the job precedes it.
-    started_at = min([e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in told.profiles], default=0.0)
-    return JobStory(
+    started_at = min([e.at for e in timed] + [p.at - p.num_steps * p.step_time_s for p in builder.profiles], default=0.0)
+    return JobTimeline(
         run_id=run_id,
         started_at=started_at,
         ended_at=max((e.at for e in timed), default=0.0),
         rounds=tuple(
-            replace(r, stall_s=told.stalls[r.number][0], stalled_until=told.stalls[r.number][1])
-            if r.number in told.stalls
+            replace(r, stall_s=builder.stalls[r.number][0], stalled_until=builder.stalls[r.number][1])
+            if r.number in builder.stalls
             else r
-            for r in told.rounds.values()
+            for r in builder.rounds.values()
         ),
-        profiles=tuple(told.profiles),
-        decisions=tuple(told.decisions),
-        losses=tuple(told.losses.values()),
-        undone=tuple(told.undone),
-        notes=tuple(told.notes),
-        errors=tuple(told.errors),
-        finished_step=told.finished_step,
+        profiles=tuple(builder.profiles),
+        decisions=tuple(builder.decisions),
+        losses=tuple(builder.losses.values()),
+        undone=tuple(builder.undone),
+        notes=tuple(builder.notes),
+        errors=tuple(builder.errors),
+        finished_step=builder.finished_step,
         num_events=len(timed),
-        num_skipped=told.num_skipped,
+        num_skipped=builder.num_skipped,
     )
 
 
-def outcome_of(story: JobStory, decision: Decision) -> Outcome | None:
+def outcome_of(timeline: JobTimeline, decision: Decision) -> Outcome | None:
     """Return the outcome of a decision: all windows with its settings until the next decision. None if there were none."""
-    later = [d.at for d in story.decisions if d.at > decision.at]
+    later = [d.at for d in timeline.decisions if d.at > decision.at]
     until = min(later, default=math.inf)
-    chosen = [p for p in story.profiles if decision.at < p.at <= until and p.settings == decision.chosen]
+    chosen = [p for p in timeline.profiles if decision.at < p.at <= until and p.settings == decision.chosen]
     num_steps, seconds = sum(p.num_steps for p in chosen), sum(p.step_time_s * p.num_steps for p in chosen)
     return outcome(decision, seconds / num_steps) if num_steps and seconds / num_steps else None
 
 
 @dataclass
-class _Told:
-    """The parts of a story, as far as its events have been read."""
+class _TimelineBuilder:
+    """The parts of a timeline, as far as its events have been read."""
 
     num_skipped: int
     stalls: dict[int, tuple[float, float]] = field(default_factory=dict)  # seconds and end of the longest one, by round

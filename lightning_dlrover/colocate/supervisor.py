@@ -4,7 +4,7 @@ The dispatcher starts it with a pipe as standard input. Each line of the pipe is
 The end of the pipe means that the dispatcher is gone, and then the job ends, too. Orphans of the job become children of this
 process (PR_SET_CHILD_SUBREAPER). So it finds every process of the job, stops and continues all of them, and leaves none behind.
 
-Usage: python -I -S keeper.py RESULT OUTPUT COMMAND...
+Usage: python -I -S supervisor.py RESULT OUTPUT COMMAND...
 RESULT is written once, whole, after the last process of the job has ended.
 """
 
@@ -32,7 +32,7 @@ IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 LOOK_S = 0.02
 """Seconds between two looks at processes that were asked to end."""
 REST_S = 1.0
-"""Seconds between two looks otherwise: ends of children and orders wake the keeper."""
+"""Seconds between two looks otherwise: ends of children and orders wake the supervisor."""
 EXIT_NOT_STARTED = 127
 
 
@@ -74,19 +74,19 @@ class Job:
         self.code: int | None = None
         self.kill_at: float | None = None
         self.asked = False
-        keeper = os.getpid()
+        supervisor = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            self._become(command, output, keeper)
+            self._become(command, output, supervisor)
 
     @staticmethod
-    def _become(command: list[str], output: str, keeper: int) -> NoReturn:
+    def _become(command: list[str], output: str, supervisor: int) -> NoReturn:
         try:
             os.setsid()
             for number in (*IGNORED, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != keeper:  # it was killed before the line above
+            if os.getppid() != supervisor:  # it was killed before the line above
                 os._exit(EXIT_NOT_STARTED)
             nothing = os.open(os.devnull, os.O_RDONLY)
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""One job's processes, as the dispatcher holds them: a keeper and everything below it."""
+"""One job's processes, as the dispatcher holds them: a supervisor and everything below it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dlrover.codec import from_fields
-from lightning_dlrover.colocate import keeper
+from lightning_dlrover.colocate import supervisor
 
-__all__ = ["KeptJob", "Outcome", "read_outcome"]
+__all__ = ["Outcome", "SupervisedJob", "read_outcome"]
 
 RESULT = "result.json"
 OUTPUT = "output.log"
@@ -28,7 +28,7 @@ class Outcome:
     """How a job's command has ended.
 
     Args:
-        code: exit code. None: the keeper was killed, and the job with it.
+        code: exit code. None: the supervisor was killed, and the job with it.
         signal: number of the signal that ended the command; 0: none did.
         asked_to_end: an `end` had been sent.
     """
@@ -49,8 +49,8 @@ class Outcome:
     def text(self) -> str:
         """The end in words."""
         if self.code is None:
-            return "its keeper was killed"
-        if self.code == keeper.EXIT_NOT_STARTED:
+            return "its supervisor was killed"
+        if self.code == supervisor.EXIT_NOT_STARTED:
             return f"exit code {self.code}, as of a command that cannot be started"
         if self.signal:
             known = {each.value: each.name for each in signal.Signals}
@@ -72,8 +72,8 @@ def read_outcome(folder: Path) -> Outcome | None:
     return None
 
 
-class KeptJob:
-    """Start a command under a keeper.
+class SupervisedJob:
+    """Start a command under a supervisor.
 
     Args:
         folder: a new folder for the job's output and result.
@@ -96,11 +96,11 @@ class KeptJob:
         self.folder = folder
         self.output = folder / OUTPUT
         self._result = folder / RESULT
-        program = [sys.executable, "-I", "-S", keeper.__file__, str(self._result), str(self.output), *command]
+        program = [sys.executable, "-I", "-S", supervisor.__file__, str(self._result), str(self.output), *command]
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores or before)  # children inherit it from their first instruction on
         try:
-            self._keeper = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 program,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -111,9 +111,9 @@ class KeptJob:
         finally:
             os.sched_setaffinity(0, before)
         self.end_descriptor: int | None = None
-        """Descriptor that can be read once the keeper has ended; None where the kernel or this build of Python has no such."""
+        """Descriptor that can be read once the supervisor has ended; None where the kernel or this Python has none."""
         with suppress(AttributeError, OSError):
-            self.end_descriptor = os.pidfd_open(self._keeper.pid)
+            self.end_descriptor = os.pidfd_open(self._supervisor.pid)
 
     def close(self) -> None:
         """Close the descriptor. The job has ended."""
@@ -122,8 +122,8 @@ class KeptJob:
             self.end_descriptor = None
 
     @property
-    def keeper_pid(self) -> int:
-        return self._keeper.pid
+    def supervisor_pid(self) -> int:
+        return self._supervisor.pid
 
     def pause(self) -> None:
         """Stop all processes of the job."""
@@ -139,15 +139,15 @@ class KeptJob:
 
     def outcome(self) -> Outcome | None:
         """Return how the job has ended; None while a process of it may live."""
-        if self._keeper.poll() is None:
+        if self._supervisor.poll() is None:
             return None
-        if self._keeper.stdin is not None:
+        if self._supervisor.stdin is not None:
             with suppress(OSError):
-                self._keeper.stdin.close()
+                self._supervisor.stdin.close()
         if (outcome := read_outcome(self.folder)) is not None:
             return outcome
-        # A keeper that could not write the result ends with the command's exit code.
-        code = self._keeper.returncode
+        # A supervisor that could not write the result ends with the command's exit code.
+        code = self._supervisor.returncode
         return Outcome(code if code >= 0 else None, 0, False, 0.0, 0)
 
     def last_words(self) -> str:
@@ -159,7 +159,7 @@ class KeptJob:
         return ""
 
     def _order(self, order: bytes) -> None:
-        assert self._keeper.stdin is not None
-        with suppress(OSError):  # the keeper has ended; `outcome` has the reason
-            self._keeper.stdin.write(order)
-            self._keeper.stdin.flush()
+        assert self._supervisor.stdin is not None
+        with suppress(OSError):  # the supervisor has ended; `outcome` has the reason
+            self._supervisor.stdin.write(order)
+            self._supervisor.stdin.flush()

@@ -17,7 +17,7 @@ from lightning_dlrover.colocate.journal import Profiled, Rates
 from lightning_dlrover.colocate.places import CPU
 from lightning_dlrover.colocate.watched import Moment
 
-__all__ = ["ALONE_S", "WARMUP_STEPS", "Alone", "Companion", "Company"]
+__all__ = ["ALONE_S", "WARMUP_STEPS", "Alone", "CoRunner", "InterferenceMeter"]
 
 SETTLE_S = 0.3
 """Caches and threads of the former set have gone by then."""
@@ -34,7 +34,7 @@ WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Companion:
+class CoRunner:
     """A job that runs, as seen at one look."""
 
     name: str
@@ -52,7 +52,7 @@ Alone: TypeAlias = Mapping[tuple[str, bool], float]
 """Speed alone by kind, and whether it is in steps: in steps per second, or in cores of a command that reports no steps."""
 
 
-class Company:
+class InterferenceMeter:
     """The jobs that run on one device at the moment.
 
     Args:
@@ -66,9 +66,9 @@ class Company:
         self._members: tuple[str, ...] = ()
         self._since_s = 0.0
         self._first: dict[str, Moment] = {}  # by name; a job is absent until its part of the window has begun
-        self._newest: Mapping[str, Companion] = {}
+        self._newest: Mapping[str, CoRunner] = {}
 
-    def look(self, now: float, running: Sequence[Companion], alone: Alone) -> list[Profiled | Rates]:
+    def look(self, now: float, running: Sequence[CoRunner], alone: Alone) -> list[Profiled | Rates]:
         """Return the results of the windows that end with this look.
 
         Args:
@@ -76,16 +76,16 @@ class Company:
             alone: known speeds alone.
         """
         found: list[Profiled | Rates] = []
-        members = tuple(sorted(companion.name for companion in running))
+        members = tuple(sorted(co_runner.name for co_runner in running))
         if members != self._members:
             found = self._close(alone)
             self._members, self._since_s, self._first = members, now, {}
-        self._newest = {companion.name: companion for companion in running}
-        if now - self._since_s >= self._settle_s and all(companion.is_warm for companion in running):
-            for companion in running:
+        self._newest = {co_runner.name: co_runner for co_runner in running}
+        if now - self._since_s >= self._settle_s and all(co_runner.is_warm for co_runner in running):
+            for co_runner in running:
                 # An older report is that of a step that ran, or was paused, beside the former set.
-                if companion.moment.at_s >= self._since_s:
-                    self._first.setdefault(companion.name, companion.moment)
+                if co_runner.moment.at_s >= self._since_s:
+                    self._first.setdefault(co_runner.name, co_runner.moment)
         if members and self._has_measured(ALONE_S if len(members) == 1 else TOGETHER_S):
             found += self._close(alone)
         return found
@@ -115,7 +115,7 @@ class Company:
         kinds = tuple(sorted(now.kind for now, _ in pairs))
         return [Rates(self._device, means, kinds, seconds, self._device_kind)]
 
-    def _profile(self, now: Companion, then: Moment) -> Profiled:
+    def _profile(self, now: CoRunner, then: Moment) -> Profiled:
         moment = now.moment
         seconds = max(1e-3, moment.measured_s - then.measured_s)
         step_s = moment.step_s - then.step_s
@@ -131,7 +131,7 @@ class Company:
         )
 
 
-def _speed(now: Companion, then: Moment) -> float:
+def _speed(now: CoRunner, then: Moment) -> float:
     """Return steps per second, or the cores in use of a command that reports no steps."""
     moment = now.moment
     if now.reports:

@@ -1,4 +1,4 @@
-"""Real processes: whatever happens to a job, its keeper or the dispatcher, no process is left."""
+"""Real processes: whatever happens to a job, its supervisor or the dispatcher, no process is left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.colocate.kept_job import KeptJob, Outcome
+from lightning_dlrover.colocate.supervised_job import Outcome, SupervisedJob
 from lightning_dlrover.colocate.usage import families
 
-Keep = Callable[..., KeptJob]
+Keep = Callable[..., SupervisedJob]
 
 FAMILY = "setsid sleep 100 & (sleep 100 & sleep 100) & "
 """Processes in a session of their own, and a grandchild."""
@@ -23,21 +23,21 @@ FAMILY = "setsid sleep 100 & (sleep 100 & sleep 100) & "
 
 @pytest.fixture
 def keep(tmp_path: Path) -> Keep:
-    def kept(program: str, *, command: tuple[str, ...] = ()) -> KeptJob:
+    def kept(program: str, *, command: tuple[str, ...] = ()) -> SupervisedJob:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        return KeptJob(command or ("sh", "-c", program), folder, "/", dict(os.environ))
+        return SupervisedJob(command or ("sh", "-c", program), folder, "/", dict(os.environ))
 
     return kept
 
 
-def ended(job: KeptJob) -> Outcome:
+def ended(job: SupervisedJob) -> Outcome:
     return eventually(job.outcome, "the job's end", poll_s=0.01)
 
 
-def family(job: KeptJob, size: int) -> list[int]:
+def family(job: SupervisedJob, size: int) -> list[int]:
     def found() -> list[int] | None:
-        below = families([job.keeper_pid])[job.keeper_pid]
+        below = families([job.supervisor_pid])[job.supervisor_pid]
         return below if len(below) >= size else None
 
     return eventually(found, f"{size} processes")
@@ -112,24 +112,24 @@ def test_job_ends_with_a_killed_dispatcher(tmp_path: Path) -> None:
     program = f"""
 import os, sys, time
 from pathlib import Path
-from lightning_dlrover.colocate.kept_job import KeptJob
-job = KeptJob(("sh", "-c", {FAMILY + "sleep 100"!r}), Path({str(tmp_path)!r}), "/", dict(os.environ))
-print(job.keeper_pid, flush=True)
+from lightning_dlrover.colocate.supervised_job import SupervisedJob
+job = SupervisedJob(("sh", "-c", {FAMILY + "sleep 100"!r}), Path({str(tmp_path)!r}), "/", dict(os.environ))
+print(job.supervisor_pid, flush=True)
 time.sleep(100)
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    keeper = int(parent.stdout.readline())
-    eventually(lambda: len(families([keeper])[keeper]) >= 5, "5 processes")
-    below = families([keeper])[keeper]
+    supervisor = int(parent.stdout.readline())
+    eventually(lambda: len(families([supervisor])[supervisor]) >= 5, "5 processes")
+    below = families([supervisor])[supervisor]
     parent.kill()
     parent.wait(10)
-    eventually(lambda: not any(map(is_alive, [keeper, *below])), "the end of the job")
+    eventually(lambda: not any(map(is_alive, [supervisor, *below])), "the end of the job")
 
 
-def test_command_ends_with_a_killed_keeper(keep: Keep) -> None:
+def test_command_ends_with_a_killed_supervisor(keep: Keep) -> None:
     job = keep("exec sleep 100")
     (pid,) = family(job, 1)
-    os.kill(job.keeper_pid, signal.SIGKILL)
+    os.kill(job.supervisor_pid, signal.SIGKILL)
     assert ended(job).code is None
     eventually(lambda: not is_alive(pid), "the end of the command")

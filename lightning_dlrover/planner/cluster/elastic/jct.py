@@ -1,4 +1,4 @@
-"""Ours: least total completion time by learned speeds, remaining work, and the measured cost of a change.
+"""Mean job completion time: least total completion time by learned speeds, remaining work, and the measured cost of a change.
 
 Sizes maximise the sum of the rates at which jobs come nearer to their ends, each weighed by how many others wait for it:
 
@@ -37,7 +37,7 @@ from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["ours", "urgencies", "values"]
+__all__ = ["jct", "urgencies", "values"]
 
 HORIZON_S = 300.0
 """Seconds for which sizes are expected to stay."""
@@ -49,7 +49,7 @@ SHARE_OF_PRICES = 0.5
 """Exponent of the price by learned speedups in the urgency; the rest is that of heSRPT's price."""
 
 
-def ours(share: Share) -> Ints:
+def jct(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):
         return np.zeros(0, dtype=np.int64)

@@ -11,7 +11,10 @@ from lightning_dlrover.planner.cluster.pool.jobs import held_by
 from lightning_dlrover.planner.cluster.pool.owners import Owners
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 
-__all__ = ["rules_of", "standing_of"]
+__all__ = ["rules_of", "snapshot_of"]
+
+_FORMER_POLICIES = {"ours": "jct"}
+"""Names of policies in the records of earlier brains, and today's."""
 
 
 def rules_of(view: PoolView) -> Rules | None:
@@ -20,10 +23,11 @@ def rules_of(view: PoolView) -> Rules | None:
     if brain is None:
         return None
     owners = Owners(brain.owner_weights, {owner: Resources.within(quota) for owner, quota in brain.quotas.items()})
-    return Rules(Resources.within(brain.budget), brain.policy, brain.max_wait_s, owners)
+    policy = _FORMER_POLICIES.get(brain.policy, brain.policy)
+    return Rules(Resources.within(brain.budget), policy, brain.max_wait_s, owners)
 
 
-def standing_of(view: PoolView, now: float) -> dict[str, Any]:
+def snapshot_of(view: PoolView, now: float) -> dict[str, Any]:
     """Return the pool as data for JSON: running jobs first, then the queue in order.
 
     Args:

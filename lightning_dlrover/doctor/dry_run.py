@@ -1,9 +1,9 @@
 """Run a script up to its first batch as the only worker of a job, and note which parts of it a job supports.
 
-`python -m lightning_dlrover.doctor.rehearsal FOLDER RECORD_AT SCRIPT ARGS...` is the worker.
+`python -m lightning_dlrover.doctor.dry_run FOLDER RECORD_AT SCRIPT ARGS...` is the worker.
 The script's own files stay as they are:
 
-| part of the script | in the rehearsal |
+| part of the script | in the dry run |
 | --- | --- |
 | another strategy than `DLRoverStrategy` | is replaced by it, and noted |
 | `default_root_dir` | is a temporary folder |
@@ -43,12 +43,12 @@ from lightning_dlrover.frames import current_frames
 __all__ = ["NOTES", "Notes", "note_problem"]
 
 NOTES = "notes.jsonl"
-"""File with the notes in a rehearsal's folder."""
+"""File with the notes in the folder of a dry run."""
 
 _DEVICES_BY_DEFAULT = ("auto", 1, "1", -1, "-1", None)
 
 
-class _Rehearsed(SystemExit):
+class _DryRunEnded(SystemExit):
     """The first batch was trained; nothing of the script may run after it. Scripts do not catch SystemExit by accident."""
 
 
@@ -59,7 +59,7 @@ class _Stage:
 
 
 class Notes:
-    """Findings of the rehearsal, in a file that is complete at any moment.
+    """Findings of the dry run, in a file that is complete at any moment.
 
     Args:
         file: JSON lines: findings, and the stages that the script has reached.
@@ -86,7 +86,7 @@ class Notes:
         self._file.flush()
 
 
-def rehearse(notes: Notes, folder: Path, script: str, arguments: list[str]) -> None:
+def dry_run(notes: Notes, folder: Path, script: str, arguments: list[str]) -> None:
     """Run the script in this process, which it may leave in any state.
 
     Args:
@@ -113,8 +113,8 @@ def rehearse(notes: Notes, folder: Path, script: str, arguments: list[str]) -> N
     try:
         runpy.run_path(script, run_name="__main__")
         notes.ended("returned")
-    except _Rehearsed:
-        notes.ended("rehearsed")
+    except _DryRunEnded:
+        notes.ended("dry run ended")
     except SystemExit as end:
         notes.ended("exited", str(end.code if end.code is not None else 0))
     except KeyboardInterrupt:
@@ -286,7 +286,7 @@ def _observe(package: str, notes: Notes, folder: str) -> None:
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             notes.reached("batch")
             _check_rest(trainer, notes)
-            raise _Rehearsed(0)
+            raise _DryRunEnded(0)
 
     _wrap(trainer_class, "__init__", lambda make: _making(make, notes, folder, FirstBatch, Nowhere))
     _wrap(trainer_class, "fit", lambda fit: _fitting(fit, notes))
@@ -323,7 +323,7 @@ def _making(make: Any, notes: Notes, folder: str, first_batch: Any, logger: Any)
 
 
 def _strategy(given: Any, notes: Notes) -> Any:
-    """Return the strategy for the rehearsal: the user's if it is ours, else a new one."""
+    """Return the strategy for the dry run: the user's if it is ours, else a new one."""
     from lightning_dlrover.strategy import DLRoverStrategy
 
     if isinstance(given, DLRoverStrategy) or given == "dlrover":
@@ -352,7 +352,7 @@ def _fitting(fit: Any, notes: Notes) -> Any:
         given = {**given, "ckpt_path": None} if "ckpt_path" in given else given
         fit(self, model, *args, **given)
         notes.ended("no batch")
-        raise _Rehearsed(0)
+        raise _DryRunEnded(0)
 
     return fit_observed
 
@@ -370,11 +370,11 @@ def _stepping(steps: Any, notes: Notes) -> Any:
             yield step
         if not has_begun:
             notes.ended("no batch")
-            raise _Rehearsed(0)
+            raise _DryRunEnded(0)
         notes.reached("batch")
         state = ", ".join(name for name in given if name not in ("first_step", "check_interval_s"))
         notes.add(ok("loop", f"{num_steps} steps of World; joiners receive {state or 'no state'}"))
-        raise _Rehearsed(0)
+        raise _DryRunEnded(0)
 
     return steps_observed
 
@@ -418,7 +418,7 @@ def _main() -> None:
     timer = threading.Timer(max(0.1, float(record_at) - time.monotonic()), _note_place, (notes, script, threading.get_ident()))
     timer.daemon = True
     timer.start()
-    rehearse(notes, root, script, arguments)
+    dry_run(notes, root, script, arguments)
     timer.cancel()
 
 

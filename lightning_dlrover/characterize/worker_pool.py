@@ -25,7 +25,7 @@ from lightning_dlrover.characterize.point import Limit, Point, Visit
 from lightning_dlrover.characterize.worker import Request
 from lightning_dlrover.codec import from_fields
 
-__all__ = ["Crew"]
+__all__ = ["WorkerPool"]
 
 ANSWER_TIMEOUT_S = 120.0
 """Seconds for one visit before its workers are ended and the point is given up."""
@@ -45,11 +45,11 @@ class _Worker:
     unread: bytes = b""
 
 
-class CrewError(Exception):
+class WorkerPoolError(Exception):
     """Workers gave no answer; they have been ended, and the next request starts others."""
 
 
-class Crew:
+class WorkerPool:
     """Worker processes on this machine. Use as a context manager.
 
     Args:
@@ -63,7 +63,7 @@ class Crew:
         self._store: Any = None
         self._number = 0
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -85,7 +85,7 @@ class Crew:
         try:
             answers = self._ask(self._request(point.num_workers, point=point), point.num_workers)
             shares = [from_fields(Share, answer, "a worker's answer") for answer in answers]
-        except CrewError as error:
+        except WorkerPoolError as error:
             return Visit(point, at, time.monotonic() - began, (), {}, problem=str(error))
         first = shares[0]
         return Visit(
@@ -108,7 +108,7 @@ class Crew:
         request = replace(self._request(num_workers), limit=name, threads=threads)
         try:
             blocks = tuple(float(value) for value in self._ask(request, num_workers)[0]["blocks"])
-        except CrewError as error:
+        except WorkerPoolError as error:
             return Limit(name, LIMITS[name][1], threads, at, time.monotonic() - began, (), str(error))
         return Limit(name, LIMITS[name][1], threads, at, time.monotonic() - began, blocks)
 
@@ -124,7 +124,7 @@ class Crew:
         """Send a request to the first workers, and return their answers by global rank.
 
         Raises:
-            CrewError: a worker failed.
+            WorkerPoolError: a worker failed.
         """
         while len(self._workers) < num_workers:
             self._workers.append(_start(self._folder))
@@ -136,14 +136,14 @@ class Crew:
             answers = _answers(asked)
         except OSError as error:
             self.close()
-            raise CrewError(f"a worker ended: {error}") from error
-        except CrewError:
+            raise WorkerPoolError(f"a worker ended: {error}") from error
+        except WorkerPoolError:
             self.close()
             raise
         if problems := [answer["problem"] for answer in answers if "problem" in answer]:
             if num_workers > 1:
                 self.close()  # the others may wait in a collective
-            raise CrewError(problems[0])
+            raise WorkerPoolError(problems[0])
         return answers
 
 
@@ -175,7 +175,7 @@ def _answers(workers: Sequence[_Worker]) -> list[dict[str, Any]]:
     """Wait for one line from each worker, or for the first problem.
 
     Raises:
-        CrewError: a worker ended, or the time is over.
+        WorkerPoolError: a worker ended, or the time is over.
     """
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     found: dict[int, dict[str, Any]] = {}
@@ -183,7 +183,7 @@ def _answers(workers: Sequence[_Worker]) -> list[dict[str, Any]]:
         waiting = {worker.channel: i for i, worker in enumerate(workers) if i not in found}
         ready, _, _ = select.select([*waiting], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise CrewError(f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
+            raise WorkerPoolError(f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
         for channel in ready:
             worker = workers[waiting[channel]]
             data = channel.recv(1 << 16)
@@ -191,9 +191,9 @@ def _answers(workers: Sequence[_Worker]) -> list[dict[str, Any]]:
                 try:
                     code = worker.process.wait(END_TIMEOUT_S)
                 except subprocess.TimeoutExpired:
-                    raise CrewError(f"a worker gave no answer and did not end within {END_TIMEOUT_S:.0f} s") from None
+                    raise WorkerPoolError(f"a worker gave no answer and did not end within {END_TIMEOUT_S:.0f} s") from None
                 hint = ", perhaps killed for its memory" if code == -signal.SIGKILL else ""
-                raise CrewError(f"a worker ended with exit code {code}{hint}")
+                raise WorkerPoolError(f"a worker ended with exit code {code}{hint}")
             worker.unread += data
             if worker.unread.endswith(b"\n"):
                 answer = found[waiting[channel]] = json.loads(worker.unread)
