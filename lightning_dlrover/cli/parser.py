@@ -83,7 +83,8 @@ def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[Plugin
     for plugin in found:
         try:
             plugged = plugin.load(Command)  # type: ignore[type-abstract]
-            parser = commands.add_parser(plugin.name, help=plugged.summary, description=plugged.summary)
+            text = plugged.summary
+            parser = commands.add_parser(plugin.name, help=text.replace("%", "%%"), description=text)
             parser.set_defaults(plugin=plugged)
             try:
                 plugged.add_options(parser)
