@@ -13,7 +13,7 @@ from lightning_dlrover.rdzv.group.world import World
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dlrover.strategy import DLRoverStrategy
+    from lightning_dlrover.live.live_strategy import LiveStrategy
 
 __all__ = ["FitContext"]
 
@@ -23,7 +23,7 @@ class FitContext:
     """One Trainer in its job. Each object changes while the `fit` runs, and none is replaced."""
 
     trainer: L.Trainer
-    strategy: DLRoverStrategy
+    strategy: LiveStrategy
     world: World
     position: FitPosition
     collectives: ResilientCollectives
