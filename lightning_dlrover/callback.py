@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError, check_no_view_of_a_stream
 from lightning_dlrover.data.dataset import Stream
@@ -24,25 +24,22 @@ from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.progress import batches_done, remaining_batches
 from lightning_dlrover.observe.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
-from lightning_dlrover.observe.gpu_memory import gpu_bytes
 from lightning_dlrover.observe.profiler import Model, ProfileKey, StepProfiler
 from lightning_dlrover.observe.resources import MachineLoad
-from lightning_dlrover.observe.seat import Seat
-from lightning_dlrover.packages import on_import, submodule
+from lightning_dlrover.packages import TrainerFn, on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.planner.plan import Settings
 from lightning_dlrover.planner.trial import TrialWatch
+from lightning_dlrover.plugins import CALLBACKS, CallbackPlugin, PluginError, plugins
 from lightning_dlrover.rdzv.job.records import ProgressRecord
 from lightning_dlrover.strategy import DLRoverStrategy
-from lightning_dlrover.watch.seating import keep_seat, take_seat
 from lightning_dlrover.watch.watchdog import HangPatience, Watchdog
 
 if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch import Callback
 
-    from lightning_dlrover.rdzv.live.membership import Membership
 else:
 
     class Callback:
@@ -120,11 +117,19 @@ class DLRoverCallback(Callback):
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
         self._loss: torch.Tensor | None = None  # of the newest batch, on its device
-        self._membership: Membership | None = None  # None outside of a live job
-        self._seat: Seat | None = None  # this process's place beside other jobs of a dispatcher
-        self._is_seated = False
+        self._plugged: list[Callback] | None = None  # callbacks of other packages; None before the first fit
 
     # --- Lightning's hooks ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Let the callbacks that other packages plug in follow this one, so that Lightning calls their hooks, too."""
+        if stage != TrainerFn.FITTING:
+            return
+        if self._plugged is None:
+            self._plugged = _plugged_callbacks(trainer)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        behind = callbacks.index(self) + 1
+        callbacks[behind:behind] = [callback for callback in self._plugged if callback not in callbacks]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
@@ -135,7 +140,6 @@ class DLRoverCallback(Callback):
             )
         live = strategy.live
         membership = live.world.membership if live is not None else None
-        self._membership = membership
         if live is not None:
             live.loaders.may_add_workers = "first_loader_workers" in self._tune
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
@@ -145,11 +149,6 @@ class DLRoverCallback(Callback):
         if self._watch is not None:
             strategy.watch_next_forward(self._watch)
         self._watchdog = Watchdog(live.progress, self._patience) if live is not None else None
-        if self._seat is None:
-            self._seat = Seat.from_environment(os.environ, trainer.global_rank)
-            if self._seat is not None:
-                on_gpu = gpu_bytes(strategy.root_device)
-                self._seat.report(steps_left=None, threads=torch.get_num_threads(), gpu_bytes=on_gpu)
         self._analyst = Analyst(membership, self._tuning, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -174,9 +173,6 @@ class DLRoverCallback(Callback):
         elif self._batch_ended:
             # Without a loader of ours that measures it, all time between two steps counts as waiting for data.
             self._strategy.times.data_wait_s = time.perf_counter() - self._batch_ended
-        if self._seat is not None and not self._is_seated:
-            self._is_seated = True
-            take_seat(self._seat, trainer, pl_module, batch, self._membership)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -184,8 +180,6 @@ class DLRoverCallback(Callback):
         profiler, strategy = self._profiler, self._strategy
         assert profiler is not None
         assert strategy is not None
-        if self._seat is not None:
-            keep_seat(self._seat, trainer, strategy.times.data_wait_s, self._membership)
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         self._loss = loss.detach() if isinstance(loss, torch.Tensor) else None
         place = self._place(trainer, strategy)
@@ -297,6 +291,27 @@ def _derive(package: str) -> None:
 
 
 on_import(_derive)
+
+
+def _plugged_callbacks(trainer: L.Trainer) -> list[Callback]:
+    """Return the callbacks that other packages plug into this process. Those that cannot be used are left out with a warning.
+
+    Raises:
+        PluginError: a plug-in that applies to this process could not make its callback.
+    """
+    made = []
+    for plugin in plugins(CALLBACKS):
+        try:
+            plugged = plugin.load(CallbackPlugin)  # type: ignore[type-abstract]
+        except PluginError as error:
+            rank_zero_warn(str(error))
+            continue
+        try:
+            if plugged.applies(os.environ):
+                made.append(plugged.callback(trainer))
+        except Exception as error:  # of a foreign module
+            raise plugin.error(f"it failed: {type(error).__name__}: {error}") from error
+    return made
 
 
 def _loader(trainer: L.Trainer) -> object:

@@ -37,7 +37,6 @@ from lightning_dlrover.checks.script import (
     explain_single_sample,
     warn_of_max_norm,
 )
-from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.live import listed_names
 from lightning_dlrover.live.checkpoints import (
     TABLES_FOLDER,
@@ -58,6 +57,7 @@ from lightning_dlrover.live.ddp_names import (
 )
 from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
+from lightning_dlrover.live.live_strategy import LiveStrategy
 from lightning_dlrover.live.place_in_job import PlaceInJob
 from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.state import random_state, trained_parameters
@@ -85,7 +85,7 @@ __all__ = ["DLRoverStrategy"]
 T = TypeVar("T")
 
 
-class DLRoverStrategy(EitherStrategy):
+class DLRoverStrategy(LiveStrategy):
     """Data-parallel training on workers that may join, leave or be lost while the job runs.
 
     Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live. Started otherwise, this is Lightning's
@@ -162,7 +162,7 @@ class DLRoverStrategy(EitherStrategy):
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self._forward_redirection: Any = ForwardRedirection(self._forward_redirection, self._users_step, self._loss_of)
-        self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
+        self.replica: Replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
         self.clock = OwnClock(self.times)
         self._watch: AbstractContextManager[Any] | None = None

@@ -662,7 +662,8 @@ def render(rows: list[Row], tested: list[Result]) -> dict[str, str]:
         "# What scripts may contain",
         MARK,
         "Features of Lightning scripts, each tried in jobs whose workers join, leave and die.",
-        "[compatibility_models.md](compatibility_models.md) continues with optimization, collectives, GPUs, whole scripts and versions.",
+        "[compatibility_models.md](compatibility_models.md) continues with optimization, collectives, GPUs, whole scripts and "
+        "versions.",
         LEGEND.rstrip(),
         *(line for group in groups if group not in OF_MODELS for line in _table(group, rows)),
     ]

@@ -44,6 +44,8 @@ WRITERS = {
     "components/targets/machine/shares.py",
     "characterize/worker_pool.py",
     "colocate/dispatcher.py",
+    "cli/pool_admission.py",
+    "cli/run.py",
     "cli/run_options.py",
     "doctor/script.py",
 }

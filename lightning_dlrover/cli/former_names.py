@@ -11,7 +11,7 @@ FORMER_POLICIES = {"ours": "jct"}
 """Former names of policies that divide a cluster, and today's."""
 
 
-def add_renamed_option(parser: argparse._ActionsContainer, name: str, former: str, **given: Any) -> None:
+def add_renamed_option(parser: Any, name: str, former: str, **given: Any) -> None:
     """Add an option that had another name.
 
     Args:

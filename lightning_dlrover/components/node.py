@@ -27,14 +27,12 @@ import psutil
 
 from lightning_dlrover import variables
 from lightning_dlrover.atomic_files import atomic_write
+from lightning_dlrover.components.escaped import LEAVE_SIGNAL
 
 __all__ = ["AGENTS_OPTION", "main", "notice_file"]
 
 AGENTS_OPTION = "--agents="
 """Start of the first argument of a node that runs several agents, each with one worker; their number follows."""
-
-LEAVE_SIGNAL = signal.SIGUSR1
-"""Makes several agents' parent let all workers hand over and leave."""
 
 PR_SET_PDEATHSIG = 1
 

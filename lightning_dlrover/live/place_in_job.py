@@ -32,8 +32,8 @@ from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Membersh
 from lightning_dlrover.tables.snapshot_store import SnapshotStore
 
 if TYPE_CHECKING:
+    from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer
-    from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = ["PlaceInJob"]
 
@@ -57,7 +57,7 @@ class PlaceInJob:
     newest: ClassVar[PlaceInJob | None] = None
     _closes_at_exit: ClassVar[bool] = False
 
-    def __init__(self, config: WorldConfig, strategy: DLRoverStrategy, check_interval_s: float) -> None:
+    def __init__(self, config: WorldConfig, strategy: LiveStrategy, check_interval_s: float) -> None:
         self.config = config
         self.world: World | None = None
         self.live: LiveTraining | None = None

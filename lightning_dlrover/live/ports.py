@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_dlrover.live.lightning_names import EpochLoop
+    from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.live.loader import ElasticLoader
     from lightning_dlrover.rdzv.group.config import WorldConfig
     from lightning_dlrover.rdzv.group.left_state import LeftState
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.live.membership import Membership
     from lightning_dlrover.rdzv.live.outlook import Outlook
     from lightning_dlrover.rdzv.live.shared_records import SharedRecords
-    from lightning_dlrover.strategy import DLRoverStrategy
     from lightning_dlrover.tables.elastic import ElasticTables
 
 __all__ = ["Batches", "Job", "Round", "TrainerPort"]
@@ -218,7 +218,7 @@ class TrainerPort(Protocol):
         """The Trainer itself, for functions that use its private names."""
 
     @property
-    def strategy(self) -> DLRoverStrategy: ...
+    def strategy(self) -> LiveStrategy: ...
 
     @property
     def module(self) -> L.LightningModule: ...

@@ -17,7 +17,7 @@ from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.world import World
 
 if TYPE_CHECKING:
-    from lightning_dlrover.strategy import DLRoverStrategy
+    from lightning_dlrover.live.live_strategy import LiveStrategy
 
 __all__ = ["Replica"]
 
@@ -29,7 +29,7 @@ class Replica:
         unused: whether DDP has to search for parameters that a step leaves out.
     """
 
-    def __init__(self, strategy: DLRoverStrategy, unused: UnusedParameters) -> None:
+    def __init__(self, strategy: LiveStrategy, unused: UnusedParameters) -> None:
         self.unused = unused
         self._strategy = strategy
         self._frozen: list[nn.Parameter] = []  # parameters that were not trainable when DDP wrapped the model

@@ -47,8 +47,8 @@ from lightning_dlrover.live.logged_values import description, new_entry
 if TYPE_CHECKING:
     import lightning as L
 
+    from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.live.loader import ElasticLoader
-    from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = [
     "STATE_CLASSES",
@@ -240,7 +240,7 @@ def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 def restore(
     trainer: L.Trainer,
-    strategy: DLRoverStrategy,
+    strategy: LiveStrategy,
     loaders: Sequence[ElasticLoader],
     state: TrainerState,
     place: tuple[int, int],
@@ -418,7 +418,7 @@ def _go_on(trainer: L.Trainer) -> None:
     )
 
 
-def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: RunningState) -> None:
+def adopt_running_state(trainer: L.Trainer, strategy: LiveStrategy, running: RunningState) -> None:
     """Set the values that another worker's `running_state` returned."""
     now = time.monotonic()
     trainer.should_stop = running.should_stop
@@ -460,7 +460,7 @@ def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
     lightning_names.set_metrics(trainer, {kind: here(kind) for kind in ("callback", "logged", "progress_bar")})
 
 
-def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: LoggedValue) -> None:
+def _adopt_logged_value(trainer: L.Trainer, strategy: LiveStrategy, logged: LoggedValue) -> None:
     """Make an entry, still without a value, for a name that the others have logged before this worker came."""
     try:
         metric = new_entry(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import lightning as L
 
     from lightning_dlrover.live.lightning_names import EpochLoop
-    from lightning_dlrover.strategy import DLRoverStrategy
+    from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.tables.elastic import ElasticTables
 
 __all__ = ["TrainerOfFit"]
@@ -21,7 +21,7 @@ __all__ = ["TrainerOfFit"]
 class TrainerOfFit:
     """One Trainer and its strategy, see `ports.TrainerPort`. Both change while a `fit` runs, so nothing is kept of them."""
 
-    def __init__(self, trainer: L.Trainer, strategy: DLRoverStrategy) -> None:
+    def __init__(self, trainer: L.Trainer, strategy: LiveStrategy) -> None:
         self.lightning = trainer
         self.strategy = strategy
 

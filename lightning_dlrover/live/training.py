@@ -57,7 +57,7 @@ from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, WorldErr
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dlrover.strategy import DLRoverStrategy
+    from lightning_dlrover.live.live_strategy import LiveStrategy
 
 __all__ = ["LiveTraining"]
 
@@ -74,7 +74,7 @@ class LiveTraining:
     """
 
     def __init__(
-        self, strategy: DLRoverStrategy, trainer: L.Trainer, world: World, formation: Formation | None, check_interval_s: float
+        self, strategy: LiveStrategy, trainer: L.Trainer, world: World, formation: Formation | None, check_interval_s: float
     ) -> None:
         self.world = world
         self._strategy = strategy

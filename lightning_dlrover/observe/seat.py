@@ -27,6 +27,7 @@ __all__ = [
     "Seat",
     "SeatReport",
     "has_reported",
+    "has_seat",
     "read_answer",
     "read_reports",
     "write_answer",
@@ -202,6 +203,11 @@ class Seat:
         )
         with suppress(OSError):  # a full disk must not stop training; the dispatcher then knows less
             atomic_write(self._path, to_json(report))
+
+
+def has_seat(environ: Mapping[str, str]) -> bool:
+    """Return whether a dispatcher has started the process with this environment."""
+    return bool(environ.get(variables.SEAT))
 
 
 def has_reported(folder: Path) -> bool:

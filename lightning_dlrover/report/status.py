@@ -24,7 +24,6 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.events import SnapshotCompleted, SnapshotFailed, StreamOpened, ValuesLost, events_of
 from lightning_dlrover.rdzv.job.journal import read, readable_folder
-from lightning_dlrover.rdzv.job.pool_records import POOLS_FOLDER
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
@@ -211,7 +210,9 @@ def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
     by_job: dict[str, dict[str, KeyValue]] = {}
     for entry in entries:
         by_job.setdefault(entry.key.removeprefix(folder).partition("/")[0], {})[entry.key] = entry
-    by_job.pop(POOLS_FOLDER, None)
+    # Add-ons keep their own records, as of pools, in folders whose names begin with a dot.
+    for name in [name for name in by_job if name.startswith(".") and Keys(name, folder).job not in by_job[name]]:
+        del by_job[name]
     return [_summary(run_id, folder, found) for run_id, found in sorted(by_job.items())]
 
 

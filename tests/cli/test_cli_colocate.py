@@ -15,7 +15,7 @@ from colocated_jobs import SEATED
 from waiting import eventually
 
 from lightning_dlrover import variables
-from lightning_dlrover.cli import parser
+from lightning_dlrover.cli import colocate_options
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.colocate.usage import marked
 from lightning_dlrover.planner.cluster import policies
@@ -75,7 +75,7 @@ def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_parser_offers_every_policy() -> None:
-    assert set(parser.POLICIES) == set(policies.POLICIES)
+    assert set(colocate_options.POLICIES) == set(policies.POLICIES)
 
 
 @pytest.mark.parametrize(

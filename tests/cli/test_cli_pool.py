@@ -15,7 +15,7 @@ from run_cli import RunCli
 
 from lightning_dlrover.brain.brain import Brain, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.cli.values import owner_weight, pool_budget, quota
+from lightning_dlrover.cli.pool_options import owner_weight, pool_budget, quota
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd

@@ -13,7 +13,7 @@ import pytest
 from measured_clusters import write_speeds, write_trace
 from waiting import eventually
 
-from lightning_dlrover.cli import parser
+from lightning_dlrover.cli import lab_options
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
 
@@ -93,7 +93,7 @@ def test_wrong_options_are_refused(
 
 
 def test_parser_offers_every_policy_of_the_registry() -> None:
-    assert set(parser.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
+    assert set(lab_options.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """The documentation site, its links, and the commands and code in its pages.
 
-A block of code is checked, or the line above it gives the reason why not: `<!-- not run: it needs a cluster -->`. Commands of this
-package are checked in any case.
+A block of code is checked, or the line above it gives the reason why not: `<!-- not run: it needs a cluster -->`. Commands of
+this package are checked in any case.
 """
 
 from __future__ import annotations
