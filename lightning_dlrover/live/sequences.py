@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.live import lightning_names
@@ -47,8 +48,8 @@ def settings_for(
     return replace(
         settings,
         max_rows=None,
-        before_iter=lambda: lightning_names.fetch_nothing_ahead(trainer.fit_loop),
-        at_end=lambda: lightning_names.end_with_next_fetch(trainer.fit_loop),
+        before_iter=partial(lightning_names.fetch_nothing_ahead, trainer.fit_loop),
+        at_end=partial(lightning_names.end_with_next_fetch, trainer.fit_loop),
     )
 
 

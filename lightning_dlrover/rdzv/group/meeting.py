@@ -96,7 +96,7 @@ Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
 """A comparison that has begun: its number, and its numbers on their way to the minimum over all workers."""
 
 
-class Place(Protocol):
+class PlaceInProgram(Protocol):
     """A worker's place in its program, as it changes. Read by any thread."""
 
     @property
@@ -121,7 +121,7 @@ class Program(Protocol):
     """A worker's program, which sets its place anew for each of its training loops."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> PlaceInProgram: ...
 
 
 class Meeting:

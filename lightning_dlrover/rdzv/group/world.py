@@ -54,7 +54,7 @@ from lightning_dlrover.rdzv.group.leaving import DrainOnSigterm, end_with_agent
 from lightning_dlrover.rdzv.group.left_state import LeftState
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.group.means import ProcessBackend
-from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError, OutsideOfLoops, Place
+from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError, OutsideOfLoops, PlaceInProgram
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.reach import Neighbour, Reach
 from lightning_dlrover.rdzv.group.reports import Reports
@@ -138,7 +138,7 @@ class World:
         use_interface_of(address)
         server = StoreServer(address, config.form_timeout_s)
         self.num_fits = 0  # calls of `fit` that the script has made so far
-        self.place: Place = OutsideOfLoops()  # place of the training loop that runs
+        self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []  # minimum over all members of each wish in this round's newest vote
         self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
         self._vote: Vote | None = None
