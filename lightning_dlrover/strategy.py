@@ -59,7 +59,7 @@ from lightning_dlrover.live.ddp_names import (
 from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
 from lightning_dlrover.live.live_strategy import LiveStrategy
-from lightning_dlrover.live.place_in_job import PlaceInJob
+from lightning_dlrover.live.place_in_job import JobSession
 from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.state import random_state, trained_parameters
 from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
@@ -154,12 +154,12 @@ class DLRoverStrategy(LiveStrategy):
         switches = compare_data, rerun_epoch_hooks
         check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share, on_drift)
         listed_names.check(self._package)
-        self._job: PlaceInJob | None = None  # None where the world cannot change
+        self._job: JobSession | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:
             end_with_agent(config.agent_pid)
             config = replace(config, collective_timeout_s=timeout.total_seconds())
-            self._job = PlaceInJob(config, self, check_interval_s)
+            self._job = JobSession(config, self, check_interval_s)
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self._forward_redirection: Any = ForwardRedirection(self._forward_redirection, self._users_step, self._loss_of)

@@ -16,7 +16,7 @@ from lightning_dlrover.live.sequences import settings_for
 from lightning_dlrover.packages import TrainerFn
 
 if TYPE_CHECKING:
-    from lightning_dlrover.live.place_in_job import PlaceInJob
+    from lightning_dlrover.live.place_in_job import JobSession
     from lightning_dlrover.live.training import LiveTraining
 
 __all__ = ["UsersLoaders"]
@@ -82,7 +82,7 @@ class UsersLoaders:
         self,
         dataloader: object,
         trainer: Any,
-        job: PlaceInJob | None,
+        job: JobSession | None,
         strategy: PlacedStrategy,
     ) -> object:
         """Return the loader to use for one of the user's: one of ours in a live job, except for predictions."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.group.left_state import HostStateCache
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.group.meeting import OutsideOfLoops, PlaceInProgram
 from lightning_dlrover.rdzv.group.purpose import Purpose
@@ -60,7 +60,7 @@ class LoneWorld:
         return self._formation
 
     @property
-    def left_state(self) -> LeftState | None:
+    def left_state(self) -> HostStateCache | None:
         return None
 
     @property

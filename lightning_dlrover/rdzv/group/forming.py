@@ -29,7 +29,7 @@ from lightning_dlrover.rdzv.group.ending import GroupStuckError, RoundEnd
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, inet_sockets, num_begun
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.hellos import await_hellos, missing_hellos, publish_hello
-from lightning_dlrover.rdzv.group.meeting import Meeting, Program
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, Program
 from lightning_dlrover.rdzv.group.reach import FEW, Patrol, Reach
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.group.tree import Tree, edges, join_tree
@@ -119,8 +119,8 @@ class Forming:
         self._patience = timedelta(seconds=config.collective_timeout_s)
         self._gloo_devices: list[Any] = []  # gloo's, of all groups that do not connect late
 
-    def bring_up(self, target: RoundRecord, hello: bytes, program: Program) -> tuple[Formation, Meeting | None]:
-        """Connect to the other members of a round, and create its default group; see `MemberBackend.form` and `Meeting`."""
+    def bring_up(self, target: RoundRecord, hello: bytes, program: Program) -> tuple[Formation, CollectiveMonitor | None]:
+        """Connect to the other members of a round, and create its default group; see `MemberBackend.form`."""
         me = self._membership.worker_id
         rank = target.members.index(me)
         communicators = self.prepare(target)
@@ -161,7 +161,7 @@ class Forming:
         formation = Formation(target, hellos, rank)
         if formation.size == 1:
             return formation, None
-        meeting = Meeting(
+        meeting = CollectiveMonitor(
             gloo if is_large else control[0],
             rank,
             formation.size,

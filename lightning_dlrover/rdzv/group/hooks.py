@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import waits
-from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor
 from lightning_dlrover.rdzv.group.purpose import tensors_in
 
 __all__ = ["MESSAGES", "OPERATIONS", "compare_with"]
@@ -37,10 +37,10 @@ OPERATIONS = {
 
 MESSAGES = ("send", "recv", "recv_anysource")
 
-_find_meeting: Callable[[], Callable[[], Meeting | None] | None] = lambda: None  # noqa: E731
+_find_meeting: Callable[[], Callable[[], CollectiveMonitor | None] | None] = lambda: None  # noqa: E731
 
 
-def compare_with(meeting: weakref.WeakMethod[Callable[[], Meeting | None]]) -> None:
+def compare_with(meeting: weakref.WeakMethod[Callable[[], CollectiveMonitor | None]]) -> None:
     """Compare all later collectives on the default group, whichever code calls them.
 
     Args:
