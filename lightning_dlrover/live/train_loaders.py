@@ -300,7 +300,7 @@ class TrainLoaders:
         for number, loader in enumerate(self.all):
             loader.cursor = cursor
             if self.saved:
-                loader.resume(*(_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
+                loader.resume(*(_saved_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
         self.saved = {}
         lightning_names.fetcher_of(self._trainer.fit_loop).fetched = cursor
 
@@ -346,5 +346,5 @@ class TrainLoaders:
         self._made = []
 
 
-def _at(each: Sequence[Any], number: int) -> Any:
+def _saved_at(each: Sequence[Any], number: int) -> Any:
     return each[number] if number < len(each) else None

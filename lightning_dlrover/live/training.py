@@ -333,9 +333,9 @@ class LiveTraining:
         if formation.rank == 0 and self.world.config.max_workers > 1:
             loggers.begin(self._trainer.loggers)
         if formation.size > 1:
-            runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if formation.rank == 0 else [])[0]
+            runs = transfer.all_gather(loggers.capture_runs(self._trainer.loggers) if formation.rank == 0 else [])[0]
             if formation.rank != 0:
-                loggers.adopt(self._trainer.loggers, runs)
+                loggers.adopt_runs(self._trainer.loggers, runs)
         has_finished = self.world.has_finished
         if formation.rank == 0 and not has_finished and self.tables.elastic is None:
             self.checkpoints.take_users_choice()

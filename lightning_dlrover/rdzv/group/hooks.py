@@ -48,11 +48,11 @@ def compare_with(meeting: weakref.WeakMethod[Callable[[], CollectiveMonitor | No
     """
     global _find_meeting
     _find_meeting = meeting
-    _install()
+    _install_hooks()
 
 
 @functools.cache
-def _install() -> None:
+def _install_hooks() -> None:
     kind: Any = dist.ProcessGroup
     for method, name in OPERATIONS.items():
         if (original := getattr(kind, method, None)) is not None:

@@ -10,8 +10,9 @@ collectives, mix up values, or are aborted when sizes differ. Three measures tur
 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
    `CollectiveCounts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in
    the same order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait
-   for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another program.
-   The same holds for two workers that have begun equally many collectives in the round's group, and a different one last.
+   for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another
+   program. The same holds for two workers that have begun equally many collectives in the round's group, and a different one
+   last.
 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a collective
    that one worker has left out. Votes include the number of the step.
 
