@@ -26,7 +26,7 @@ from lightning_dlrover.rdzv.job.events import FitResumed, TrainingStalled
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 
 if TYPE_CHECKING:
-    from lightning_dlrover.rdzv.group.left_state import LeftState
+    from lightning_dlrover.rdzv.group.left_state import HostStateCache
     from lightning_dlrover.rdzv.group.transfer import Packed
     from lightning_dlrover.rdzv.job.events import Event
     from lightning_dlrover.rdzv.live.member import WorldError
@@ -54,7 +54,7 @@ class LoopWorld(Protocol):
     @property
     def is_asynchronous(self) -> bool: ...
     @property
-    def left_state(self) -> LeftState | None: ...
+    def left_state(self) -> HostStateCache | None: ...
     @property
     def broken(self) -> bool: ...
     @property
