@@ -41,6 +41,7 @@ from lightning_dlrover.live import listed_names
 from lightning_dlrover.live.checkpoints import (
     TABLES_FOLDER,
     WHOLE_TABLES,
+    PlainShelf,
     absolute,
     is_folder,
     saving_file,
@@ -58,7 +59,7 @@ from lightning_dlrover.live.ddp_names import (
 from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
 from lightning_dlrover.live.live_strategy import LiveStrategy
-from lightning_dlrover.live.place_in_job import PlaceInJob
+from lightning_dlrover.live.place_in_job import JobSession
 from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.state import random_state, trained_parameters
 from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
@@ -153,12 +154,12 @@ class DLRoverStrategy(LiveStrategy):
         switches = compare_data, rerun_epoch_hooks
         check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share, on_drift)
         listed_names.check(self._package)
-        self._job: PlaceInJob | None = None  # None where the world cannot change
+        self._job: JobSession | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:
             end_with_agent(config.agent_pid)
             config = replace(config, collective_timeout_s=timeout.total_seconds())
-            self._job = PlaceInJob(config, self, check_interval_s)
+            self._job = JobSession(config, self, check_interval_s)
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self._forward_redirection: Any = ForwardRedirection(self._forward_redirection, self._users_step, self._loss_of)
@@ -220,7 +221,7 @@ class DLRoverStrategy(LiveStrategy):
         self.cluster_environment.set_world_size(world_size)
 
     @property
-    def _place(self) -> tuple[int, int]:
+    def own_place(self) -> tuple[int, int]:
         """This worker's rank, 0 if it is alone, and the number of workers."""
         return self.global_rank if self.world_size > 1 else 0, self.world_size
 
@@ -228,7 +229,7 @@ class DLRoverStrategy(LiveStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self._job is None:
             return super().distributed_sampler_kwargs
-        rank, world_size = self._place
+        rank, world_size = self.own_place
         return {"num_replicas": world_size, "rank": rank}
 
     @property
@@ -325,9 +326,7 @@ class DLRoverStrategy(LiveStrategy):
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: object) -> object:
-        return self._loaders.replaced(
-            dataloader, self._lightning_trainer, self._job, lambda: self._place, lambda order: self.broadcast(order, 0)
-        )
+        return self._loaders.replaced(dataloader, self._lightning_trainer, self._job, self)
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         if self._job is None:
@@ -424,17 +423,15 @@ class DLRoverStrategy(LiveStrategy):
             if self.tables is None and "optimizer_states" in checkpoint:
                 checkpoint["dlrover"]["parameters"] = trained_parameters(self._lightning_trainer)
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
-        place = live.checkpoints.place if live is not None else lambda path: path
+        shelf = live.checkpoints if live is not None else PlainShelf()
         if self.tables is None:
-            save = saving_file(filepath, write, place, lambda: self.is_global_zero, barrier)
+            save = saving_file(filepath, write, shelf, self, barrier)
             written = self.collectives.confirmed("saving a checkpoint", save)
         else:
-            number = live.checkpoints.round_number if live is not None else lambda: 0
-            save = saving_folder(self.tables.sharded, filepath, write, place, lambda: self.is_global_zero, number)
+            save = saving_folder(self.tables.sharded, filepath, write, shelf, self)
             written = self.collectives.confirmed("saving a checkpoint with tables", save)
         if live is not None and written is not None and "optimizer_states" in checkpoint:
-            step = self._lightning_trainer.global_step
-            when_written(self.checkpoint_io, written, lambda path: live.checkpoints.saved(path, step))
+            when_written(self.checkpoint_io, written, shelf, self._lightning_trainer.global_step)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.live is None or not self.is_global_zero or self.live.checkpoints.may_remove(filepath):
@@ -502,7 +499,7 @@ class DLRoverStrategy(LiveStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         run = super().barrier
-        self.collectives.barrier(lambda: run(*args, **kwargs), str(args[0] if args else kwargs.get("name") or ""))
+        self.collectives.barrier(partial(run, *args, **kwargs), str(args[0] if args else kwargs.get("name") or ""))
         if "run-stage" in args:
             trainer = self._lightning_trainer
             wrap_evaluations(trainer, self.live)

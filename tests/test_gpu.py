@@ -24,7 +24,7 @@ from lightning_dlrover.live.state import seed_for
 from lightning_dlrover.live.update import Update, apply, capture
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import wait_for_device
-from lightning_dlrover.rdzv.group.meeting import Meeting, OutsideOfLoops
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, OutsideOfLoops
 from lightning_dlrover.rdzv.group.purpose import (
     Purpose,
     shown,
@@ -222,7 +222,7 @@ def test_vote_does_not_wait_for_the_stream(device: str) -> None:
 
     def vote(rank: int) -> list[int]:
         group = dist.ProcessGroupGloo(store, rank, 2)  # type: ignore[call-arg]
-        meeting = Meeting(
+        meeting = CollectiveMonitor(
             group,
             rank,
             2,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live.place_in_job import PlaceInJob
+from lightning_dlrover.live.place_in_job import JobSession
 from lightning_dlrover.observe.step_times import HostMark
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
@@ -192,7 +192,7 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     live = SimpleNamespace(fits=SimpleNamespace(begin_later=leave))
     former = SimpleNamespace(live=live, world=object(), continue_after_error=lambda: None)
-    monkeypatch.setattr(PlaceInJob, "newest", former)
+    monkeypatch.setattr(JobSession, "newest", former)
     alarm = Alarm()
     trainer = L.Trainer(
         strategy=DLRoverStrategy(),

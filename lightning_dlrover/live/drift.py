@@ -222,7 +222,7 @@ class DriftCheck:
             as_ever: names of buffers that have differed since the round began.
         """
         theirs = [_of_rank_0(item.tensor) for item in suspects]
-        mine = [_difference(item.tensor, first) for item, first in zip(suspects, theirs, strict=True)]
+        mine = [_relative_difference(item.tensor, first) for item, first in zip(suspects, theirs, strict=True)]
         by_rank: list[list[float]] = transfer.all_gather(mine)
         for i, item in enumerate(suspects):
             rank = max(range(len(by_rank)), key=lambda r: by_rank[r][i])
@@ -316,7 +316,7 @@ def _of_rank_0(tensor: Tensor) -> Tensor:
     return values.view(tensor.dtype).reshape(tensor.shape)
 
 
-def _difference(tensor: Tensor, first: Tensor) -> float:
+def _relative_difference(tensor: Tensor, first: Tensor) -> float:
     """Return the largest difference in parts of rank 0's largest value; infinite if a value is not finite."""
     mine, theirs = (each.detach().cpu().reshape(-1) for each in (tensor, first))
     if torch.equal(mine, theirs):

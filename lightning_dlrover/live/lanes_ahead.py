@@ -20,7 +20,7 @@ from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live.ports import Batches, Job, Round
 from lightning_dlrover.rdzv.job.records import PlacesRecord, RoundRecord
 
-__all__ = ["LanesAhead"]
+__all__ = ["LanePrefetcher"]
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ CLOSE_S = 360.0
 """Seconds for which a read that has begun may go on once the round is there: longer than a failing store is asked for."""
 
 
-class LanesAhead:
+class LanePrefetcher:
     """One worker's preparation for the round that follows."""
 
     def __init__(self, job: Job, round_: Round, batches: Batches) -> None:

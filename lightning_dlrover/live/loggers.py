@@ -17,7 +17,7 @@ from lightning_dlrover.live.listed_names import LOGGER_NAMES
 from lightning_dlrover.packages import PACKAGES, CSVLogger
 from lightning_dlrover.rdzv.group import transfer
 
-__all__ = ["adopt", "begin", "capture", "take_over"]
+__all__ = ["adopt_runs", "begin", "capture_runs", "take_over"]
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +25,18 @@ _NAMED_BY_SERVERS = ("WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger")
 
 
 def begin(loggers: Sequence[Any]) -> None:
-    """On rank 0: start the runs that get their names only at the start, so that `capture` can return these."""
+    """On rank 0: start the runs that get their names only at the start, so that `capture_runs` can return these."""
     for logger in loggers:
         if _kind(logger) in _NAMED_BY_SERVERS:
             _ = logger.experiment
 
 
-def capture(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+def capture_runs(loggers: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the names of the loggers' runs as plain data, and the state of loggers with a `state_dict`."""
     return [_captured(logger) for logger in loggers]
 
 
-def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
+def adopt_runs(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
     """On a worker that does not log: continue these runs, should it ever become rank 0."""
     if [_kind(logger) for logger in loggers] != [run["kind"] for run in runs]:
         return  # the script logs on one worker only

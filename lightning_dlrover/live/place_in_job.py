@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer
 
-__all__ = ["PlaceInJob"]
+__all__ = ["JobSession"]
 
 log = logging.getLogger(__name__)
 
 
-class PlaceInJob:
+class JobSession:
     """A strategy's place in the job. The newest one of the process holds the world.
 
     Args:
@@ -54,7 +54,7 @@ class PlaceInJob:
         tables: sharded tables of the Trainer's model.
     """
 
-    newest: ClassVar[PlaceInJob | None] = None
+    newest: ClassVar[JobSession | None] = None
     _closes_at_exit: ClassVar[bool] = False
 
     def __init__(self, config: WorldConfig, strategy: LiveStrategy, check_interval_s: float) -> None:
@@ -78,7 +78,7 @@ class PlaceInJob:
         Args:
             backend: torch's name for the backend of the job's process groups.
         """
-        former = PlaceInJob.newest
+        former = JobSession.newest
         if former is not None:
             former.continue_after_error()
         is_about_to_fit = trainer.state.fn == TrainerFn.FITTING and not is_search(trainer)
@@ -128,7 +128,7 @@ class PlaceInJob:
         if formation is not None and formation.size > 1:
             _compare_callbacks(self.live, trainer)
 
-    def _go_on_from(self, former: PlaceInJob, trainer: Any) -> None:
+    def _go_on_from(self, former: JobSession, trainer: Any) -> None:
         """Take over the world from an earlier Trainer in the same script."""
         assert former.live is not None
         self.world, former.world = former.world, None
@@ -139,10 +139,10 @@ class PlaceInJob:
         self.live.searches.num_begun = former.live.searches.num_begun
 
     def _take_over_world(self, world: World, trainer: Any, formation: Formation | None) -> LiveTraining:
-        PlaceInJob.newest = self
+        JobSession.newest = self
         # Registered once: a handler for each strategy would keep every Trainer and model of the script alive.
-        if not PlaceInJob._closes_at_exit:
-            PlaceInJob._closes_at_exit = True
+        if not JobSession._closes_at_exit:
+            JobSession._closes_at_exit = True
             atexit.register(_close_newest)
             _report_what_is_not_caught()
         live = LiveTraining(self._strategy, trainer, world, formation, self._check_interval_s)
@@ -311,13 +311,13 @@ def _report_what_is_not_caught() -> None:
     former = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if PlaceInJob.newest is not None:
-            PlaceInJob.newest.not_caught(error)
+        if JobSession.newest is not None:
+            JobSession.newest.not_caught(error)
         former(kind, error, trace)
 
     sys.excepthook = report
 
 
 def _close_newest() -> None:
-    if PlaceInJob.newest is not None:
-        PlaceInJob.newest.close()
+    if JobSession.newest is not None:
+        JobSession.newest.close()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.live.loader import ElasticLoader
     from lightning_dlrover.rdzv.group.config import WorldConfig
-    from lightning_dlrover.rdzv.group.left_state import LeftState
+    from lightning_dlrover.rdzv.group.left_state import HostStateCache
     from lightning_dlrover.rdzv.group.purpose import Purpose
     from lightning_dlrover.rdzv.group.standing import JobStanding
     from lightning_dlrover.rdzv.group.transfer import Packed
@@ -71,7 +71,7 @@ class Job(Protocol):
     def has_finished(self) -> bool: ...
 
     @property
-    def left_state(self) -> LeftState | None:
+    def left_state(self) -> HostStateCache | None:
         """Folder for the state that outlives this agent's workers; None if there is none."""
 
     def event(self, event: Event, text: str) -> None:

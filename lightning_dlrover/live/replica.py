@@ -124,7 +124,7 @@ class Replica:
         self.unused.check(
             strategy.lightning_module,
             strategy.model,
-            lambda: strategy.tables.parameter_names() if strategy.tables is not None else (),
+            strategy,
             strategy.world_size,
             strategy.is_global_zero,
         )

@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.live import lightning_names
@@ -47,8 +48,8 @@ def settings_for(
     return replace(
         settings,
         max_rows=None,
-        before_iter=lambda: lightning_names.fetch_nothing_ahead(trainer.fit_loop),
-        at_end=lambda: lightning_names.end_with_next_fetch(trainer.fit_loop),
+        before_iter=partial(lightning_names.fetch_nothing_ahead, trainer.fit_loop),
+        at_end=partial(lightning_names.end_with_next_fetch, trainer.fit_loop),
     )
 
 
@@ -103,7 +104,7 @@ def refuse_different_rows(loaders: Sequence[ElasticLoader]) -> None:
     of_ranks = transfer.all_gather([[tuple(each) for each in order.in_vote] for order in orders])
     for rank, theirs in enumerate(of_ranks):
         for order, mine, other in zip(orders, of_ranks[0], theirs, strict=True):
-            if found := _difference([HandedOut(*each) for each in mine], [HandedOut(*each) for each in other]):
+            if found := _difference_of_batches([HandedOut(*each) for each in mine], [HandedOut(*each) for each in other]):
                 raise MembershipError(f"{_text(order, found, 'rank 0', f'rank {rank}')}. The job ends")
 
 
@@ -132,13 +133,13 @@ def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joinin
         for loader, ours, theirs in zip(loaders, of_ranks[standing], of_ranks[other], strict=True):
             if loader.sequence is None or ours is None or theirs is None:
                 continue
-            if found := _difference([HandedOut(*ours)], [HandedOut(*theirs)]):
+            if found := _difference_of_batches([HandedOut(*ours)], [HandedOut(*theirs)]):
                 names = f"rank {standing}", "this worker" if other == rank else f"rank {other}"
                 end = "The job goes on without this worker" if other in joining_ranks else "The job ends"
                 raise MembershipError(f"{_text(loader.sequence, found, *names)}. {end}")
 
 
-def _difference(mine: Sequence[HandedOut], theirs: Sequence[HandedOut]) -> str:
+def _difference_of_batches(mine: Sequence[HandedOut], theirs: Sequence[HandedOut]) -> str:
     """Describe how two workers' batches differ. Those that only one has seen are not compared."""
     known: Mapping[tuple[int, int], HandedOut] = {(each.epoch, each.batch): each for each in mine}
     for other in theirs:
@@ -149,7 +150,7 @@ def _difference(mine: Sequence[HandedOut], theirs: Sequence[HandedOut]) -> str:
         if (own.num_rows, own.is_last) != (other.num_rows, other.is_last):
             return f"{where} %s has {_length(own)} and %s has {_length(other)}"
         if own.first is not None and other.first is not None and not are_same_row(own.first, other.first):
-            return f"{where} the first row of %s is {_brief(own.first)} and that of %s is {_brief(other.first)}"
+            return f"{where} the first row of %s is {_brief_row(own.first)} and that of %s is {_brief_row(other.first)}"
     return ""
 
 
@@ -159,7 +160,7 @@ def _length(seen: HandedOut) -> str:
     return f"{seen.num_rows} rows" + (", the last ones of the epoch," if seen.is_last else "")
 
 
-def _brief(first: Any) -> str:
+def _brief_row(first: Any) -> str:
     kind, arrays = first
     return f"{kind} {[x for array in arrays for x in array[1:] or array][:4]}"
 

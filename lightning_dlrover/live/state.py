@@ -160,7 +160,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
         torch_seed=torch.initial_seed(),
         python_random=random.getstate(),
         numpy_random=np.random.get_state(),
-        loggers=loggers.capture(trainer.loggers),
+        loggers=loggers.capture_runs(trainer.loggers),
     )
 
 
@@ -288,7 +288,7 @@ def restore(
     random.setstate(state.python_random)  # type: ignore[arg-type]
     np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
     seed_for(state.torch_seed, place)
-    loggers.adopt(trainer.loggers, state.loggers)
+    loggers.adopt_runs(trainer.loggers, state.loggers)
     if enters_epoch:
         _warn_of_attributes(trainer.lightning_module, state.running.attributes)
 
@@ -531,7 +531,7 @@ def _compare_schedulers(trainer: L.Trainer, running: RunningState) -> None:
 
 def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> None:
     mine = _plain_attributes(module)
-    changed = [_difference(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
+    changed = [_difference_of_states(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
     if changed:
         log.warning(
             "the model's attributes %s differ from the other workers'. Training has changed them and no checkpoint holds them. "
@@ -540,7 +540,7 @@ def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> N
         )
 
 
-def _difference(name: str, theirs: Any, mine: Any) -> str:
+def _difference_of_states(name: str, theirs: Any, mine: Any) -> str:
     if isinstance(theirs, list) and isinstance(mine, list):
         return f"{name} (a {theirs[0]})"
     there, here = (f"a {each[0]}" if isinstance(each, list) else repr(each) for each in (theirs, mine))

@@ -16,12 +16,12 @@ from lightning_dlrover.rdzv.group import left_state, transfer
 from lightning_dlrover.rdzv.job.events import FitResumed
 from lightning_dlrover.rdzv.live.member import LeftOutError
 
-__all__ = ["Successors"]
+__all__ = ["RestartHandoff"]
 
 log = logging.getLogger(__name__)
 
 
-class Successors:
+class RestartHandoff:
     """Keeps the state for later workers of this host, or continues from that of earlier ones. Not for models with tables."""
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.order import Peers
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.sequence_order import UNKNOWN
 from lightning_dlrover.live.split import global_batch_of_next
@@ -128,18 +129,18 @@ class TrainLoaders:
         if self.are_made and self.all != [*self._known]:
             self._size_when_made = self._position.size
 
-    def global_batch(self, batch_size: int, default: int, of_rank_zero: Callable[[int], int]) -> int:
+    def global_batch(self, batch_size: int, default: int, peers: Peers) -> int:
         """Return the global batch of a loader that the script has made.
 
         Args:
             default: that of the first loader.
-            of_rank_zero: returns rank 0's argument on all workers.
+            peers: all of them take rank 0's.
         """
         if (former := next(self._former, None)) is None:
             return default
         sizes = self._size_when_made, self._position.size
         former_batch, former_global = former.users_batch_size, former.global_batch_size
-        found = of_rank_zero(global_batch_of_next(batch_size, former_batch, former_global, sizes))
+        found = peers.of_rank_zero(global_batch_of_next(batch_size, former_batch, former_global, sizes))
         if batch_size != former_batch and found == former_global and self._position.rank == 0:
             log.warning(
                 "the script's DataLoader has batches of %d with %d workers, and had batches of %d with %d: it divides by the "
@@ -149,11 +150,11 @@ class TrainLoaders:
             )
         return found
 
-    def agree_on_layout(self, made: ElasticLoader, of_rank_zero: Callable[[Any], Any]) -> None:
+    def agree_on_layout(self, made: ElasticLoader, peers: Peers) -> None:
         """Let rank 0's layout hold for a loader that the script makes in place of another one, as for the first ones."""
         layout = made.order.layout
         if self._are_made_again and layout is not None:
-            made.order.take_layout(Layout(**of_rank_zero(asdict(layout))))
+            made.order.take_layout(Layout(**peers.of_rank_zero(asdict(layout))))
 
     def attend(self, made: ElasticLoader) -> None:
         """Close a loader of any kind as soon as the Trainer uses it no longer."""
@@ -299,7 +300,7 @@ class TrainLoaders:
         for number, loader in enumerate(self.all):
             loader.cursor = cursor
             if self.saved:
-                loader.resume(*(_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
+                loader.resume(*(_saved_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
         self.saved = {}
         lightning_names.fetcher_of(self._trainer.fit_loop).fetched = cursor
 
@@ -345,5 +346,5 @@ class TrainLoaders:
         self._made = []
 
 
-def _at(each: Sequence[Any], number: int) -> Any:
+def _saved_at(each: Sequence[Any], number: int) -> Any:
     return each[number] if number < len(each) else None

@@ -29,7 +29,7 @@ from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.job_windows import JobWindows
 from lightning_dlrover.live.kept_values import KeptValues
-from lightning_dlrover.live.lanes_ahead import LanesAhead
+from lightning_dlrover.live.lanes_ahead import LanePrefetcher
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition, Position
@@ -39,7 +39,7 @@ from lightning_dlrover.live.searches import Searches
 from lightning_dlrover.live.settings import SettingsInForce
 from lightning_dlrover.live.skipped_rows import SkippedReports
 from lightning_dlrover.live.steps import TrainingSteps
-from lightning_dlrover.live.successors import Successors
+from lightning_dlrover.live.successors import RestartHandoff
 from lightning_dlrover.live.table_rounds import RolledBack, TableRounds
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.live.trainer_of_fit import TrainerOfFit
@@ -95,10 +95,10 @@ class LiveTraining:
         self.leaving = Leaving(world, port, position)
         self.skipped = SkippedReports(world, batches, position)
         self._data = DataOfFit(world, round_, batches, port, position)
-        self._lanes = LanesAhead(world, round_, batches)
+        self._lanes = LanePrefetcher(world, round_, batches)
         self._state = JobState(world, round_, batches, port, position, self.validation, self.votes)
         self.checkpoints = JobCheckpoints(world, round_, batches, port, position, self._state)
-        self._successors = Successors(world, round_, port, position, self._state, self.checkpoints)
+        self._successors = RestartHandoff(world, round_, port, position, self._state, self.checkpoints)
         self.tables = TableRounds(world, round_, batches, port, position, self.steps, self._state, self.checkpoints)
         self._pace = Pace(world, check_interval_s, self.votes.wishes)
         self._settings = SettingsInForce(available_cores())
@@ -333,9 +333,9 @@ class LiveTraining:
         if formation.rank == 0 and self.world.config.max_workers > 1:
             loggers.begin(self._trainer.loggers)
         if formation.size > 1:
-            runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if formation.rank == 0 else [])[0]
+            runs = transfer.all_gather(loggers.capture_runs(self._trainer.loggers) if formation.rank == 0 else [])[0]
             if formation.rank != 0:
-                loggers.adopt(self._trainer.loggers, runs)
+                loggers.adopt_runs(self._trainer.loggers, runs)
         has_finished = self.world.has_finished
         if formation.rank == 0 and not has_finished and self.tables.elastic is None:
             self.checkpoints.take_users_choice()

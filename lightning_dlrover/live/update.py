@@ -36,7 +36,7 @@ def capture(trainer: L.Trainer) -> Update:
     """Return the current state of all that an update changes. Its tensors are those in use."""
     module = trainer.lightning_module
     return Update(
-        model=_tensors_of(module),
+        model=_model_tensors(module),
         optimizers=[optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
         groups=[[_kept_in(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
         scaler=trainer.precision_plugin.state_dict(),
@@ -47,7 +47,7 @@ def capture(trainer: L.Trainer) -> Update:
 def apply(trainer: L.Trainer, update: Update) -> None:
     """Bring weights, optimizers and scaler to the state after another worker's update, or before a failed one."""
     with torch.no_grad():
-        for name, value in _tensors_of(trainer.lightning_module).items():
+        for name, value in _model_tensors(trainer.lightning_module).items():
             sent = update.model.get(name)
             # Another shape: a cache has grown on one worker alone.
             if sent is not None and sent.shape == value.shape and not is_expanded(value):
@@ -111,7 +111,7 @@ def _manual_optimization(trainer: L.Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.manual_optimization
 
 
-def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _model_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: buffer.detach() for name, buffer in module.named_buffers()} | state
 

@@ -407,7 +407,7 @@ class _Fetcher(DataFetcher):
             if not metric.has_reset and metric.is_tensor and self._is_ours(metric)
         }
         metrics = {
-            name: {attr: _tensors_of(metric, attr) for attr in metric._reductions}
+            name: {attr: _state_parts(metric, attr) for attr in metric._reductions}
             for name, metric in self._to_exchange.items()
             if metric._update_count != self._update_counts.get(name, 0)
         }
@@ -470,7 +470,7 @@ class _Committed:
         return answer
 
 
-def _tensors_of(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
+def _state_parts(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
     """Return a state in the parts that torchmetrics exchanges."""
     value = getattr(metric, attr)
     if isinstance(value, torch.Tensor):

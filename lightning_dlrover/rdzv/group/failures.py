@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError
 from lightning_dlrover.rdzv.live.member import LeftOutError, MembershipError, RoundEndedError, WorldError
 
 __all__ = ["Failures", "is_group_failure"]
@@ -63,7 +63,7 @@ class Failures:
         sockets: connections of the round.
     """
 
-    def __init__(self, sockets: MaySever, meeting: Callable[[], Meeting | None]) -> None:
+    def __init__(self, sockets: MaySever, meeting: Callable[[], CollectiveMonitor | None]) -> None:
         self.mismatch: MismatchError | None = None
         self._sockets = sockets
         self._meeting = meeting

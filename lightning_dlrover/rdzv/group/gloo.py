@@ -31,7 +31,7 @@ __all__ = [
     "RoundSockets",
     "StoreServer",
     "inet_sockets",
-    "num_begun",
+    "num_begun_in",
     "own_address",
     "protect_forks",
     "shut_down",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-def num_begun(backends: Sequence[Any]) -> int:
+def num_begun_in(backends: Sequence[Any]) -> int:
     """Return the number of collectives that any code of this worker has begun in the backends of its round's group."""
     return sum(torch_names.num_begun(backend) for backend in backends)
 

@@ -21,12 +21,12 @@ import torch
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import checked_updates
 from lightning_dlrover.rdzv.group.buffers import BufferCopies
-from lightning_dlrover.rdzv.group.left_state import LeftStateError, newest, resume
+from lightning_dlrover.rdzv.group.left_state import HostStateError, newest, resume
 from lightning_dlrover.rdzv.job.events import FitResumed, TrainingStalled
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 
 if TYPE_CHECKING:
-    from lightning_dlrover.rdzv.group.left_state import LeftState
+    from lightning_dlrover.rdzv.group.left_state import HostStateCache
     from lightning_dlrover.rdzv.group.transfer import Packed
     from lightning_dlrover.rdzv.job.events import Event
     from lightning_dlrover.rdzv.live.member import WorldError
@@ -54,7 +54,7 @@ class LoopWorld(Protocol):
     @property
     def is_asynchronous(self) -> bool: ...
     @property
-    def left_state(self) -> LeftState | None: ...
+    def left_state(self) -> HostStateCache | None: ...
     @property
     def broken(self) -> bool: ...
     @property
@@ -393,7 +393,7 @@ class _Loop:
     def _keep_for_successors(self) -> None:
         try:
             self._world.keep_for_successors(self.num_made, transfer.pack(self._dump()))
-        except (LeftStateError, transfer.TransferError) as error:
+        except (HostStateError, transfer.TransferError) as error:
             log.error("the next group of workers cannot go on from step %d: %s", self.num_made, error)
 
     def _recover(self) -> None:

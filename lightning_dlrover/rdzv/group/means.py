@@ -32,7 +32,7 @@ T = TypeVar("T")
 NEWS_S = 3.0
 """Seconds of waiting after which a worker logs the reason."""
 
-PROBE_INTERVAL_S = 0.05
+WAIT_PROBE_S = 0.05
 """Seconds between two probes of workers during a wait."""
 
 FULL_PAUSE_S = 0.2
@@ -76,7 +76,7 @@ class ProcessBackend:
     ) -> T:
         membership = self._membership
         news_at = time.monotonic() + NEWS_S
-        patrol = Patrol(membership, probe, PROBE_INTERVAL_S).pause()
+        patrol = Patrol(membership, probe, WAIT_PROBE_S).pause()
 
         def tick() -> None:
             nonlocal news_at
@@ -106,7 +106,7 @@ class ProcessBackend:
                 time.sleep(FULL_PAUSE_S)  # a full etcd refuses writes at once
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        Patrol(self._membership, workers, PROBE_INTERVAL_S).look()
+        Patrol(self._membership, workers, WAIT_PROBE_S).look()
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
         return self._reach.silent(workers)

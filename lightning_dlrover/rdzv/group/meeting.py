@@ -8,10 +8,11 @@ collectives, mix up values, or are aborted when sizes differ. Three measures tur
    Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
    without progress.
 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
-   `Counts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in the same
-   order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait for each
-   other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another program.
-   The same holds for two workers that have begun equally many collectives in the round's group, and a different one last.
+   `CollectiveCounts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in
+   the same order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait
+   for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another
+   program. The same holds for two workers that have begun equally many collectives in the round's group, and a different one
+   last.
 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a collective
    that one worker has left out. Votes include the number of the step.
 
@@ -39,15 +40,15 @@ import torch.distributed as dist
 from lightning_dlrover.frames import current_frames
 from lightning_dlrover.rdzv.group import torch_names, waits
 from lightning_dlrover.rdzv.group.purpose import Purpose, details, place_of, tensors_in
-from lightning_dlrover.rdzv.group.sightings import Counts, Sighting, can_go_on, difference, ranges
+from lightning_dlrover.rdzv.group.sightings import CollectiveCounts, DesyncReport, can_go_on, difference, ranges
 from lightning_dlrover.rdzv.group.torch_names import Store
 from lightning_dlrover.rdzv.group.tree import Reduction, Tree
 from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
 
 __all__ = [
     "Begun",
+    "CollectiveMonitor",
     "LoneCollectiveError",
-    "Meeting",
     "MismatchError",
 ]
 
@@ -96,7 +97,7 @@ Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
 """A comparison that has begun: its number, and its numbers on their way to the minimum over all workers."""
 
 
-class Place(Protocol):
+class PlaceInProgram(Protocol):
     """A worker's place in its program, as it changes. Read by any thread."""
 
     @property
@@ -121,10 +122,10 @@ class Program(Protocol):
     """A worker's program, which sets its place anew for each of its training loops."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> PlaceInProgram: ...
 
 
-class Meeting:
+class CollectiveMonitor:
     """Compare the next collectives of a round's workers. Used by the thread that created it, and watched by one of its own.
 
     Args:
@@ -174,7 +175,7 @@ class Meeting:
         self._alone = ""  # reason why the others take no part in this worker's collectives now
         self._store: Store | None = None
         self._store_lock = threading.Lock()
-        self._published: Sighting | None = None
+        self._published: DesyncReport | None = None
         self._answered = 0
         self._thread = threading.get_ident()
         self._closed = threading.Event()
@@ -289,7 +290,7 @@ class Meeting:
             RoundEndedError: the round is over; on other workers this may have returned True before.
             WorldError: other workers neither reached the place nor passed it by in time.
         """
-        now = Counts(self._num_compared, self._begun())
+        now = CollectiveCounts(self._num_compared, self._begun())
         missing = set(range(self._size)) - {self._rank}
         has_come = is_first = False
         began = time.monotonic()
@@ -329,7 +330,7 @@ class Meeting:
             pause_s = min(1.2 * pause_s, max(POLL_S, self._size * POLL_PER_WORKER_S))
         raise RoundEndedError(f"the round ended while this worker waited for the others at {place}")
 
-    def _is_passed_by(self, store: Store, place: str, missing: set[int], now: Counts) -> bool:
+    def _is_passed_by(self, store: Store, place: str, missing: set[int], now: CollectiveCounts) -> bool:
         """Return whether a worker has begun a later collective without having come to `place`. Removes those that have come."""
         seen = self._sightings(store, sorted(missing), 0.0)
         for rank in tuple(missing):
@@ -433,7 +434,7 @@ class Meeting:
         pairs = [(rank, text) for rank, text, _ in known] + [
             (rank, "somewhere else; it did not answer") for rank in range(self._size) if rank not in texts
         ]
-        counts = [Counts(number, begun) for *_, begun in known]
+        counts = [CollectiveCounts(number, begun) for *_, begun in known]
         is_one_purpose = int(numbers[0]) == -int(numbers[1])
         self._adopt(difference(pairs, counts if is_one_purpose and len(counts) == len(pairs) else ()))
 
@@ -455,12 +456,12 @@ class Meeting:
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        seen, since = Counts(0, 0), time.monotonic()
+        seen, since = CollectiveCounts(0, 0), time.monotonic()
         num_looks = 0
         next_look = 0.0
         pause_s = self._size / LOOKS_PER_S
         while not self._closed.wait(TICK_S) and self.mismatch is None:
-            now = Counts(self._num_compared, self._begun())
+            now = CollectiveCounts(self._num_compared, self._begun())
             if now != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > max(QUIET_S, pause_s) and time.monotonic() >= next_look:
@@ -473,7 +474,7 @@ class Meeting:
                     self._forget_store()
         self._forget_store()
 
-    def _look(self, now: Counts, first: int) -> None:
+    def _look(self, now: CollectiveCounts, first: int) -> None:
         store = self._reach_store()
         if store is None:
             return
@@ -489,7 +490,7 @@ class Meeting:
                 self._report(number, numbers)  # the worker waits for an asynchronous collective, and reads no comparison
                 return
         mine = self._whereabouts(now)
-        if Counts(self._num_compared, self._begun()) != now:
+        if CollectiveCounts(self._num_compared, self._begun()) != now:
             return  # the worker makes progress again
         if mine != self._published:
             store.set(f"at/{self._rank}", json.dumps([now.compared, now.begun, mine.text, mine.waits_for]))
@@ -502,7 +503,7 @@ class Meeting:
         seen = {**self._sightings(store, ranks, QUIET_S + TICK_S), self._rank: mine}
         self._adopt(difference([(rank, seen[rank].text) for rank in sorted(seen)]))
 
-    def _sightings(self, store: Store, ranks: Sequence[int], timeout_s: float) -> dict[int, Sighting]:
+    def _sightings(self, store: Store, ranks: Sequence[int], timeout_s: float) -> dict[int, DesyncReport]:
         """Return the sightings that other workers have published. Those of workers that make progress may be stale."""
         texts: dict[int, str] = {}
         if timeout_s:
@@ -516,19 +517,19 @@ class Meeting:
         found = {}
         for rank, text in texts.items():
             compared, begun, activity, waits_for = json.loads(text)
-            found[rank] = Sighting(Counts(compared, begun), activity, waits_for)
+            found[rank] = DesyncReport(CollectiveCounts(compared, begun), activity, waits_for)
         return found
 
-    def _whereabouts(self, now: Counts) -> Sighting:
+    def _whereabouts(self, now: CollectiveCounts) -> DesyncReport:
         """Return the collective that this worker's thread waits for, as far as its stack shows."""
         frame = current_frames().get(self._thread)
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):
-            return Sighting(now, latest)
+            return DesyncReport(now, latest)
         begun, text, kind = self._asynchronous
         if begun == now.begun and not waits_for:
-            return Sighting(now, f"{text}, {self._program.place.describe()}", kind)
-        return Sighting(now, f"{waits_in} at {place_of(frame)}, {self._program.place.describe()}", waits_for)
+            return DesyncReport(now, f"{text}, {self._program.place.describe()}", kind)
+        return DesyncReport(now, f"{waits_in} at {place_of(frame)}, {self._program.place.describe()}", waits_for)
 
     def _reach_store(self) -> Store | None:
         with self._store_lock:
@@ -589,9 +590,9 @@ def _waits_in(frame: FrameType | None) -> tuple[str, str]:
     is_waiting = False
     while frame is not None:
         code, name, module = frame.f_code, frame.f_code.co_name, frame.f_globals.get("__name__", "")
-        if code is Meeting.compare.__code__:
+        if code is CollectiveMonitor.compare.__code__:
             return _COMPARES, ""
-        if code is Meeting.counted.__code__:
+        if code is CollectiveMonitor.counted.__code__:
             return "the vote between two steps", ""
         if module == waits.__name__:
             is_waiting = is_waiting or code is waits.wait_in.__code__

@@ -51,10 +51,10 @@ from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.growth import Growth
 from lightning_dlrover.rdzv.group.hooks import compare_with
 from lightning_dlrover.rdzv.group.leaving import DrainOnSigterm, end_with_agent
-from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.group.left_state import HostStateCache
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.group.means import ProcessBackend
-from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError, OutsideOfLoops, Place
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError, OutsideOfLoops, PlaceInProgram
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.reach import Neighbour, Reach
 from lightning_dlrover.rdzv.group.reports import Reports
@@ -138,12 +138,12 @@ class World:
         use_interface_of(address)
         server = StoreServer(address, config.form_timeout_s)
         self.num_fits = 0  # calls of `fit` that the script has made so far
-        self.place: Place = OutsideOfLoops()  # place of the training loop that runs
+        self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []  # minimum over all members of each wish in this round's newest vote
-        self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
+        self._left_state = HostStateCache(Path(config.left_state_folder)) if config.left_state_folder else None
         self._vote: Vote | None = None
         self._num_votes = 0  # votes in this round
-        self._meeting: Meeting | None = None  # the round's meeting; None if this worker is alone in the round
+        self._meeting: CollectiveMonitor | None = None  # the round's meeting; None if this worker is alone in the round
         self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
         self.membership = when_there_is_room(
             lambda: Membership(
@@ -343,7 +343,7 @@ class World:
         self.standing.finish(num_steps, fit)
 
     @property
-    def left_state(self) -> LeftState | None:
+    def left_state(self) -> HostStateCache | None:
         """Folder for the job's state while this worker's agent replaces its workers; None if the agent has a single worker."""
         return self._left_state
 
@@ -358,7 +358,7 @@ class World:
         One worker of each agent writes the state. An agent with a single worker keeps none.
 
         Raises:
-            LeftStateError: the host's memory has no room for it.
+            HostStateError: the host's memory has no room for it.
         """
         if self._left_state is None or self.formation is None:
             return
@@ -474,7 +474,7 @@ class World:
             return True
         return self._meeting.all_reach(place, lambda: self.broken, timeout_s or self.config.collective_timeout_s)
 
-    def _current_meeting(self) -> Meeting | None:
+    def _current_meeting(self) -> CollectiveMonitor | None:
         return self._meeting
 
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:

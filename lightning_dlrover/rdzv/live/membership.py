@@ -122,8 +122,8 @@ class Membership:
             client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, lambda lease: self._office.came_back(lease)
         )
         self._decoder = Decoder(self.keys, self._report_garbage)
-        self.workers = WorkerRecords(client, self.keys, lambda: not self._mirror.healthy)
         self._mirror = Mirror(client, self.keys.shared, self._wake, CHECK_S)
+        self.workers = WorkerRecords(client, self.keys, self._mirror)
         self.shared = SharedRecords(self._journal, self._mirror, self.worker_id, self.own, self._wake)
         self._office = Office(
             client,

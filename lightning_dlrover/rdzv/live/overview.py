@@ -87,13 +87,13 @@ class WorkerRecords:
     """Records of single workers. What does not change during a worker's life is read once: its address, host and agent.
 
     Args:
-        is_away: returns whether etcd is known not to answer, so that nothing waits for it.
+        mirror: knows whether etcd answers. If not, nothing waits for it.
     """
 
-    def __init__(self, client: EtcdClient, keys: Keys, is_away: Callable[[], bool]) -> None:
+    def __init__(self, client: EtcdClient, keys: Keys, mirror: Mirror) -> None:
         self._client = client
         self._keys = keys
-        self._is_away = is_away
+        self._mirror = mirror
         self._known: dict[str, KeyValue] = {}
         self._decoded: dict[str, tuple[KeyValue, WorkerRecord | None]] = {}  # each entry once, as probes need them often
         self._absent: dict[str, float] = {}  # workers without a record, and when this was found
@@ -109,7 +109,7 @@ class WorkerRecords:
             for forgotten in (self._known, self._decoded, self._absent):
                 forgotten.clear()
             unknown = wanted
-        if unknown and not self._is_away():
+        if unknown and self._mirror.healthy:
             try:
                 found = self.present(unknown)
             except EtcdUnavailableError as error:

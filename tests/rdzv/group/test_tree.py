@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_dlrover.rdzv.group import torch_names
-from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.torch_names import HashStore
 from lightning_dlrover.rdzv.group.tree import ARITY, Tree, join_tree
@@ -112,7 +112,7 @@ def test_workers_that_compare_along_the_tree_detect_another_purpose(others: str)
     store = HashStore()
 
     def run(rank: int) -> str:
-        meeting = Meeting(
+        meeting = CollectiveMonitor(
             ranks.groups[rank],
             rank,
             ranks.size,
