@@ -75,10 +75,10 @@ class RecordFile(Generic[H]):
             content = data[: data.rfind(b"\n") + 1]
             if len(content) < len(data):
                 os.truncate(path, len(content))
-            found, self.records = read_lines(content, path, form)
-            if found is None:
+            found = read_lines(content, path, form)
+            self.header, self.records = found[0] or header, found[1]
+            if found[0] is None:
                 self._append(header)
-            self.header = header if found is None else found
         except BaseException:
             self._file.close()
             raise

@@ -112,7 +112,7 @@ def read_store(folder: Path) -> Measurements:
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise StoreError(f"{folder} has no {FILE_NAME}: `dlrover characterize --out {folder}` makes one") from error
-    header, records = read_lines(data, path, FORM)
-    if header is None:
+    read = read_lines(data, path, FORM)
+    if read[0] is None:
         raise StoreError(f"{path} is empty; remove it, or give another folder")
-    return Measurements.of(header, records)
+    return Measurements.of(read[0], read[1])
