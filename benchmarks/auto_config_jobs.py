@@ -25,8 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, callback
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
-__all__ = ["GLOBAL_BATCH", "JOBS"]
-
 NUM_SAMPLES = 1_000_000
 NUM_FEATURES = 256
 NUM_TABLES, NUM_ROWS, DIM, LOOKUPS = 4, 100_000, 32, 40

@@ -39,8 +39,6 @@ from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, events
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 
-__all__ = ["JOBS", "Inputs", "fidelity", "simulated_times"]
-
 CORES = 2
 MEASURED, BRIEF = 200, 40  # steps
 STEP_S, SAMPLE_S = 0.005, 0.12 / 240  # one worker sleeps 125 ms in a step of 240 samples, two 65 ms
@@ -146,7 +144,7 @@ def _measure_changes(space: Workspace, endpoint: str) -> tuple[list[tuple[float,
         pool.submit(_job("changes", 0.0, 600))
         for name in ("first", "second"):
             pool.submit(_job(name, 0.0, BRIEF, "1"))
-            pool.wait_for(f"the end of {name}", lambda name=name: any(e.name == name for e in pool.ended()), END_TIMEOUT_S)
+            pool.wait_for_end(name, END_TIMEOUT_S)
             pool.wait_for(
                 "growth", lambda: any(after == CORES for _, after, *_ in _changes(folder, "changes")[-1:]), END_TIMEOUT_S
             )

@@ -25,8 +25,6 @@ from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
 from lightning_dlrover.planner.cluster.work import USUAL_BATCHES
 from lightning_dlrover.planner.cluster.workloads import Submission
 
-__all__ = ["scale"]
-
 LARGE_JOBS, LARGE = 1000, Cluster(2500, 4)
 SOLVED = ((20, Cluster(16, 4)), (60, Cluster(16, 4)), (200, Cluster(125, 4)), (LARGE_JOBS, LARGE))
 """Numbers of jobs and clusters for which the optimum is computed."""

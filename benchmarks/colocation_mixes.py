@@ -24,24 +24,6 @@ from lightning_dlrover.colocate.summary import summarize
 from lightning_dlrover.planner.cluster import Device, Job
 from lightning_dlrover.planner.cluster.cores import Shares, equal_shares, thread_shares
 
-__all__ = [
-    "CALIBRATION",
-    "GPU_MIX",
-    "MIXES",
-    "NUMBERS",
-    "OURS",
-    "POLICIES",
-    "SEQUENTIAL",
-    "SLOW_MIX",
-    "Length",
-    "MixResult",
-    "Variant",
-    "figures",
-    "measure_mixes",
-    "table",
-    "variant_of",
-]
-
 JOB = Path(__file__).resolve().with_name("colocation_job.py")
 MIXES: Mapping[str, Mapping[str, int]] = {
     "balanced": {"compute": 3, "memory": 3, "input": 3, "mixed": 3},

@@ -23,8 +23,6 @@ from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.tenants import Action, End, Holding, Memory, Start, Tenant, Waiting, after
 from lightning_dlrover.planner.cluster.cores import CoreUse, expected
 
-__all__ = ["GPU_KINDS", "KINDS", "Kind", "Machine", "rehearse"]
-
 LOOK_S = 0.1
 WINDOW_S = 4.0
 STEP_S = 0.01

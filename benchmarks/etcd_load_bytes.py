@@ -50,8 +50,6 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
 from lightning_dlrover.rdzv.job.records import Keys
 
-__all__ = ["measure"]
-
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 CHOSEN_ON = ("ncf", "cifar10", "deepspeech2")
 REPORTED_ON = ("bert", "imagenet", "yolov3")

@@ -28,6 +28,7 @@ from typing import Any
 
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from light_processes import LightProcesses, OtherUser, metrics_of, requests_to
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -128,13 +129,14 @@ class _Host:
 
     def saw(self, number: int) -> float:
         """Time at which the last worker knew of a round."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while any(number not in worker.seen for worker in self._workers):
-            if errors := [worker.error for worker in self._workers if worker.error]:
-                raise BenchmarkError(f"{len(errors)} workers failed, the first with {errors[0]}")
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"not all workers knew of round {number} within {TIMEOUT_S:g} s")
-            time.sleep(0.01)
+
+        def failed() -> str:
+            errors = [worker.error for worker in self._workers if worker.error]
+            return f"{len(errors)} workers failed, the first with {errors[0]}" if errors else ""
+
+        what = f"all workers to know of round {number}"
+        known = lambda: all(number in worker.seen for worker in self._workers)  # noqa: E731
+        eventually(known, what, TIMEOUT_S, ended=failed, error=BenchmarkError)
         return max((worker.seen[number] for worker in self._workers), default=0.0)
 
 

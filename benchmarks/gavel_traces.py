@@ -21,8 +21,6 @@ from scipy.optimize import linprog
 from lightning_dlrover.planner.cluster import Device, Job, Profile
 from lightning_dlrover.planner.cluster.policy import Floats
 
-__all__ = ["MEMORY_BYTES", "MeasuredPairs", "TraceError", "default_folder", "read_pairs"]
-
 MEMORY_BYTES = 12 * 10**9
 """Memory of a device. The traces tell which pairs fit, not how much each job needs; see `_memory_of`."""
 

@@ -33,8 +33,6 @@ from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 from lightning_dlrover.planner.plan_request import PlanRequest
 from lightning_dlrover.planner.space import Limits, configuration, settings_of, why_not
 
-__all__ = ["PLANNERS", "Planner"]
-
 Planner = Callable[[PlanRequest, Limits, Objective, int, float], Decision]
 """Function from request, limits, objective, decision id and seconds since the epoch to a decision."""
 

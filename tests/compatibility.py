@@ -11,8 +11,6 @@ from typing import Literal
 
 from versions import Result, results
 
-__all__ = ["FOLDER", "ROWS", "Row", "render"]
-
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 
 Verdict = Literal["works", "refused", "warned"]

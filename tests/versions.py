@@ -28,8 +28,6 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["ENVIRONMENTS", "Environment", "Result", "results"]
-
 REPOSITORY = Path(__file__).parent.parent
 FOLDER = REPOSITORY / "build" / "versions"
 RESULTS = Path(__file__).with_suffix(".json")

@@ -20,6 +20,7 @@ from lightning_dlrover.planner.cluster.cores import LEAST_IDLE, CoreUse, Expecte
 from lightning_dlrover.planner.cluster.mixed import Left, for_cores
 from lightning_dlrover.planner.cluster.policies import make_policy
 from lightning_dlrover.planner.cluster.policies.turns import turns
+from lightning_dlrover.planner.cluster.queue_order import is_overdue, turn_of
 from lightning_dlrover.planner.cluster.waiting import with_bounded_wait
 
 __all__ = ["AHEAD", "Scheduler", "jobs_per_core"]
@@ -140,7 +141,7 @@ class Scheduler:
                 else:
                     num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in here)
                     wanted_here = [job for job in for_here if place.name in wanted.get(job.name, ())]
-                    chosen = sorted(wanted_here, key=_in_order)[: max(0, place.most_jobs - num_running)]
+                    chosen = sorted(wanted_here, key=turn_of)[: max(0, place.most_jobs - num_running)]
                 actions += _starts(place, here, chosen)
         return _once(actions)
 
@@ -159,7 +160,7 @@ class Scheduler:
         quantum_s = LAST_QUANTUM_S if are_last and are_equal else QUANTUM_S
         is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > quantum_s
         # A job that has waited too long and now runs is not overdue any more. It keeps its place for the quantum.
-        overdue = {t.name for t in able if t.phase == "paused" and now - t.since_s > self._wait_s}
+        overdue = {t.name for t in able if t.phase == "paused" and is_overdue(t.since_s, now, self._wait_s)}
         if self._chosen is None or is_old or not overdue <= self._chosen.jobs.keys():
             policy = self._policy_at_end if are_last else self._policy
             self._chosen = _Chosen(policy(self._state_of_able(now, places, able, starting)), among, now)
@@ -224,13 +225,13 @@ class Scheduler:
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in here)
         # A start keeps one core busy. One is always under way.
         busy = num_starting + sum(self._cores_beside_others(self._use(t.kind, place)) for t in here if t.phase == "running")
-        overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
+        overdue = [job for job in waiting if is_overdue(job.submitted_s, now, self._wait_s)]
         if num_starting and busy + LEAST_IDLE > place.num_cores:
             return []
         if len(here) >= place.most_jobs + AHEAD or (num_paused >= AHEAD and not overdue):
             return []
         if overdue:
-            return sorted(overdue, key=_in_order)[:1]
+            return sorted(overdue, key=turn_of)[:1]
         ranks = self._ranks(place, places, waiting, tenants)
         able = [job for job in waiting if job.name in ranks]
         return sorted(able, key=lambda job: (-job.priority, ranks[job.name], job.submitted_s, job.name))[:1]
@@ -393,10 +394,6 @@ def _starts(place: LocalDevice, tenants: Sequence[Tenant], chosen: Sequence[Wait
         free = {memory: free[memory] - charge for memory, charge in charges.items()}
         actions.append(Start(job.name, place.name, charges))
     return actions
-
-
-def _in_order(job: Waiting) -> tuple[int, float, str]:
-    return -job.priority, job.submitted_s, job.name
 
 
 def _once(actions: Sequence[Action]) -> list[Action]:

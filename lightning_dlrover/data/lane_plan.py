@@ -225,11 +225,6 @@ class LanePlan:
                 row = upto
             place += 1
 
-    def row_at(self, position: int) -> tuple[int, int]:
-        """Return the shard and the row at one of the epoch's positions."""
-        shards, rows = self.rows_between(position, position + 1)
-        return int(shards[0]), int(rows[0])
-
     def rows_between(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Return the shards and the rows at the epoch's positions from `start` to `stop`, shape ``(stop - start,)`` each."""
         found = [np.empty(0, dtype=np.int64)]
@@ -273,7 +268,7 @@ class LanePlan:
         return found
 
     def place_of(self, shard: int, row: int) -> BatchPosition:
-        """Return where in the epoch a row of a shard is, the inverse of `row_at`."""
+        """Return where in the epoch a row of a shard is, the inverse of `rows_between`."""
         (at,) = np.flatnonzero(self.shards == shard)
         if not 0 <= row < self._shard_starts[at + 1] - self._shard_starts[at]:
             raise IndexError(f"row {row} of a shard with {self._shard_starts[at + 1] - self._shard_starts[at]} rows")

@@ -68,11 +68,6 @@ class Prediction:
     parts_s: Mapping[str, float] = field(default_factory=dict)  # compute, data and communication, which add up to the step
     parts_interval_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
-    @property
-    def samples_per_s_interval(self) -> tuple[float, float]:
-        samples = self.samples_per_s * self.step_time_s
-        return samples / self.high_s, samples / self.low_s
-
 
 @dataclass(frozen=True)
 class Predictions:

@@ -13,8 +13,6 @@ from plain_loop import PlainSettings, run_plain_loop
 from stand_in_jobs import OverStandIn, run_over_stand_in
 from toy_job import Recorder
 
-__all__ = ["FailpointSettings", "Scenario", "run_with_failpoint"]
-
 
 @dataclass(frozen=True)
 class FailpointSettings:

@@ -15,8 +15,6 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, content_of
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, RoundRecord, decode
 
-__all__ = ["Change", "History", "history_violations"]
-
 
 @dataclass(frozen=True)
 class Change:

@@ -13,8 +13,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_dlrover.data.one_pass import EpochKey, OwnRandom
 
-__all__ = ["ITERABLES", "Opaque", "Stateful", "order_of"]
-
 
 class Opaque(IterableDataset[Any]):
     """Rows in an order that no seed of its own fixes.

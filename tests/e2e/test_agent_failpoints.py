@@ -17,6 +17,7 @@ import pytest
 from disturbed_writes import ACTIONS, STOP_S, Failpoint
 from elastic_agents import ElasticAgents, Node, Nursery, RunningAgent
 from history import Change, History
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
@@ -96,13 +97,14 @@ class Scenario:
         return None not in found and len(sizes) == 1 and sizes.pop()[0] == num_nodes == len(self.slots)
 
     def _until(self, found: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not found():
-            if time.monotonic() > deadline:
-                outputs = "\n".join(f"--- {slot} is {agent}\n{agent.output}" for slot, agent in self.slots.items())
-                raise AssertionError(f"waited {DEADLINE_S:g} s for {what}; {self.agents.starts()}\n{outputs}")
+        def report() -> str:
+            return "\n".join([f"{slot} is {agent}" for slot, agent in self.slots.items()] + [self.agents.report()])
+
+        def look() -> bool:
             self._tend()
-            time.sleep(0.05)
+            return found()
+
+        eventually(look, what, DEADLINE_S, 0.05, report=report)
 
     def _tend(self) -> None:
         for slot, agent in list(self.slots.items()):

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from iterables import ITERABLES
+from quiet_trainer import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -360,17 +361,7 @@ def fingerprint(tensors: list[Any]) -> str:
 
 def make_trainer(folder: str, **kwargs: Any) -> L.Trainer:
     """Build a Trainer with our strategy and only the features that a test asks for."""
-    defaults: dict[str, Any] = {
-        "strategy": DLRoverStrategy(),
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": folder,
-    }
-    return L.Trainer(**{**defaults, **kwargs})
+    return quiet_trainer(**{"strategy": DLRoverStrategy(), "default_root_dir": folder, **kwargs})
 
 
 def train_toy(recorder: Recorder, settings: ToySettings, model: type[ToyModel] = ToyModel) -> None:

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["BENCHMARKS", "DEADLINE_S", "ONE_THREAD", "figures_of"]
-
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEADLINE_S = 240.0
 """Seconds in which a short form ends on shared cores; two idle ones need less than 60 s."""

@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import trustme
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import find_binary
 
@@ -97,14 +97,15 @@ def _run_documented_commands(folder: Path, port: int) -> None:
 
 
 def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + 30
-    while True:
+    def is_healthy() -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
-            if b'"true"' in answer.read():
-                return
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, f"waited 30 s for etcd: {log.read_text()}"
-        time.sleep(0.05)
+            return b'"true"' in answer.read()
+        return False
+
+    def ended() -> str:
+        return "etcd has ended" if process.poll() is not None else ""
+
+    eventually(is_healthy, "etcd's health", 30, 0.05, ended=ended, report=log.read_text)
 
 
 def _free_ports(number: int) -> list[int]:

@@ -76,7 +76,7 @@ class Cancellations:
         # A node that has ended may still be listed as alive for a moment.
         ended_at = {entry.handle: entry.ended_at or now for entry in entries}
         due = [a for a in due if now - ended_at.get(a.handle, -float("inf")) > self._policy.settle_s]
-        if not due or not self._office.still_acts():
+        if not due or not self._office.still_holds():
             return
         log.warning("run %s: ending %s: no request for it exists", self._run_id, ", ".join(a.handle for a in due))
         self._strays.update((a.handle, now) for a in due)

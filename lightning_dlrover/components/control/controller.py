@@ -176,7 +176,7 @@ class Controller:
         """
         self._registry.is_ending = True
         self._output.show(self._registry, at_once=True)  # what cancelled nodes write to stderr is not shown
-        if self._target.outlives_controller and self._awaited() and self._office.still_acts() is False:
+        if self._target.outlives_controller and self._awaited() and self._office.still_holds() is False:
             log.warning(
                 "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them",
                 *(self._run_id, self._run_id),
@@ -291,7 +291,7 @@ class Controller:
                     log.warning("run %s: %s", self._run_id, action.text)
                 case FinishJob():
                     end = action
-        if cancelled and self._target.outlives_controller and self._office.still_acts() is False:
+        if cancelled and self._target.outlives_controller and self._office.still_holds() is False:
             cancelled = []  # another controller owns them now
         if cancelled:
             self._output.show(self._registry, at_once=True)
@@ -310,7 +310,7 @@ class Controller:
         """End waiting nodes that request too much, before others are added. Return whether others may be added."""
         if not names:
             return True
-        if not self._office.still_acts():
+        if not self._office.still_holds():
             return False
         log.info("run %s: ending %s, which wait for more than is planned now", self._run_id, ", ".join(names))
         self._cancellations.cancel(names)
@@ -349,7 +349,7 @@ class Controller:
     def _publish(self) -> None:
         """Update the controller's record. Add a new kind of obstacle to the job's history."""
         apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
-        if not self._office.publish(apps, self._held_up):
+        if not self._office.publish_nodes(apps, self._held_up):
             return
         kind = likeness(self._held_up)  # a changed count or pause alone is no new obstacle
         if kind and kind != self._trouble:

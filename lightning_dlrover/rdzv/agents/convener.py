@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -19,10 +18,11 @@ from typing import Any, TypeVar
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.agents.rounds import AgentView, Limits, SeenAgent, is_urgent, members_of_next_round, next_notice
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.election import Election, candidacy_delay_s
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue, created, modified
+from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue, modified
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord, Keys, RecordError, decode
 
@@ -36,7 +36,6 @@ _RETRY_S = 0.2
 # Minimum seconds between two notices of changed counts, per agent to notify: at most 1000 notifications per second.
 _REST_PER_AGENT_S = 0.001
 _RETURN_LEASES = 2.0  # lifetimes of a lease for which a member that is cut off from etcd is given time to come back
-_CAMPAIGN_PER_AGENT_S = 0.0005  # seconds per agent over which candidacies are spread after a convener's death
 
 
 class RecordReader:
@@ -100,6 +99,7 @@ class AgentConvener:
         self._client = client
         self._keys = keys
         self._journal = Journal(client, keys)
+        self._election = Election(keys.agent_convener)
         self._agent_id = agent_id
         self._limits = limits
         self._last_call_s = last_call_s
@@ -139,7 +139,7 @@ class AgentConvener:
             thread.join(timeout_s)
 
     def _run(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
-        pause_s = random.SystemRandom().uniform(0, num_agents * _CAMPAIGN_PER_AGENT_S)
+        pause_s = candidacy_delay_s(num_agents)
         while not self._stopped.wait(pause_s) and not lease.lost.is_set():
             pause_s = _RETRY_S
             try:
@@ -155,10 +155,10 @@ class AgentConvener:
 
     def _win(self, watched: Mirror, lease: Lease) -> int:
         """Return the term that we have won, or 0."""
-        entry = watched.get(self._keys.agent_convener)
+        entry = watched.get(self._election.key)
         if entry is not None and entry.lease_id != lease.id:
             return 0
-        return self._journal.claim(self._keys.agent_convener, self._agent_id.encode(), lease.id)
+        return self._election.claim(self._client, self._agent_id.encode(), lease.id)
 
     def _convene(self, term: int, return_s: float) -> None:
         """Convene for as long as the election key is ours.
@@ -177,8 +177,7 @@ class AgentConvener:
                 self._wake.clear()
                 began = time.monotonic()
                 entries = mirror.snapshot()
-                holder = entries.get(self._keys.agent_convener)
-                if holder is None or holder.create_revision != term:
+                if not self._election.is_held(entries.get(self._election.key), term):
                     if mirror.revision >= term:
                         return
                     pause_s = _RETRY_S
@@ -244,7 +243,7 @@ class AgentConvener:
             modified(name) == (entries[name].mod_revision if name in entries else 0)
             for name in (keys.agent_round, keys.agent_notice)
         ]
-        return self._journal.fenced_write({key: record}, [created(keys.agent_convener) == term, *seen])
+        return self._journal.fenced_write({key: record}, [self._election.fence(term), *seen])
 
     def _view(self, entries: Mapping[str, KeyValue]) -> AgentView:
         keys, read = self._keys, self._reader.read

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import Compare, Get, KeyValue, Put, absent, modified
+from lightning_dlrover.rdzv.etcd.operations import Compare, Get, KeyValue, Put, modified
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, NodesRecord, RecordError, decode, encode
 
 __all__ = ["ContentionError", "FenceLostError", "Found", "Journal", "read", "read_events", "readable", "readable_folder"]
@@ -192,12 +192,6 @@ class Journal:
             EtcdUnavailableError: etcd does not answer; they may or may not have been written.
         """
         return self.client.txn(fence, [Put(key, encode(record)) for key, record in records.items()]).succeeded
-
-    def claim(self, key: str, value: bytes, lease_id: int) -> int:
-        """Bind a free election key to a lease. Return its create revision if that lease holds it now, else 0."""
-        self.client.txn([absent(key)], [Put(key, value, lease_id)])
-        entry = self.client.get(key)  # the holder, even if the transaction's first answer was lost
-        return entry.create_revision if entry is not None and entry.lease_id == lease_id else 0
 
     def append(self, event: EventRecord, writer: str, fence: Sequence[Compare] = ()) -> bool:
         """Add a line to the job's history while every condition holds. Return whether it was added.

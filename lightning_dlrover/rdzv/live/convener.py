@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, absent, created, exists, modified
+from lightning_dlrover.rdzv.etcd.election import Election
+from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, created, exists, modified
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
 from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.probe import Answer
@@ -57,6 +58,7 @@ class Convener:
 
     def __init__(self, keys: Keys, worker_id: str, lease_id: int, timeouts: RoundTimeouts) -> None:
         self._keys = keys
+        self._election = Election(keys.convener)
         self._worker_id = worker_id
         self._lease_id = lease_id
         self._timeouts = timeouts
@@ -80,15 +82,14 @@ class Convener:
             is_vacant: True if the holder of the election key has no record.
         """
         self.interrupt()
-        key = self._keys.convener
-        election = entries.get(key)
+        election = entries.get(self._election.key)
         if election is None:
             # A worker that is just leaving must not leave the office to its lease.
-            may_stand = (absent(key), exists(self._keys.workers + self._worker_id))
-            return Write("elect", may_stand, (Put(key, self._worker_id.encode(), self._lease_id),))
+            is_free, take = self._election.candidacy(self._worker_id.encode(), self._lease_id)
+            return Write("elect", (is_free, exists(self._keys.workers + self._worker_id)), (take,))
         if is_vacant:
             # The key may belong to a worker that is gone while its lease lasts, or to no worker at all.
-            return Write("unseat", (modified(key) == election.mod_revision,), (Delete(key),))
+            return Write("unseat", (modified(election.key) == election.mod_revision,), (Delete(election.key),))
         return None
 
     def next_write(self, entries: Entries, view: View, now_s: float, created_at: float = 0.0) -> Write | None:
@@ -126,7 +127,7 @@ class Convener:
         if proposal is not None:
             proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
         told = self._notice(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
-        fence = created(self._keys.convener) == term
+        fence = self._election.fence(term)
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.
             puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.election import candidacy_delay_s
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
@@ -25,9 +26,6 @@ from lightning_dlrover.rdzv.live.view import Decoder
 __all__ = ["Office"]
 
 log = logging.getLogger(__name__)
-
-CAMPAIGN_PER_WORKER_S = 0.0005
-"""Seconds per member over which candidacies are spread after a convener's death: the first one spares the others theirs."""
 
 CHECK_S = 10.0
 """Approximate seconds between two checks that the election key's holder is registered."""
@@ -181,7 +179,7 @@ class Office:
         if self._keys.convener in shared:
             self._stands_at, self._is_refused = None, False
         elif self._stands_at is None:
-            self._stands_at = time.monotonic() + random.SystemRandom().uniform(0.0, num_members * CAMPAIGN_PER_WORKER_S)
+            self._stands_at = time.monotonic() + candidacy_delay_s(num_members)
         if self._stands_at is not None and time.monotonic() < self._stands_at:
             return
         write = self._convener.candidacy(shared, self._is_vacant(shared))

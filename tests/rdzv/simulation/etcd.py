@@ -30,8 +30,6 @@ from lightning_dlrover.rdzv.live.view import Decoder
 
 from .kernel import Kernel, Process, Wake
 
-__all__ = ["Client", "Etcd", "Written"]
-
 ATTEMPT_S = 1.0
 TIMEOUT_S = 3.0
 PAUSE_S = 0.05

@@ -18,8 +18,6 @@ from lightning_dlrover.rdzv.job.records import (
 from .job import Job
 from .process import HANG_S, LEASE_S, Worker
 
-__all__ = ["heal", "plague"]
-
 
 def plague(job: Job) -> float:
     """Start the job's first nodes, draw its faults, and return the time at which the last one has begun."""

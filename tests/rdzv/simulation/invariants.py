@@ -56,8 +56,6 @@ from .process import BATCH, HANG_S, TIMEOUTS, Hello, Meeting, Worker
 if TYPE_CHECKING:
     from .job import Job
 
-__all__ = ["INVARIANTS", "NOTICE_S", "SETTLE_S", "Checks", "Violation"]
-
 NOTICE_S = 10.0
 REGROUP_S = 8.0
 SETTLE_S = 240.0

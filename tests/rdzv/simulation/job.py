@@ -22,8 +22,6 @@ from .invariants import Checks
 from .kernel import Kernel
 from .process import LEASE_S, Meeting, State, Worker
 
-__all__ = ["Job", "Node"]
-
 
 @dataclass
 class Node:

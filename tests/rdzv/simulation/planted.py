@@ -39,8 +39,6 @@ from . import process as process_module
 from .etcd import Client, Etcd
 from .process import Worker
 
-__all__ = ["BUGS", "planted"]
-
 Patch = contextlib.AbstractContextManager[Any]
 BUGS: dict[str, Bug] = {}
 

@@ -746,6 +746,3 @@ class _Backend:
 
     async def destroy(self) -> None:
         self._worker.drop_group()
-
-
-__all__ = ["BATCH", "HANG_S", "LEASE_S", "TIMEOUTS", "Hello", "Meeting", "State", "Worker"]
