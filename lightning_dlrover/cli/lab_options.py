@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.cli.former_names import add_renamed_option, todays_policy
 
 ELASTIC_POLICIES = (
     *(
@@ -118,6 +119,7 @@ class SimulateCommand:
         command.add_argument(
             "--policy",
             nargs="+",
+            type=todays_policy,
             choices=ELASTIC_POLICIES,
             default=list(ELASTIC_POLICIES),
             metavar="NAME",
@@ -161,14 +163,18 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="simulations of each combination: the first as in the trace, the others with shaken arrivals (default 1)",
     )
-    command.add_argument(
+    add_renamed_option(
+        command,
+        "--first-seed",
         "--shake",
         type=values.setting,
         default=0,
         metavar="SEED",
         help="first seed; each moves arrivals by up to a minute, seed 0 moves none (default 0)",
     )
-    command.add_argument(
+    add_renamed_option(
+        command,
+        "--interval",
         "--every",
         type=values.duration,
         default=60.0,

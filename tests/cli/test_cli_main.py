@@ -66,7 +66,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--mem", "900T", "script.py"], "'900T' is not between 1M and 64T"),
         (["run", "--join-timeout", "99999999999d", "script.py"], "'99999999999d' is more than 1,000,000,000 s"),
         (["scale", "job", "--run-dir", "d", "9" * 30], "is not a number of workers from 1 to 100000"),
-        (["colocate", "--at-once", "0", "jobs.yaml"], "'0' is not a whole number from 1 to 999999"),
+        (["colocate", "--max-parallel", "0", "jobs.yaml"], "'0' is not a whole number from 1 to 999999"),
         (["brain", "--budget", "cores"], "'cores' has no value: give cores=N"),
         (["brain", "--budget", "cores=99999999999999999999"], "cores or GPUs above 0 and up to 1,000,000,000"),
         (["run", "nowhere.py"], "script 'nowhere.py' does not exist or is not a file"),

@@ -96,13 +96,13 @@ def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, 
         rows = [line.split() for line in output.splitlines()]
         return {row[0]: row[1:3] for row in rows if row and row[0] in (a, b)}
 
-    assert sizes("--cluster", "+3", "cores") == {a: ["4", "4"], b: ["0", "3"]}
+    assert sizes("--add", "cores=3") == {a: ["4", "4"], b: ["0", "3"]}
     assert sizes("--without", b) == {a: ["4", "4"], b: ["0", "0"]}
-    code, _, errors = dlrover(*ask, "--cluster", "-5", "cores")
+    code, _, errors = dlrover(*ask, "--add", "cores=-5")
     assert code == 2
-    assert "--cluster -5 cores takes more than the pool has: its budget is 4 cores" in errors
-    code, _, errors = dlrover(*ask, "--cluster", "16", "apples")
-    assert (code, "is no change of a budget" in errors) == (2, True)
+    assert f"--add takes away more than pool {jobs.pool.pool!r} has: its budget is 4 cores" in errors
+    code, _, errors = dlrover(*ask, "--add", "apples=16")
+    assert (code, "'apples=16' is not part of a budget" in errors) == (2, True)
     code, _, errors = dlrover(*ask, "--without", "nobody")
     assert (code, "has no job 'nobody'" in errors) == (2, True)
 

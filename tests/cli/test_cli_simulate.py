@@ -44,7 +44,7 @@ def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: p
 
 
 def test_an_oracle_and_one_cost_need_no_curve(tmp_path: Path) -> None:
-    assert main(command(tmp_path, "--policy", "las", "--oracle", "--every", "30")) == 0
+    assert main(command(tmp_path, "--policy", "las", "--oracle", "--interval", "30")) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 3
     assert "They know the real speeds." in page

@@ -44,7 +44,7 @@ class Cluster:
         self.client = EtcdClient(EtcdConfig(etcd.endpoint))
 
     def brain(self, *options: object) -> Run:
-        command = [sys.executable, "-m", "lightning_dlrover.cli", "brain", "--budget", "cores=2", "--every", "0.5s"]
+        command = [sys.executable, "-m", "lightning_dlrover.cli", "brain", "--budget", "cores=2", "--interval", "0.5s"]
         return self.dlrover.follow([*command, "--endpoint", self.etcd.endpoint, *map(str, options)], "brain")
 
     def job(self, name: str, *arguments: object, workers: str = "1:2", options: tuple[object, ...] = ()) -> Run:
