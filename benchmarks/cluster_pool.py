@@ -103,7 +103,7 @@ class PoolOfJobs:
 
     def start_brain(self, policy: str) -> subprocess.Popen[bytes]:
         rules = (f"--budget=cores={self.cores}", f"--policy={policy}", "--interval=1s")
-        command = ["brain", *rules, f"--endpoint={self.endpoint}"]
+        command = ["pool", "run", *rules, f"--endpoint={self.endpoint}"]
         self.brains.append(self._start(command, f"brain-{len(self.brains)}"))
         return self.brains[-1]
 

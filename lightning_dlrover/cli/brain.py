@@ -1,4 +1,4 @@
-"""`dlrover brain` and `dlrover queue`: share a budget among jobs, and show the share of each."""
+"""`dlrover pool run` and `dlrover pool status`: share a budget among jobs, and show the share of each."""
 
 from __future__ import annotations
 

@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_dlrover.cli import values
-from lightning_dlrover.cli.former_names import add_renamed_option, todays_policy, warn_of_former_name
+from lightning_dlrover.cli.former_names import FormerCommand, add_renamed_option, todays_policy, warn_of_former_name
 from lightning_dlrover.cli.options import add_etcd_options, add_place_options
+from lightning_dlrover.cli.plugin_commands import CommandGroup
 
 DEFAULT_POOL = "default"
 
 POOL_POLICIES = ("jct", "sia", "as-requested")
-"""Policies of `dlrover brain`, the default first. `dlrover simulate` has those that are only there to be compared with."""
+"""Policies of `dlrover pool run`, the default first. `dlrover lab simulate` has others to compare with."""
 
 
 class BrainCommand:
-    """`dlrover brain`."""
+    """`dlrover pool run`."""
 
     summary = "divide a budget of cores, GPUs and memory among the jobs of a pool"
 
@@ -101,7 +102,7 @@ class BrainCommand:
 
 
 class QueueCommand:
-    """`dlrover queue`."""
+    """`dlrover pool status`."""
 
     summary = "show the jobs of a pool: who runs with how much, who waits and why"
 
@@ -117,7 +118,7 @@ class QueueCommand:
 
 
 class WhatIfCommand:
-    """`dlrover what-if`."""
+    """`dlrover pool what-if`."""
 
     summary = "predict time and money with another size, another budget, or without a job, and change nothing"
 
@@ -144,7 +145,7 @@ class WhatIfCommand:
 
 
 class DivideCommand:
-    """`dlrover divide`."""
+    """`dlrover pool plan`."""
 
     summary = "divide cores or GPUs among running jobs by their predicted gains"
 
@@ -166,7 +167,14 @@ class DivideCommand:
         return divide_command(options)
 
 
-BRAIN, QUEUE, WHAT_IF, DIVIDE = BrainCommand(), QueueCommand(), WhatIfCommand(), DivideCommand()
+POOL = CommandGroup(
+    "divide a budget among many jobs: decide, show the pool, predict, or share cores once",
+    {"run": BrainCommand(), "status": QueueCommand(), "what-if": WhatIfCommand(), "plan": DivideCommand()},
+)
+BRAIN = FormerCommand("brain", "pool run", BrainCommand())
+QUEUE = FormerCommand("queue", "pool status", QueueCommand())
+WHAT_IF = FormerCommand("what-if", "pool what-if", WhatIfCommand())
+DIVIDE = FormerCommand("divide", "pool plan", DivideCommand())
 
 
 def _add_pool(parser: argparse.ArgumentParser) -> None:
@@ -209,8 +217,8 @@ def pool_policy(names: Sequence[str]) -> Callable[[str], str]:
         text = todays_policy(text)
         if text not in names:
             raise argparse.ArgumentTypeError(
-                f"{text!r} cannot divide a pool: choose {', '.join(names)}; `dlrover simulate --policy` has others to compare "
-                "with"
+                f"{text!r} cannot divide a pool: choose {', '.join(names)}; `dlrover lab simulate --policy` has others to "
+                "compare with"
             )
         return text
 

@@ -1,4 +1,4 @@
-"""`dlrover simulate`: replay traces of jobs on a simulated cluster, under one policy after the other."""
+"""`dlrover lab simulate`: replay traces of jobs on a simulated cluster, under one policy after the other."""
 
 from __future__ import annotations
 

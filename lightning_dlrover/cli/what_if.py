@@ -1,4 +1,4 @@
-"""`dlrover what-if`: time, money and their intervals, before anything is done."""
+"""`dlrover pool what-if`: time, money and their intervals, before anything is done."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
     """Compare the sizes of all jobs of the pool."""
     rules = rules_of(view)
     if rules is None:
-        raise UsageError(f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover brain` first")
+        raise UsageError(
+            f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover pool run` first"
+        )
     if options.without is not None and options.without not in view.jobs:
         raise UsageError(f"pool {options.pool!r} has no job {options.without!r}; its jobs are {', '.join(view.jobs) or 'none'}")
     budget = rules.budget

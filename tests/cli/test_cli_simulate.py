@@ -1,4 +1,4 @@
-"""`dlrover simulate`: figures, report and records of tiny traces, and clear refusals."""
+"""`dlrover lab simulate`: figures, report and records of tiny traces, and clear refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(tmp_path: Path, *more: str) -> list[str]:
     work = tmp_path / "work.csv"
     work.write_text("application,samples\ntoy,6400\n")
     places = ["--speeds", str(speeds), "--work", str(work), "--nodes", "2x2", "--out", str(tmp_path / "out")]
-    return ["simulate", str(trace), *places, *more]
+    return ["lab", "simulate", str(trace), *places, *more]
 
 
 def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from run_cli import RunCli
 
 from lightning_dlrover.cli.parser import build_parser
 
@@ -59,12 +60,31 @@ def test_former_policy_is_todays(given: list[str], expected: object, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("command", "former"), [("run", "--notice"), ("brain", "--every"), ("what-if", "--cluster"), ("colocate", "--at-once")]
+    ("command", "former"),
+    [
+        ("", "brain"),
+        ("", "simulate"),
+        ("run", "--notice"),
+        ("pool run", "--every"),
+        ("pool what-if", "--cluster"),
+        ("colocate", "--at-once"),
+    ],
 )
 def test_help_has_no_former_names(command: str, former: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*command.split(), "--help"]
     with pytest.raises(SystemExit):
-        build_parser([command, "--help"]).parse_args([command, "--help"])
+        build_parser(given).parse_args(given)
     assert former not in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("former", "today"), [(["queue"], "pool status"), (["characterize", "--compare", "a", "b"], "lab characterize")]
+)
+def test_former_command_runs_as_todays_with_one_line_about_it(former: list[str], today: str, dlrover: RunCli) -> None:
+    refused = dlrover(*today.split(), *former[1:])
+    assert refused[0] == 2
+    line = f"dlrover: `dlrover {former[0]}` is now called `dlrover {today}`; the former name will be gone in 0.2\n"
+    assert dlrover(*former) == (2, refused[1], line + refused[2])
 
 
 def _plain(options: object) -> dict[str, object]:
