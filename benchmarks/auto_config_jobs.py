@@ -3,7 +3,7 @@
 dense      a perceptron with products that fill a core; its data are in memory
 embedding  sharded embedding tables with many lookups per sample, and small products
 input      a small model with samples that are fetched (a wait) and decoded (a core)
-images     convolutions: a thousand operations for each parameter, unlike any reference model of `dlrover characterize`
+images     convolutions: a thousand operations for each parameter, unlike any reference model of `dlrover lab characterize`
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ First the inputs are measured: two jobs of one worker, the second of which start
 workers. Each tells its steps/s, and the rest of its completion time is the start. Then one job grows and shrinks while others
 end and come: its history shows how long a worker takes to join, and to leave, and how long training pauses for each.
 
-Then eight jobs come one after the other and `dlrover brain` divides two cores among them. The simulator gets the arrivals, the
-steps, these inputs, and the brain's own decision code. It knows nothing of the real run's course. While a worker joins, its job
-trains on at its old speed and holds the core; then it pauses, and has the new one.
+Then eight jobs come one after the other and `dlrover pool run` divides two cores among them. The simulator gets the arrivals,
+the steps, these inputs, and the brain's own decision code. It knows nothing of the real run's course. While a worker joins, its
+job trains on at its old speed and holds the core; then it pauses, and has the new one.
 
 The last line has the largest and the median error of a job's completion time, whether the jobs ended in the same order, how
 much faster two workers are, and how many changes of size there were, real and simulated.

@@ -102,7 +102,8 @@ class PoolOfJobs:
                 process.wait(5.0)
 
     def start_brain(self, policy: str) -> subprocess.Popen[bytes]:
-        command = ["brain", f"--budget=cores={self.cores}", f"--policy={policy}", "--every=1s", f"--endpoint={self.endpoint}"]
+        rules = (f"--budget=cores={self.cores}", f"--policy={policy}", "--interval=1s")
+        command = ["pool", "run", *rules, f"--endpoint={self.endpoint}"]
         self.brains.append(self._start(command, f"brain-{len(self.brains)}"))
         return self.brains[-1]
 

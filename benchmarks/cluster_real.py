@@ -2,8 +2,8 @@
 
     python benchmarks/cluster_real.py [--quick] [--scale X]
 
-ours    Four jobs of 1 to 2 workers come one after the other. `dlrover brain` divides two cores among them. It is killed, and a
-        second one takes over; etcd stands still for 30 s; one job is killed with all its processes, and started again.
+jct     Four jobs of 1 to 2 workers come one after the other. `dlrover pool run` divides two cores among them. It is killed, and
+        a second one takes over; etcd stands still for 30 s; one job is killed with all its processes, and started again.
 fcfs    The same jobs, the same killed job, without the other faults: the policy `as-requested`, with as many workers as a job
         may have, first come first served. Once with two workers for each job, once with one.
 

@@ -298,8 +298,8 @@ def _dispatch(
     file.write_text(json.dumps({"jobs": commands}))
     command = [sys.executable, "-m", "lightning_dlrover.cli", "colocate", str(file), "--out", str(queue), "--devices", device]
     variant = variant_of(policy)
-    command += ["--policy", variant.policy, *(["--at-once", str(variant.at_once)] if variant.at_once else [])]
-    command += ["--seed", str(seed), *(["--learn-from", str(learned)] if learned is not None else [])]
+    command += ["--policy", variant.policy, *(["--max-parallel", str(variant.at_once)] if variant.at_once else [])]
+    command += ["--seed", str(seed), *(["--profiles", str(learned)] if learned is not None else [])]
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=QUEUE_TIMEOUT_S)
     if done.returncode:

@@ -58,7 +58,7 @@ FORM = RecordForm(
     format=FORMAT,
     file_of="a characterization",
     line_of="a measurement",
-    user="`dlrover characterize`",
+    user="`dlrover lab characterize`",
     error=StoreError,
 )
 
@@ -111,7 +111,7 @@ def read_store(folder: Path) -> Measurements:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise StoreError(f"{folder} has no {FILE_NAME}: `dlrover characterize --out {folder}` makes one") from error
+        raise StoreError(f"{folder} has no {FILE_NAME}: `dlrover lab characterize --out {folder}` makes one") from error
     read = read_lines(data, path, FORM)
     if read[0] is None:
         raise StoreError(f"{path} is empty; remove it, or give another folder")

@@ -1,4 +1,4 @@
-"""`dlrover brain` and `dlrover queue`: share a budget among jobs, and show the share of each."""
+"""`dlrover pool run` and `dlrover pool status`: share a budget among jobs, and show the share of each."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def brain_command(options: argparse.Namespace) -> int:
     rules = Rules(
         Resources(**options.budget),
         options.policy,
-        options.longest_wait,
+        options.max_wait,
         Owners(dict(options.owner_weight), {owner: Resources(**quota) for owner, quota in options.quota}),
-        counts_others=not options.pool_only,
+        counts_others=not options.ignore_unmanaged,
     )
     pool, hurry = _pool(options), threading.Event()
     with signals_as_exceptions(hurry):
         try:
             with connected_pool(options) as client:
-                run_brain(client, pool, rules, options.every, say, timeouts=PoolTimeouts.of_lease(options.lease_ttl))
+                run_brain(client, pool, rules, options.interval, say, timeouts=PoolTimeouts.of_lease(options.lease_ttl))
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
             complain(f"the brain of pool {pool.pool} was ended by {name}; its jobs keep their sizes")

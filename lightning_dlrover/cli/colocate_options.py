@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.cli.former_names import add_renamed_option
 
 POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "rmixer_mixed", "muri")
 """Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
@@ -36,7 +37,9 @@ class ColocateCommand:
         command.add_argument(
             "--memory", type=values.memory, metavar="SIZE", help="host memory for all jobs (default: most of what is free)"
         )
-        command.add_argument(
+        add_renamed_option(
+            command,
+            "--max-parallel",
             "--at-once",
             type=values.count,
             default=0,
@@ -51,7 +54,9 @@ class ColocateCommand:
             metavar="DIR",
             help="folder of the queue: journal, output, report (default colocation)",
         )
-        command.add_argument(
+        add_renamed_option(
+            command,
+            "--profiles",
             "--learn-from",
             nargs="+",
             type=Path,
@@ -75,7 +80,9 @@ COLOCATE = ColocateCommand()
 
 def _add_patience(command: argparse.ArgumentParser) -> None:
     """Add the times after which `dlrover colocate` acts."""
-    command.add_argument(
+    add_renamed_option(
+        command,
+        "--max-wait",
         "--longest-wait",
         type=values.duration,
         default=3600.0,

@@ -1,4 +1,4 @@
-"""`dlrover divide`: share a budget of cores or GPUs among running jobs."""
+"""`dlrover pool plan`: share a budget of cores or GPUs among running jobs."""
 
 from __future__ import annotations
 

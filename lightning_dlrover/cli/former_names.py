@@ -1,10 +1,11 @@
-"""Names that options and policies had before 0.1, which are accepted until 0.2 with one line on stderr."""
+"""Names that commands, options and policies had before 0.1, which are accepted until 0.2 with one line on stderr."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from lightning_dlrover.cli.plugin_commands import Command
 from lightning_dlrover.output import complain
 
 FORMER_POLICIES = {"ours": "jct"}
@@ -30,6 +31,28 @@ def add_renamed_option(parser: Any, name: str, former: str, **given: Any) -> Non
     same = {key: value for key, value in given.items() if key not in ("action", "dest", "default", "help", "required")}
     hidden = {"dest": added.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     parser.add_argument(former, action=_Former, **same, **hidden)
+
+
+class FormerCommand:
+    """A command under its former name: it is not listed in `dlrover --help`.
+
+    Args:
+        former, today: names, such as `brain` and `pool run`.
+    """
+
+    summary = ""
+
+    def __init__(self, former: str, today: str, command: Command) -> None:
+        self._former, self._today = former, today
+        self._command = command
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.description = self._command.summary
+        self._command.add_options(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        warn_of_former_name(f"`dlrover {self._former}`", f"`dlrover {self._today}`")
+        return self._command.run(options)
 
 
 def todays_policy(name: str) -> str:

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.cli.former_names import FormerCommand, add_renamed_option, todays_policy
+from lightning_dlrover.cli.plugin_commands import CommandGroup
 
 ELASTIC_POLICIES = (
     *(
@@ -25,11 +27,11 @@ ELASTIC_POLICIES = (
     ),
     *("sia", "jct"),
 )
-"""Policies of `dlrover simulate`, as `planner/cluster/elastic` has them."""
+"""Policies of `dlrover lab simulate`, as `planner/cluster/elastic` has them."""
 
 
 class CharacterizeCommand:
-    """`dlrover characterize`."""
+    """`dlrover lab characterize`."""
 
     summary = "measure where a DLRM's training time goes on this machine"
 
@@ -89,7 +91,7 @@ class CharacterizeCommand:
 
 
 class SimulateCommand:
-    """`dlrover simulate`."""
+    """`dlrover lab simulate`."""
 
     summary = "replay traces of jobs on a simulated cluster, under several policies"
 
@@ -118,6 +120,7 @@ class SimulateCommand:
         command.add_argument(
             "--policy",
             nargs="+",
+            type=todays_policy,
             choices=ELASTIC_POLICIES,
             default=list(ELASTIC_POLICIES),
             metavar="NAME",
@@ -131,7 +134,12 @@ class SimulateCommand:
         return simulate_command(options)
 
 
-CHARACTERIZE, SIMULATE = CharacterizeCommand(), SimulateCommand()
+LAB = CommandGroup(
+    "studies: measure a DLRM on this machine, or replay traces of jobs on a simulated cluster",
+    {"characterize": CharacterizeCommand(), "simulate": SimulateCommand()},
+)
+CHARACTERIZE = FormerCommand("characterize", "lab characterize", CharacterizeCommand())
+SIMULATE = FormerCommand("simulate", "lab simulate", SimulateCommand())
 
 
 def _add_simulation_options(command: argparse.ArgumentParser) -> None:
@@ -161,14 +169,18 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="simulations of each combination: the first as in the trace, the others with shaken arrivals (default 1)",
     )
-    command.add_argument(
+    add_renamed_option(
+        command,
+        "--first-seed",
         "--shake",
         type=values.setting,
         default=0,
         metavar="SEED",
         help="first seed; each moves arrivals by up to a minute, seed 0 moves none (default 0)",
     )
-    command.add_argument(
+    add_renamed_option(
+        command,
+        "--interval",
         "--every",
         type=values.duration,
         default=60.0,

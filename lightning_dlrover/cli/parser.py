@@ -84,7 +84,8 @@ def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[Plugin
         try:
             plugged = plugin.load(Command)  # type: ignore[type-abstract]
             text = plugged.summary
-            parser = commands.add_parser(plugin.name, help=text.replace("%", "%%"), description=text)
+            listed = {"help": text.replace("%", "%%"), "description": text} if text else {}
+            parser = commands.add_parser(plugin.name, **listed)
             parser.set_defaults(plugin=plugged)
             try:
                 plugged.add_options(parser)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 from lightning_dlrover.plugins import Plugin, plugins
@@ -17,7 +17,7 @@ class Command(Protocol):
     """A command of another package. Its module is imported for `dlrover --help`, too, so it should import little."""
 
     summary: str
-    """The command's line in `dlrover --help`."""
+    """The command's line in `dlrover --help`; empty: it is not listed there."""
 
     def add_options(self, parser: argparse.ArgumentParser, /) -> None:
         """Add the command's options to its parser."""
@@ -30,6 +30,27 @@ class Command(Protocol):
             UsageError: it was refused; the message is shown without a traceback.
         """
         ...
+
+
+class CommandGroup:
+    """A command whose first argument names one of several commands, such as `dlrover pool run`.
+
+    Args:
+        commands: by their names.
+    """
+
+    def __init__(self, summary: str, commands: Mapping[str, Command]) -> None:
+        self.summary = summary
+        self._commands = commands
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        members = parser.add_subparsers(dest="member", required=True, metavar="COMMAND")
+        for name, command in self._commands.items():
+            member = members.add_parser(name, help=command.summary.replace("%", "%%"), description=command.summary)
+            command.add_options(member)
+
+    def run(self, options: argparse.Namespace) -> int:
+        return self._commands[options.member].run(options)
 
 
 def command_plugins(taken: Collection[str]) -> list[Plugin]:

@@ -37,7 +37,7 @@ class PoolHook:
 
     def add_options(self, run: argparse.ArgumentParser) -> None:
         group = run.add_argument_group(
-            "pool", "Only with --pool: the job waits for a place in a budget that `dlrover brain` divides."
+            "pool", "Only with --pool: the job waits for a place in a budget that `dlrover pool run` divides."
         )
         group.add_argument("--pool", metavar="NAME", help="pool to run in; needs an etcd that its jobs share (--endpoint)")
         group.add_argument(

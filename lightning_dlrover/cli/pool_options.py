@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.cli.former_names import FormerCommand, add_renamed_option, todays_policy, warn_of_former_name
 from lightning_dlrover.cli.options import add_etcd_options, add_place_options
+from lightning_dlrover.cli.plugin_commands import CommandGroup
 
 DEFAULT_POOL = "default"
 
 POOL_POLICIES = ("jct", "sia", "as-requested")
-"""Policies of `dlrover brain`, the default first. `dlrover simulate` has those that are only there to be compared with."""
+"""Policies of `dlrover pool run`, the default first. `dlrover lab simulate` has others to compare with."""
 
 
 class BrainCommand:
-    """`dlrover brain`."""
+    """`dlrover pool run`."""
 
     summary = "divide a budget of cores, GPUs and memory among the jobs of a pool"
 
@@ -41,14 +44,18 @@ class BrainCommand:
             metavar="NAME",
             help=f"how the budget is divided: {', '.join(POOL_POLICIES)} (default {POOL_POLICIES[0]})",
         )
-        command.add_argument(
+        add_renamed_option(
+            command,
+            "--interval",
             "--every",
             type=values.duration,
             default=2.0,
             metavar="TIME",
             help="time between two looks while nothing changes (default 2s)",
         )
-        command.add_argument(
+        add_renamed_option(
+            command,
+            "--max-wait",
             "--longest-wait",
             type=values.duration,
             default=3600.0,
@@ -79,7 +86,9 @@ class BrainCommand:
             metavar="OWNER=LIST",
             help="most resources of all jobs of an owner together, such as ads=cores=16,memory=64G; repeatable (default: none)",
         )
-        command.add_argument(
+        add_renamed_option(
+            command,
+            "--ignore-unmanaged",
             "--pool-only",
             action="store_true",
             help="do not count jobs that are in no pool (default: they take part of the budget, and are left alone)",
@@ -93,7 +102,7 @@ class BrainCommand:
 
 
 class QueueCommand:
-    """`dlrover queue`."""
+    """`dlrover pool status`."""
 
     summary = "show the jobs of a pool: who runs with how much, who waits and why"
 
@@ -109,7 +118,7 @@ class QueueCommand:
 
 
 class WhatIfCommand:
-    """`dlrover what-if`."""
+    """`dlrover pool what-if`."""
 
     summary = "predict time and money with another size, another budget, or without a job, and change nothing"
 
@@ -117,10 +126,13 @@ class WhatIfCommand:
         command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
         command.add_argument("--workers", type=values.setting, metavar="N", help="another number of workers of the job")
         command.add_argument(
-            "--cluster",
-            nargs=2,
-            metavar=("CHANGE", "UNIT"),
-            help="another budget of the pool: +16 cores, -2 gpus, +64G memory",
+            "--add",
+            type=budget_change,
+            metavar="LIST",
+            help="resources to add to the pool's budget, such as cores=16,memory=64G, or to take away, such as gpus=-2",
+        )
+        command.add_argument(
+            "--cluster", action=_FormerClusterOption, nargs=2, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
         command.add_argument("--without", metavar="JOB2", help="leave this job of the pool out")
         _add_pool(command)
@@ -133,7 +145,7 @@ class WhatIfCommand:
 
 
 class DivideCommand:
-    """`dlrover divide`."""
+    """`dlrover pool plan`."""
 
     summary = "divide cores or GPUs among running jobs by their predicted gains"
 
@@ -155,7 +167,14 @@ class DivideCommand:
         return divide_command(options)
 
 
-BRAIN, QUEUE, WHAT_IF, DIVIDE = BrainCommand(), QueueCommand(), WhatIfCommand(), DivideCommand()
+POOL = CommandGroup(
+    "divide a budget among many jobs: decide, show the pool, predict, or share cores once",
+    {"run": BrainCommand(), "status": QueueCommand(), "what-if": WhatIfCommand(), "plan": DivideCommand()},
+)
+BRAIN = FormerCommand("brain", "pool run", BrainCommand())
+QUEUE = FormerCommand("queue", "pool status", QueueCommand())
+WHAT_IF = FormerCommand("what-if", "pool what-if", WhatIfCommand())
+DIVIDE = FormerCommand("divide", "pool plan", DivideCommand())
 
 
 def _add_pool(parser: argparse.ArgumentParser) -> None:
@@ -195,10 +214,11 @@ def pool_policy(names: Sequence[str]) -> Callable[[str], str]:
     """The name of a policy of a pool."""
 
     def policy(text: str) -> str:
+        text = todays_policy(text)
         if text not in names:
             raise argparse.ArgumentTypeError(
-                f"{text!r} cannot divide a pool: choose {', '.join(names)}; `dlrover simulate --policy` has others to compare "
-                "with"
+                f"{text!r} cannot divide a pool: choose {', '.join(names)}; `dlrover lab simulate --policy` has others to "
+                "compare with"
             )
         return text
 
@@ -215,7 +235,25 @@ def quota(text: str) -> tuple[str, dict[str, float]]:
 
 def pool_budget(text: str) -> dict[str, float]:
     """Amounts of `Resources` by name, from `cores=64,gpus=8,memory=256G`; those left out are infinite."""
-    amounts = {"cores": math.inf, "gpus": math.inf, "memory_mb": math.inf}
+    return dict.fromkeys(("cores", "gpus", "memory_mb"), math.inf) | _amounts(text, budget, values.memory)
+
+
+def budget_change(text: str) -> dict[str, float]:
+    """Amounts of `Resources` by name to add to a budget, from `cores=16,gpus=-2,memory=64G`; those left out are 0."""
+
+    def signed(read: Callable[[str], float]) -> Callable[[str], float]:
+        return lambda amount: -read(amount[1:]) if amount.startswith("-") else read(amount.removeprefix("+"))
+
+    return dict.fromkeys(("cores", "gpus", "memory_mb"), 0.0) | _amounts(text, signed(budget), signed(values.memory))
+
+
+def _amounts(text: str, number: Callable[[str], float], memory: Callable[[str], float]) -> dict[str, float]:
+    """Return amounts by name from `cores=...,gpus=...,memory=...`.
+
+    Args:
+        number, memory: read an amount.
+    """
+    amounts: dict[str, float] = {}
     for part in text.split(","):
         name, given, amount = part.partition("=")
         if name not in ("cores", "gpus", "memory"):
@@ -223,7 +261,20 @@ def pool_budget(text: str) -> dict[str, float]:
         if not given or not amount:
             raise argparse.ArgumentTypeError(f"{part!r} has no value: give {name}={'SIZE' if name == 'memory' else 'N'}")
         key = "memory_mb" if name == "memory" else name
-        if amounts[key] != math.inf:
+        if key in amounts:
             raise argparse.ArgumentTypeError(f"{text!r} names {name} twice")
-        amounts[key] = values.memory(amount) if name == "memory" else budget(amount)
+        amounts[key] = memory(amount) if name == "memory" else number(amount)
     return amounts
+
+
+class _FormerClusterOption(argparse.Action):
+    """`--cluster +16 cores`, the former form of `--add cores=16`."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, words: Any, option: str | None = None) -> None:
+        amount, unit = words
+        change = f"{unit}={amount.removeprefix('+')}"
+        warn_of_former_name(f"--cluster {amount} {unit}", f"--add {change}")
+        try:
+            namespace.add = budget_change(change)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None

@@ -108,7 +108,7 @@ FORM: RecordForm[Header] = RecordForm(
     format=FORMAT,
     file_of="simulations",
     line_of="a record of a simulation",
-    user="dlrover simulate",
+    user="dlrover lab simulate",
     error=ResultsError,
 )
 

@@ -94,7 +94,7 @@ def test_wait_is_told_again_when_the_queue_moves_and_not_when_its_estimate_does(
 def test_wait_without_a_brain_names_the_command_that_is_missing(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     with (
         Place(client, pool, keys, ask()) as place,
-        pytest.raises(PlaceError, match=f"start `dlrover brain --pool {pool.pool} --budget"),
+        pytest.raises(PlaceError, match=f"start `dlrover pool run --pool {pool.pool} --budget"),
     ):
         place.wait(0.2)
 

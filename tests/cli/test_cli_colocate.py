@@ -83,7 +83,7 @@ def test_parser_offers_every_policy() -> None:
     [
         (["--devices", "gpu:0"], "NVML finds no GPU"),
         (["--memory", "9T"], "are available; give less"),
-        (["--learn-from", "nowhere"], "nowhere holds no queue"),
+        (["--profiles", "nowhere"], "nowhere holds no queue"),
     ],
 )
 def test_wrong_use_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:

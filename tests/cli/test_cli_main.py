@@ -47,7 +47,7 @@ def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd,
 def test_every_command_has_a_function() -> None:
     [commands] = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     plugged = {name for name, parser in commands.choices.items() if isinstance(parser.get_default("plugin"), Command)}
-    assert {"brain", "queue", "what-if", "divide", "colocate", "characterize", "simulate"} <= plugged
+    assert {"pool", "lab", "colocate"} <= plugged
     assert all(callable(command_function(name)) for name in commands.choices.keys() - plugged)
 
 
@@ -66,9 +66,9 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--mem", "900T", "script.py"], "'900T' is not between 1M and 64T"),
         (["run", "--join-timeout", "99999999999d", "script.py"], "'99999999999d' is more than 1,000,000,000 s"),
         (["scale", "job", "--run-dir", "d", "9" * 30], "is not a number of workers from 1 to 100000"),
-        (["colocate", "--at-once", "0", "jobs.yaml"], "'0' is not a whole number from 1 to 999999"),
-        (["brain", "--budget", "cores"], "'cores' has no value: give cores=N"),
-        (["brain", "--budget", "cores=99999999999999999999"], "cores or GPUs above 0 and up to 1,000,000,000"),
+        (["colocate", "--max-parallel", "0", "jobs.yaml"], "'0' is not a whole number from 1 to 999999"),
+        (["pool", "run", "--budget", "cores"], "'cores' has no value: give cores=N"),
+        (["pool", "run", "--budget", "cores=99999999999999999999"], "cores or GPUs above 0 and up to 1,000,000,000"),
         (["run", "nowhere.py"], "script 'nowhere.py' does not exist or is not a file"),
         (["run", "."], "script '.' does not exist or is not a file"),
         (["run", "-m", "nowhere"], "-m nowhere: there is no 'nowhere' in /"),
@@ -144,7 +144,7 @@ def test_bad_usage_ends_with_code_2_and_the_reason(dlrover: RunCli, arguments: l
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("command", ["run", "scale", "simulate", "history", ""])
+@pytest.mark.parametrize("command", ["run", "scale", "lab", "history", ""])
 def test_wrong_usage_is_answered_with_two_lines(dlrover: RunCli, command: str) -> None:
     code, _, errors = dlrover(*[command][: bool(command)], "--bogus")
     assert (code, len(errors.splitlines())) == (2, 2), errors
@@ -211,7 +211,7 @@ def test_status_refuses_an_empty_endpoint(dlrover: RunCli) -> None:
     assert (code, "argument --endpoint: its value is empty" in errors) == (2, True)
 
 
-@pytest.mark.parametrize("given", [["scale", "job", "3"], ["-v", "history", "list"], ["brain", "--budget", "cores=2"]])
+@pytest.mark.parametrize("given", [["scale", "job", "3"], ["-v", "history", "list"], ["pool", "run", "--budget", "cores=2"]])
 def test_parser_of_one_command_reads_it_as_that_of_all_does(given: list[str]) -> None:
     assert build_parser(given).parse_args(given) == build_parser().parse_args(given)
     assert build_parser(["-h", *given]).format_help() == build_parser().format_help()

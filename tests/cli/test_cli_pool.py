@@ -1,4 +1,4 @@
-"""`dlrover queue`, `what-if`, `explain` of sizes, and the options of pools."""
+"""`dlrover pool status`, `what-if`, `explain` of sizes, and the options of pools."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ def jobs(client: EtcdClient, run_id: str) -> Iterator[PooledJobs]:
 
 def test_queue_lists_who_has_what_who_waits_and_why(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
     a, b = jobs.keys("a").run_id, jobs.keys("b").run_id
-    code, output, errors = dlrover("queue", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)
+    code, output, errors = dlrover("pool", "status", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)
     assert code == 0, errors
     assert f"process {os.getpid()} on {socket.gethostname()} decides, by policy jct" in output
     assert "budget: 4 cores of 4 cores in use" in output
     assert "shrinks" in output
     assert "number 1 of 1 in the queue" in output
-    listed = json.loads(dlrover("queue", "--json", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)[1])
+    listed = json.loads(dlrover("pool", "status", "--json", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)[1])
     assert [(job["job"], job["workers"], job["granted"]) for job in listed["jobs"]] == [(a, 4, 1), (b, 0, 0)]
 
 
 def test_pool_without_jobs_or_brain_is_shown_as_such(dlrover: RunCli, etcd: EmbeddedEtcd) -> None:
-    code, output, _ = dlrover("queue", "--endpoint", etcd.endpoint, "--pool", "nothing")
+    code, output, _ = dlrover("pool", "status", "--endpoint", etcd.endpoint, "--pool", "nothing")
     assert (code, output) == (
         0,
         "pool nothing: no process decides; jobs keep their sizes, and waiting ones wait\nno jobs\n",
     )
-    code, _, errors = dlrover("queue", "--pool", "a/b", "--endpoint", etcd.endpoint)
+    code, _, errors = dlrover("pool", "status", "--pool", "a/b", "--endpoint", etcd.endpoint)
     assert (code, "cannot name a pool" in errors) == (2, True)
-    code, _, errors = dlrover("queue")
+    code, _, errors = dlrover("pool", "status")
     assert (code, "name it with --endpoint" in errors) == (2, True)
 
 
@@ -73,7 +73,7 @@ def test_list_does_not_take_pools_for_jobs(dlrover: RunCli, etcd: EmbeddedEtcd, 
 
 
 def test_what_if_shows_time_and_interval_of_another_size(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
-    ask = ("what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, jobs.keys("a").run_id)
+    ask = ("pool", "what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, jobs.keys("a").run_id)
     code, output, errors = dlrover(*ask, "--workers", 1)
     assert code == 0, errors
     lines = output.splitlines()
@@ -88,7 +88,7 @@ def test_what_if_shows_time_and_interval_of_another_size(dlrover: RunCli, etcd: 
 
 def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
     a, b = jobs.keys("a").run_id, jobs.keys("b").run_id
-    ask = ("what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, a)
+    ask = ("pool", "what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, a)
 
     def sizes(*question: str) -> dict[str, list[str]]:
         code, output, errors = dlrover(*ask, *question)
@@ -96,13 +96,13 @@ def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, 
         rows = [line.split() for line in output.splitlines()]
         return {row[0]: row[1:3] for row in rows if row and row[0] in (a, b)}
 
-    assert sizes("--cluster", "+3", "cores") == {a: ["4", "4"], b: ["0", "3"]}
+    assert sizes("--add", "cores=3") == {a: ["4", "4"], b: ["0", "3"]}
     assert sizes("--without", b) == {a: ["4", "4"], b: ["0", "0"]}
-    code, _, errors = dlrover(*ask, "--cluster", "-5", "cores")
+    code, _, errors = dlrover(*ask, "--add", "cores=-5")
     assert code == 2
-    assert "--cluster -5 cores takes more than the pool has: its budget is 4 cores" in errors
-    code, _, errors = dlrover(*ask, "--cluster", "16", "apples")
-    assert (code, "is no change of a budget" in errors) == (2, True)
+    assert f"--add takes away more than pool {jobs.pool.pool!r} has: its budget is 4 cores" in errors
+    code, _, errors = dlrover(*ask, "--add", "apples=16")
+    assert (code, "'apples=16' is not part of a budget" in errors) == (2, True)
     code, _, errors = dlrover(*ask, "--without", "nobody")
     assert (code, "has no job 'nobody'" in errors) == (2, True)
 
@@ -161,10 +161,10 @@ def test_budgets_and_weights_are_parsed_or_refused() -> None:
 
 
 def test_brain_refuses_a_policy_that_is_only_there_to_be_compared_with(dlrover: RunCli) -> None:
-    code, _, errors = dlrover("brain", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
+    code, _, errors = dlrover("pool", "run", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
     assert code == 2
     said = " ".join(errors.split())
-    assert "'las' cannot divide a pool: choose jct, sia, as-requested; `dlrover simulate --policy` has others" in said
+    assert "'las' cannot divide a pool: choose jct, sia, as-requested; `dlrover lab simulate --policy` has others" in said
 
 
 def test_expected_start_is_shown_as_time_from_now(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:

@@ -1,4 +1,4 @@
-"""`dlrover simulate`: figures, report and records of tiny traces, and clear refusals."""
+"""`dlrover lab simulate`: figures, report and records of tiny traces, and clear refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(tmp_path: Path, *more: str) -> list[str]:
     work = tmp_path / "work.csv"
     work.write_text("application,samples\ntoy,6400\n")
     places = ["--speeds", str(speeds), "--work", str(work), "--nodes", "2x2", "--out", str(tmp_path / "out")]
-    return ["simulate", str(trace), *places, *more]
+    return ["lab", "simulate", str(trace), *places, *more]
 
 
 def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: p
 
 
 def test_an_oracle_and_one_cost_need_no_curve(tmp_path: Path) -> None:
-    assert main(command(tmp_path, "--policy", "las", "--oracle", "--every", "30")) == 0
+    assert main(command(tmp_path, "--policy", "las", "--oracle", "--interval", "30")) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 3
     assert "They know the real speeds." in page

@@ -98,7 +98,7 @@ def test_broken_command_is_named_with_its_distribution(
     assert "dlrover.commands 'greet' of greeter 1.2 cannot be used: " in errors
     assert problem in errors
     assert "Traceback" not in errors
-    assert dlrover("queue", "--help")[0] == 0
+    assert dlrover("pool", "status", "--help")[0] == 0
     assert dlrover("list") == (0, "no jobs in folder runs\n", "")
     code, output, errors = dlrover("--help")
     assert (code, errors) == (0, "")
