@@ -42,6 +42,7 @@ from lightning_dlrover.live.checkpoints import (
     TABLES_FOLDER,
     WHOLE_TABLES,
     PlainShelf,
+    Shelf,
     absolute,
     is_folder,
     saving_file,
@@ -423,7 +424,7 @@ class DLRoverStrategy(LiveStrategy):
             if self.tables is None and "optimizer_states" in checkpoint:
                 checkpoint["dlrover"]["parameters"] = trained_parameters(self._lightning_trainer)
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
-        shelf = live.checkpoints if live is not None else PlainShelf()
+        shelf: Shelf = live.checkpoints if live is not None else PlainShelf()
         if self.tables is None:
             save = saving_file(filepath, write, shelf, self, barrier)
             written = self.collectives.confirmed("saving a checkpoint", save)

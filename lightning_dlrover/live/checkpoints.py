@@ -22,6 +22,7 @@ __all__ = [
     "TRAINER_FILE",
     "WHOLE_TABLES",
     "PlainShelf",
+    "Shelf",
     "absolute",
     "exists",
     "is_folder",

@@ -23,7 +23,7 @@ from lightning_dlrover.data.sequence import Fetched, the_only
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live.loader_workers import LoaderWorkers
 from lightning_dlrover.live.order import ALONE, EpochOrder, Peers, SampleOrder, StreamOrder
-from lightning_dlrover.live.rows_left_out import RowsLeftOut
+from lightning_dlrover.live.rows_left_out import SkippedRows
 from lightning_dlrover.live.sequence_order import HandedOut, SequenceOrder, SequenceSettings
 from lightning_dlrover.live.split import Split
 
@@ -72,7 +72,7 @@ class ElasticLoader:
     """Iterates over this worker's share of every global batch of a `DataLoader`.
 
     Attributes that it lacks, such as `batch_size` and `collate_fn`, are read from the user's loader. Its own
-    `order`, `split`, `workers` and `left_out` hide attributes of these names in a subclass of the user's.
+    `order`, `split`, `workers` and `skipped` hide attributes of these names in a subclass of the user's.
 
     Args:
         loader: the user's loader.
@@ -106,7 +106,7 @@ class ElasticLoader:
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
-        self.left_out = RowsLeftOut()  # rows of a stream that could not be read
+        self.skipped = SkippedRows()  # rows of a stream that could not be read
         self.order: SampleOrder | StreamOrder | SequenceOrder
         self.sequence: SequenceOrder | None = None  # the order of an `IterableDataset`
         reading = loader
@@ -382,7 +382,7 @@ class ElasticLoader:
         is_next = peeked is not None and peeked[0] == self.cursor
         fetched = peeked[1] if peeked is not None and is_next else self.workers.fetch(self.cursor)
         if isinstance(fetched, WithLeftOut):
-            self.left_out.add(fetched.left_out)
+            self.skipped.add(fetched.left_out)
             return fetched.batch
         if self.sequence is None:
             return fetched

@@ -32,11 +32,11 @@ class SkippedReports:
         """
         loaders = self._batches.all if self._batches.are_made else []
         now = time.monotonic()
-        if not any(loader.left_out.has_news for loader in loaders) or (now < self._next_at and not is_last):
+        if not any(loader.skipped.has_news for loader in loaders) or (now < self._next_at and not is_last):
             return
         self._next_at = now + PUBLISH_EVERY_S
         for number, loader in enumerate(loaders):
-            for skipped in loader.left_out.take_news(self._position.fit, number):
+            for skipped in loader.skipped.take_news(self._position.fit, number):
                 self._job.event(skipped, _sentence(skipped))
 
 

@@ -78,10 +78,9 @@ class LiveTraining:
     ) -> None:
         self.world = world
         self._strategy = strategy
-        self._trainer = trainer
         self.position = position = FitPosition(formation, is_standby=formation is None)
         self.pulse = Pulse()
-        self._port = port = TrainerOfFit(trainer, strategy)
+        self._trainer = port = TrainerOfFit(trainer, strategy)
         self.collectives = round_ = ResilientCollectives(world, position, port, self)
         self.loaders = batches = TrainLoaders(trainer, position, strategy.has_global_batch_size)
         self.windows = JobWindows(world, position)
@@ -130,7 +129,7 @@ class LiveTraining:
         self.loaders.before_set_up()
         set_up()
         self.loaders.after_set_up()
-        lightning_names.set_up_validation(self._trainer)  # a loader that cannot be split is refused now
+        lightning_names.set_up_validation(self._trainer.lightning)  # a loader that cannot be split is refused now
         if self.loaders.are_made and self.loaders.grow:
             self.loaders.begin_windows(self._next_windows())
             self.loaders.recount()
@@ -257,7 +256,7 @@ class LiveTraining:
         if stops:  # the state in memory would be lost
             if self.tables.elastic is None:
                 self._successors.keep([*parts.values()])
-            if self._trainer.checkpoint_callbacks:
+            if self._trainer.lightning.checkpoint_callbacks:
                 self.checkpoints.save()
         self._pace.held_up()
         # By all workers, while the former group exists: a user's `on_save_checkpoint` may hold a collective.
@@ -286,16 +285,16 @@ class LiveTraining:
     def _enter(self, loader: ElasticLoader) -> None:
         """Enter the training loop with the members of the first round, or wait to be admitted."""
         position = self.position
-        fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
+        fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.module)
         data = self._data.fingerprint()
         self.steps.enter_loops()
         loader.workers.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
         if self.world.config.max_workers > 1:
-            memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
+            memory.reserve(self._trainer.module, NUM_COPIES, self._strategy.table_names)
         if self.formation is not None:
             position.has_entered = True
             # Not 0 when a checkpoint from inside an epoch was resumed.
-            self.loaders.begin_at(self._port.num_handed_out)
+            self.loaders.begin_at(self._trainer.num_handed_out)
             position.updates = self._trainer.global_step
             self.world.announce(fingerprint, loader.global_batch_size, data.encode())
             position.batch = self.loaders.batch_number
@@ -318,11 +317,11 @@ class LiveTraining:
         Raises:
             StopIteration: the epoch ends with it.
         """
-        if lightning_names.is_batch_unfinished(self._trainer):
+        if lightning_names.is_batch_unfinished(self._trainer.lightning):
             self.position.at_boundary = False
-            lightning_names.finish_batch(self._trainer)
+            lightning_names.finish_batch(self._trainer.lightning)
             self.position.at_boundary = True
-            if self._port.epoch_loop.done:
+            if self._trainer.epoch_loop.done:
                 raise StopIteration
 
     def _begin_together(self, data: DataFingerprint) -> None:
@@ -331,11 +330,11 @@ class LiveTraining:
         formation = self.formation
         self._state.find_names()
         if formation.rank == 0 and self.world.config.max_workers > 1:
-            loggers.begin(self._trainer.loggers)
+            loggers.begin(self._trainer.lightning.loggers)
         if formation.size > 1:
-            runs = transfer.all_gather(loggers.capture_runs(self._trainer.loggers) if formation.rank == 0 else [])[0]
+            runs = transfer.all_gather(loggers.capture_runs(self._trainer.lightning.loggers) if formation.rank == 0 else [])[0]
             if formation.rank != 0:
-                loggers.adopt_runs(self._trainer.loggers, runs)
+                loggers.adopt_runs(self._trainer.lightning.loggers, runs)
         has_finished = self.world.has_finished
         if formation.rank == 0 and not has_finished and self.tables.elastic is None:
             self.checkpoints.take_users_choice()
@@ -462,10 +461,9 @@ class LiveTraining:
 
     def _take_over_rank_zero(self) -> None:
         """Start rank 0's loggers and progress bars on this worker, as they run on rank 0 only."""
-        loggers.take_over(self._trainer.loggers)
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        for bar in [c for c in callbacks if isinstance(c, ProgressBar)]:
+        loggers.take_over(self._trainer.lightning.loggers)
+        for bar in [c for c in self._trainer.callbacks if isinstance(c, ProgressBar)]:
             if getattr(bar, "is_disabled", False):
                 bar.enable()
-                bar.on_train_start(self._trainer, self._trainer.lightning_module)
-                bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+                bar.on_train_start(self._trainer.lightning, self._trainer.module)
+                bar.on_train_epoch_start(self._trainer.lightning, self._trainer.module)

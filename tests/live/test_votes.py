@@ -18,4 +18,4 @@ def test_wish_to_stop_ends_no_later_fit(fit_of_vote: int, stops: bool) -> None:
             live.votes._wants_stop = True
             live.world.wishes = live.votes.wishes()
     assert not live.votes.count(step_time_s=0.0)
-    assert live._trainer.should_stop is stops
+    assert live._trainer.lightning.should_stop is stops
