@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import faulthandler
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
