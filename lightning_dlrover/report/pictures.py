@@ -181,7 +181,7 @@ def step_parts_picture(timeline: JobTimeline) -> Figure:
                 baseline=below,
                 fill=True,
                 color=PART_COLOURS[part],
-                label=_words(part) if first else None,
+                label=part.replace("_", " ") if first else None,
                 linewidth=0,
             )
             below = top
@@ -481,7 +481,3 @@ def _thousands() -> Any:
     from matplotlib.ticker import FuncFormatter
 
     return FuncFormatter(lambda value, _: f"{value:,.0f}")
-
-
-def _words(part: str) -> str:
-    return part.replace("_", " ")

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from iterables import ITERABLES
-from quiet_trainer import quiet_trainer
+from quiet_trainer import lightning, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -37,7 +37,7 @@ from lightning_dlrover.live.training import LiveTraining
 
 torch.set_num_threads(1)
 
-L: Any = importlib.import_module(os.environ.get("TOY_PACKAGE", "lightning"))
+L: Any = lightning
 """Lightning package that the workers' scripts use."""
 
 if TYPE_CHECKING:

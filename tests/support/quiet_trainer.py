@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
 
-import lightning as L
+if TYPE_CHECKING:
+    import lightning as L
+
+lightning: Any = importlib.import_module(os.environ.get("TOY_PACKAGE", "lightning"))
+"""Lightning package of this process: a test may allow only one of the two."""
 
 
 def quiet_trainer(**options: Any) -> L.Trainer:
@@ -17,4 +23,5 @@ def quiet_trainer(**options: Any) -> L.Trainer:
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
-    return L.Trainer(**{**quiet, **options})
+    trainer: L.Trainer = lightning.Trainer(**{**quiet, **options})
+    return trainer

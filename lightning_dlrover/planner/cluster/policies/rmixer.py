@@ -27,7 +27,8 @@ def rmixer(settings: PolicySettings) -> PlacementRule:
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
         waiting = start_spread(packing, jobs)
         while True:
-            for device in sorted(_with_room(packing, together), key=lambda d: (-packing.free_bytes(d), d.name)):
+            with_room = [each for each in packing.open_devices() if len(packing.members(each)) < together]
+            for device in sorted(with_room, key=lambda d: (-packing.free_bytes(d), d.name)):
                 chosen = _next_job(packing, device, waiting, together)
                 if chosen is not None:
                     break
@@ -47,10 +48,6 @@ def type_of(job: Job, device: Device, together: int) -> str:
     if compute > 1 / together:
         return "compute"
     return "memory" if profile.memory_bytes > device.memory_bytes / together else "low"
-
-
-def _with_room(packing: Packing, together: int) -> list[Device]:
-    return [device for device in packing.open_devices() if len(packing.members(device)) < together]
 
 
 def _next_job(packing: Packing, device: Device, waiting: Sequence[Job], together: int) -> Job | None:
