@@ -84,7 +84,7 @@ def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[Plugin
         try:
             plugged = plugin.load(Command)  # type: ignore[type-abstract]
             text = plugged.summary
-            listed = {"help": text.replace("%", "%%"), "description": text} if text else {}
+            listed: dict[str, Any] = {"help": text.replace("%", "%%"), "description": text} if text else {}
             parser = commands.add_parser(plugin.name, **listed)
             parser.set_defaults(plugin=plugged)
             try:
