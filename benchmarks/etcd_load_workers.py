@@ -39,8 +39,8 @@ from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.live import membership as membership_module
 from lightning_dlrover.rdzv.live.admission import MembershipConfig
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.view import Decoder
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 WORKERS_PER_PROCESS = 25
 TIMEOUT_S = 600.0
@@ -74,7 +74,7 @@ class _Worker:
         self.state = self.membership.register()
         threading.Thread(target=self._follow, daemon=True).start()
 
-    def _look(self, view: Outlook) -> None:
+    def _look(self, view: WorkerView) -> None:
         if view.round is not None and view.round.number not in self.seen:
             self.seen[view.round.number] = time.monotonic()
             self._news.set()

@@ -24,9 +24,9 @@ from typing import Literal
 from lightning_dlrover.rdzv.etcd.election import Election
 from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, created, exists, modified
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
-from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.probe import Answer
-from lightning_dlrover.rdzv.live.rounds import RoundTimeouts, View, awaited, may_return, next_round
+from lightning_dlrover.rdzv.live.rounds import JobView, RoundTimeouts, awaited, may_return, next_round
+from lightning_dlrover.rdzv.live.worker_view import notice_of
 
 __all__ = ["Convener", "Entries", "Write", "burial"]
 
@@ -67,7 +67,7 @@ class Convener:
         self._missing_since: dict[str, float] = {}  # missing members, and when this worker first saw in office that they are
         self._renewed: set[str] = set()  # those of them whose time began again because another one has returned
         self._answers: dict[str, Answer] = {}  # the last responses of their ports
-        self._noted: tuple[View, int, bytes] | None = None  # last notice with the view and the term that it follows from
+        self._noted: tuple[JobView, int, bytes] | None = None  # last notice with the view and the term that it follows from
 
     def is_in_office(self, entries: Entries) -> bool:
         """Whether a copy of the shared records shows this worker as the convener."""
@@ -92,7 +92,7 @@ class Convener:
             return Write("unseat", (modified(election.key) == election.mod_revision,), (Delete(election.key),))
         return None
 
-    def next_write(self, entries: Entries, view: View, now_s: float, created_at: float = 0.0) -> Write | None:
+    def next_write(self, entries: Entries, view: JobView, now_s: float, created_at: float = 0.0) -> Write | None:
         """Return the convener's next write, or None; always None for a worker that is not in office.
 
         Args:
@@ -140,7 +140,7 @@ class Convener:
         left = [w for w in view.addresses if w not in view.workers and w not in self._missing_since]
         return self._forget(left, entries) if left else None
 
-    def awaits_return(self, view: View, now_s: float) -> list[str]:
+    def awaits_return(self, view: JobView, now_s: float) -> list[str]:
         """Return the missing members for whom the next round still waits."""
         timeouts = self._timeouts
         limit_s = timeouts.return_s if view.holders else max(timeouts.return_s, timeouts.start_s)
@@ -158,7 +158,7 @@ class Convener:
         same = tuple(self._unchanged(entries, self._keys.addresses + worker) for worker in chosen)
         return Write("bury", (*gone, *same), tuple(Delete(self._keys.addresses + worker) for worker in chosen))
 
-    def _notice(self, view: View, term: int) -> bytes:
+    def _notice(self, view: JobView, term: int) -> bytes:
         if self._noted is None or self._noted[0] is not view or self._noted[1] != term:
             self._noted = view, term, encode(notice_of(view, term))
         return self._noted[2]

@@ -6,8 +6,8 @@ independent of process groups: `world.py` forms them for the rounds that appear 
 One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener, convenes while
 it holds the election key, and writes queued events. The calling thread writes only the worker's own record and burials.
 
-A worker mirrors the shared records and its own one. Only the convener mirrors the records of all workers (`overview.py`), so a
-change costs the others the same in a job of any size.
+A worker mirrors the shared records and its own one. Only the convener mirrors the records of all workers (`job_mirror.py`), so
+a change costs the others the same in a job of any size.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from lightning_dlrover.rdzv.job.records import (
 from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
 from lightning_dlrover.rdzv.live.announcement import Announcer
 from lightning_dlrover.rdzv.live.convener import burial
+from lightning_dlrover.rdzv.live.job_mirror import WorkerRecords
 from lightning_dlrover.rdzv.live.member import EvictedError
 from lightning_dlrover.rdzv.live.office import Office
 from lightning_dlrover.rdzv.live.outbox import BATCH
-from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.overview import WorkerRecords
 from lightning_dlrover.rdzv.live.own_record import OwnRecord
 from lightning_dlrover.rdzv.live.probe import dead_workers
-from lightning_dlrover.rdzv.live.rounds import View, awaited
+from lightning_dlrover.rdzv.live.rounds import JobView, awaited
 from lightning_dlrover.rdzv.live.shared_records import SharedRecords
 from lightning_dlrover.rdzv.live.view import Decoder, read_view
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = ["Membership"]
 
@@ -100,7 +100,7 @@ class Membership:
         self,
         client: EtcdClient,
         config: MembershipConfig,
-        on_view: Callable[[Outlook], None] | None = None,
+        on_view: Callable[[WorkerView], None] | None = None,
         on_tick: Callable[[], None] | None = None,
     ) -> None:
         self.keys = Keys(config.run_id, config.prefix)
@@ -114,7 +114,7 @@ class Membership:
         self._on_tick = on_tick
         self._changed = threading.Condition()
         self._dirty = False
-        self._view = Outlook()
+        self._view = WorkerView()
         self._buried: set[str] = set()  # workers that this one has buried
         self._journal = Journal(client, self.keys)
         self._closing = False
@@ -221,10 +221,10 @@ class Membership:
     # --- views and waiting ---------------------------------------------------------------------------------------------
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         return self._view
 
-    def all_records(self) -> View:
+    def all_records(self) -> JobView:
         """Read the records of all workers from etcd. For rare occasions: they are many in a large job.
 
         Raises:
@@ -246,7 +246,7 @@ class Membership:
 
     def wait_for(
         self,
-        found: Callable[[Outlook], T | None],
+        found: Callable[[WorkerView], T | None],
         timeout_s: float,
         what: str,
         tick: Callable[[], None] | None = None,
@@ -395,7 +395,7 @@ class Membership:
 
     def _refresh(self) -> None:
         self._dirty = False
-        view = self._decoder.outlook(self._mirror.snapshot())
+        view = self._decoder.worker_view(self._mirror.snapshot())
         if self.own.has_asked_to_leave:
             view = dataclasses.replace(view, leaver=self.worker_id)
         self._view = view

@@ -18,9 +18,9 @@ from lightning_dlrover.rdzv.etcd.operations import Put, modified
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.rdzv.live.announcement import Announcer
 from lightning_dlrover.rdzv.live.convener import Convener, Entries
-from lightning_dlrover.rdzv.live.overview import Overview
+from lightning_dlrover.rdzv.live.job_mirror import JobMirror
 from lightning_dlrover.rdzv.live.probe import Answer, answers
-from lightning_dlrover.rdzv.live.rounds import RoundTimeouts, View
+from lightning_dlrover.rdzv.live.rounds import JobView, RoundTimeouts
 from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["Office"]
@@ -80,7 +80,7 @@ class Office:
         self._knocked_at = -KNOCK_S
         self._num_knocks = 0
         self._told_of: list[str] = []  # missing members whose return the log says is awaited
-        self._overview = Overview(client, keys, on_change, decoder)
+        self._job_mirror = JobMirror(client, keys, on_change, decoder)
         self._stands_at: float | None = None  # time of this worker's candidacy, while there is no convener
         self._holder_is_checked_at = time.monotonic() + CHECK_S
         self._is_refused = False  # whether etcd was full at this worker's last write
@@ -95,7 +95,7 @@ class Office:
             EtcdError: etcd does not answer.
         """
         is_late = self._lease.silent_s > MAX_SILENCE * self._lease.ttl_s
-        if is_late or not (self._shared.healthy and self._overview.is_healthy):
+        if is_late or not (self._shared.healthy and self._job_mirror.is_healthy):
             self._convener.was_cut_off(time.monotonic())  # also as a candidate: in office it must know of the outage
         try:
             self._act(self._shared.snapshot(), num_members)
@@ -112,7 +112,7 @@ class Office:
         if self._is_refused:
             self._find_room(shared)
         # Read both together: the view must come from the revision that guards the next round.
-        entries, view, age_s = self._overview.look()
+        entries, view, age_s = self._job_mirror.look()
         self._knock(view)
         write = self._convener.next_write(entries, view, time.monotonic(), time.time())
         if write is None:
@@ -125,9 +125,9 @@ class Office:
             self._announcer.made(announcement)
         # The next decision must see this write, or it would be repeated in vain.
         with contextlib.suppress(TimeoutError):
-            self._overview.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
+            self._job_mirror.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
 
-    def _knock(self, view: View) -> None:
+    def _knock(self, view: JobView) -> None:
         """Find out which missing members live, and say that the next round waits for them."""
         if view.missing and time.monotonic() - self._knocked_at >= KNOCK_S:
             first = self._num_knocks % len(view.missing) if len(view.missing) > MAX_KNOCKS else 0
@@ -143,7 +143,7 @@ class Office:
             )
         self._told_of = awaited
 
-    def _judged(self, view: View, worker_id: str, answer: Answer) -> Answer:
+    def _judged(self, view: JobView, worker_id: str, answer: Answer) -> Answer:
         # A refusal from another host may come from a firewall as long as that address was never reached. If nobody else holds
         # the state, such a network could not carry the job anyway.
         is_proof = not view.holders or worker_id in self._reached or view.addresses[worker_id].host == socket.gethostname()
@@ -168,7 +168,7 @@ class Office:
 
     def step_down(self, timeout_s: float = 0.0) -> None:
         """Stop following the records of other workers."""
-        self._overview.close(timeout_s)
+        self._job_mirror.close(timeout_s)
 
     def came_back(self, lease: Lease) -> None:
         """Note that this worker has registered again, under another lease."""

@@ -32,8 +32,8 @@ from lightning_dlrover.rdzv.live.convener import (
 )
 from lightning_dlrover.rdzv.live.probe import Answer
 from lightning_dlrover.rdzv.live.rounds import (
+    JobView,
     RoundTimeouts,
-    View,
 )
 from lightning_dlrover.rdzv.live.view import Decoder, read_view
 
@@ -80,7 +80,7 @@ class Records:
         return write is not None and self.apply(write.compare, write.ops)
 
     @property
-    def view(self) -> View:
+    def view(self) -> JobView:
         return read_view(self.entries, KEYS)
 
     @property
@@ -248,8 +248,8 @@ def test_notice_names_members_that_gave_the_round_up_and_those_that_are_gone() -
     assert write is not None
     assert write.purpose == "notice"
     assert records.run(write)
-    outlook = Decoder(KEYS, lambda *_: None).outlook(records.entries)
-    assert (outlook.given_up, outlook.lost, outlook.keepers) == (["b"], [], ["b"])
+    worker_view = Decoder(KEYS, lambda *_: None).worker_view(records.entries)
+    assert (worker_view.given_up, worker_view.lost, worker_view.keepers) == (["b"], [], ["b"])
     assert next_write(convener, records) is None
 
 

@@ -45,9 +45,9 @@ from lightning_dlrover.rdzv.live.member import (
     MembershipError,
 )
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.rounds import RoundTimeouts, View
+from lightning_dlrover.rdzv.live.rounds import JobView, RoundTimeouts
 from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 T = TypeVar("T")
 
@@ -78,10 +78,10 @@ class Worker:
     def worker_id(self) -> str:
         return self.membership.worker_id
 
-    def wait_for(self, found: Callable[[Outlook], T | None], what: str = "something") -> T:
+    def wait_for(self, found: Callable[[WorkerView], T | None], what: str = "something") -> T:
         return self.membership.wait_for(found, 15.0, what)
 
-    def wait_for_records(self, found: Callable[[View], T | None], what: str = "something") -> T:
+    def wait_for_records(self, found: Callable[[JobView], T | None], what: str = "something") -> T:
         """Wait for the records of all workers, which only the convener follows."""
         return eventually(lambda: found(self.membership.all_records()), what)
 
@@ -191,8 +191,8 @@ def test_a_convener_that_lost_its_key_cannot_write_a_round(
     before = client.get(keys.round)
     # A convener that was stopped while the others went on still sees itself in office, and a joiner.
     monkeypatch.setattr(office._shared, "snapshot", lambda: seen)
-    monkeypatch.setattr(office._overview, "look", lambda: (seen, read_view(seen, keys), 0.0))
-    monkeypatch.setattr(office._overview, "wait_for", lambda *_: pytest.fail("a round was written"))
+    monkeypatch.setattr(office._job_mirror, "look", lambda: (seen, read_view(seen, keys), 0.0))
+    monkeypatch.setattr(office._job_mirror, "wait_for", lambda *_: pytest.fail("a round was written"))
     office.act(1)
     assert client.get(keys.round) == before
 

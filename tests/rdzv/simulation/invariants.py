@@ -43,12 +43,12 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
 )
 from lightning_dlrover.rdzv.live.member import Formation
-from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.rounds import (
-    View,
+    JobView,
     awaited,
     next_round,
 )
+from lightning_dlrover.rdzv.live.worker_view import notice_of
 
 from .etcd import Written
 from .process import BATCH, HANG_S, TIMEOUTS, Hello, Meeting, Worker
@@ -115,7 +115,7 @@ class Checks:
                 if view.failed:
                     self._reports[view.round.number] = (first, written.at)
 
-    def _wrote_round(self, written: Written, new: RoundRecord, before: dict[str, KeyValue], seen: View) -> None:
+    def _wrote_round(self, written: Written, new: RoundRecord, before: dict[str, KeyValue], seen: JobView) -> None:
         old = seen.round
         self.job.kernel.log(written.writer, "writes round", new.number, new.kind, *new.members)
         expected = old.number + 1 if old else 1
@@ -165,7 +165,7 @@ class Checks:
         worker = self.job.workers[worker_id]
         return worker.state is not None and worker.process.alive and worker.own_key in self.job.etcd.entries
 
-    def decided(self, convener: Worker, seen: View, new: RoundRecord) -> None:
+    def decided(self, convener: Worker, seen: JobView, new: RoundRecord) -> None:
         """Judge a convener's next write by the view that it was based on."""
         members = seen.round.members if seen.round else []
         added = [w for w in new.members if w not in members]
@@ -180,7 +180,7 @@ class Checks:
         if not new.planned and seen.survivors:
             self._is_patient(seen, new)
 
-    def _is_patient(self, seen: View, new: RoundRecord) -> None:
+    def _is_patient(self, seen: JobView, new: RoundRecord) -> None:
         assert seen.round is not None
         now = self.job.kernel.now
         may_go = {*seen.stepped_back, *seen.dismissals}
@@ -205,7 +205,7 @@ class Checks:
 
     def _follow_notice(self, written: Written) -> None:
         etcd = self.job.etcd
-        notice, view = etcd.outlooks[-1].notice, etcd.views[-1]
+        notice, view = etcd.worker_views[-1].notice, etcd.views[-1]
         if notice is not None and notice == notice_of(view, notice.term):
             self._untold_since = None
         elif self._untold_since is None:
@@ -213,7 +213,7 @@ class Checks:
         if notice is not None and notice.given_up:
             self._given_up_told.setdefault(notice.round_number, written.at)
 
-    def convenes(self, worker: Worker, entries: dict[str, KeyValue], seen: View) -> None:
+    def convenes(self, worker: Worker, entries: dict[str, KeyValue], seen: JobView) -> None:
         number = seen.round.number if seen.round else 0
         election = entries.get(self.job.keys.convener)
         if election is None or election.value.decode() != worker.id:
@@ -335,6 +335,6 @@ class Checks:
         return "" if job.kernel.now - self.last_step_at < 3.0 else f"no step since {self.last_step_at:.1f} s: {round_}"
 
 
-def _reaches(seen: View, one: str, other: str) -> bool:
+def _reaches(seen: JobView, one: str, other: str) -> bool:
     reports = {worker: seen.workers[worker].unreachable for worker in seen.failed}
     return other not in reports.get(one, ()) and one not in reports.get(other, ())

@@ -29,11 +29,11 @@ from lightning_dlrover.rdzv.live.convener import (
     Write,
 )
 from lightning_dlrover.rdzv.live.member import Member
-from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.rounds import (
+    JobView,
     RoundTimeouts,
-    View,
 )
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 from . import process as process_module
 from .etcd import Client, Etcd
@@ -74,20 +74,20 @@ def _timeouts(**changes: float) -> Patch:
     return mock.patch.object(process_module, "TIMEOUTS", dataclasses.replace(process_module.TIMEOUTS, **changes))  # type: ignore[arg-type]
 
 
-def _awaiting(may_return: Callable[[View, Mapping[str, Any]], list[str]]) -> Patch:
+def _awaiting(may_return: Callable[[JobView, Mapping[str, Any]], list[str]]) -> Patch:
     return mock.patch.object(convener_module, "may_return", may_return)
 
 
-def _view_property(name: str, found: Callable[[View], Any]) -> Patch:
-    return mock.patch.object(View, name, property(found))
+def _view_property(name: str, found: Callable[[JobView], Any]) -> Patch:
+    return mock.patch.object(JobView, name, property(found))
 
 
 # --- the convener ------------------------------------------------------------------------------------------------------------
 
 
-def _changed_write(change: Callable[[Convener, Mapping[str, KeyValue], View, Write], Write]) -> Patch:
+def _changed_write(change: Callable[[Convener, Mapping[str, KeyValue], JobView, Write], Write]) -> Patch:
     def make(original: Any) -> Any:
-        def next_write(self: Convener, entries: Any, view: View, *rest: Any) -> Write | None:
+        def next_write(self: Convener, entries: Any, view: JobView, *rest: Any) -> Write | None:
             write: Write | None = original(self, entries, view, *rest)
             return write if write is None or write.round is None else change(self, entries, view, write)
 
@@ -149,7 +149,7 @@ def _() -> list[Patch]:
     """Once elected, a worker convenes regardless of the election key, under the fence of the current holder."""
 
     def make(original: Any) -> Any:
-        def next_write(self: Convener, entries: Any, view: View, *rest: Any) -> Write | None:
+        def next_write(self: Convener, entries: Any, view: JobView, *rest: Any) -> Write | None:
             election = entries.get(self._keys.convener)
             if election is not None and election.value == self._worker_id.encode():
                 self._was_elected = True  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def _() -> list[Patch]:
 def _() -> list[Patch]:
     """A write without an answer is repeated with the next number, over any existing round."""
 
-    def change(self: Convener, entries: Mapping[str, KeyValue], view: View, write: Write) -> Write:
+    def change(self: Convener, entries: Mapping[str, KeyValue], view: JobView, write: Write) -> Write:
         assert write.round is not None
         tried = getattr(self, "_tried", 0)
         self._tried = max(tried, write.round.number)  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ def _() -> list[Patch]:
 @bug("a number is skipped after a loss", "one-number")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:
-        def make_round(view: View, members: list[str], kind: str, *args: Any, **kwargs: Any) -> RoundRecord:
+        def make_round(view: JobView, members: list[str], kind: str, *args: Any, **kwargs: Any) -> RoundRecord:
             round_: RoundRecord = original(view, members, kind, *args, **kwargs)
             return dataclasses.replace(round_, number=round_.number + (kind == "loss"))
 
@@ -220,10 +220,10 @@ def _() -> list[Patch]:
     """The waiting time is counted from the job's first wait of all."""
 
     def make(original: Any) -> Any:
-        def next_write(self: Convener, entries: Any, view: View, now_s: float, *rest: Any) -> Write | None:
+        def next_write(self: Convener, entries: Any, view: JobView, now_s: float, *rest: Any) -> Write | None:
             first = self.__dict__.setdefault("_first", now_s)
 
-            def impatient(view: View, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
+            def impatient(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
                 return next_round(view, now_s - first, timeouts)
 
             with mock.patch.object(convener_module, "next_round", impatient):
@@ -262,7 +262,7 @@ def _() -> list[Patch]:
     def make(original: Any) -> Any:
         return lambda self, *states: original(self, *states, *(["standby"] if states == ("ready",) else []))
 
-    return [_replace(View, "in_state", make)]
+    return [_replace(JobView, "in_state", make)]
 
 
 @bug("drain ignored", "progress")
@@ -291,8 +291,8 @@ def _() -> list[Patch]:
 @bug("cap ignored", "cap")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:
-        def planned_round(view: View, *rest: Any) -> RoundRecord | None:
-            with mock.patch.object(View, "cap", 99):
+        def planned_round(view: JobView, *rest: Any) -> RoundRecord | None:
+            with mock.patch.object(JobView, "cap", 99):
                 round_: RoundRecord | None = original(view, *rest)
             return round_
 
@@ -304,7 +304,7 @@ def _() -> list[Patch]:
 @bug("joiners come first", "rank-order")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:
-        def planned_round(view: View, *rest: Any) -> RoundRecord | None:
+        def planned_round(view: JobView, *rest: Any) -> RoundRecord | None:
             round_: RoundRecord | None = original(view, *rest)
             if round_ is None or view.round is None or round_.kind != "grow":
                 return round_
@@ -321,7 +321,7 @@ def _() -> list[Patch]:
     """A living member of the round is left out of the retry, possibly the one that has the state."""
 
     def make(original: Any) -> Any:
-        def after_failure(view: View, *args: Any) -> RoundRecord | None:
+        def after_failure(view: JobView, *args: Any) -> RoundRecord | None:
             round_: RoundRecord | None = original(view, *args)
             if round_ is None or round_.kind != "retry" or len(round_.members) < 2:
                 return round_
@@ -337,7 +337,7 @@ def _() -> list[Patch]:
     """When joiners step back for want of the state, the job continues with them instead of with the owners of the state."""
 
     def make(original: Any) -> Any:
-        def after_failure(view: View, *args: Any) -> RoundRecord | None:
+        def after_failure(view: JobView, *args: Any) -> RoundRecord | None:
             round_: RoundRecord | None = original(view, *args)
             if round_ is None or not view.stepped_back:
                 return round_
@@ -396,7 +396,7 @@ def _() -> list[Patch]:
 def _() -> list[Patch]:
     """Members that form a round, or have formed it, do not see that another member gave it up."""
 
-    def is_void(self: Member, view: Outlook, number: int) -> bool:
+    def is_void(self: Member, view: WorkerView, number: int) -> bool:
         return view.round is not None and view.round.number > number
 
     return [mock.patch.object(Member, "is_void", is_void)]

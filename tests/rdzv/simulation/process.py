@@ -54,11 +54,11 @@ from lightning_dlrover.rdzv.live.member import (
     VoidRoundError,
     WorldError,
 )
-from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.probe import Answer, dead_beside
 from lightning_dlrover.rdzv.live.rounds import (
     RoundTimeouts,
 )
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 from .etcd import Client
 from .kernel import Process, Wake
@@ -200,7 +200,7 @@ class Worker:
         self.severed = False
         self.busy_until = 0.0  # end of the time in the user's code, without reaction to the job
         self.meeting: Meeting | None = None
-        self.view = Outlook()
+        self.view = WorkerView()
         self.shared: dict[str, Any] = {}  # entries that `view` was decoded from
         self.overview_since = 0  # revision from which on this worker follows all records; 0: it is not in office
         self._known: dict[str, KeyValue] = {}  # records of other workers that were read once
@@ -462,7 +462,7 @@ class Worker:
         await wake
 
     async def until(
-        self, found: Callable[[Outlook], T | None], probe: Sequence[str], timeout_s: float | None = None
+        self, found: Callable[[WorkerView], T | None], probe: Sequence[str], timeout_s: float | None = None
     ) -> T | None:
         end = self.kernel.now + timeout_s if timeout_s is not None else float("inf")
         while True:
@@ -718,11 +718,11 @@ class _Backend:
         return self._worker.id
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         return self._worker.view
 
     async def until(
-        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         result = await self._worker.until(found, probe, timeout_s)
         if result is None:

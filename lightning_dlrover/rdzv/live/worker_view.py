@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_dlrover.rdzv.job.records import JobRecord, Notice, PlanRecord, RoundRecord
-from lightning_dlrover.rdzv.live.rounds import View, lacks_workers
+from lightning_dlrover.rdzv.live.rounds import JobView, lacks_workers
 
-__all__ = ["Outlook", "notice_of", "outlook_of"]
+__all__ = ["WorkerView", "notice_of", "worker_view_of"]
 
 MAX_NAMED = 2
 """Workers that a notice names where readers ask only whether there is another one beside themselves."""
 
 
 @dataclass(frozen=True)
-class Outlook:
+class WorkerView:
     """One worker's view of its job."""
 
     job: JobRecord | None = None
@@ -84,7 +84,7 @@ class Outlook:
         return self.notice if is_current else None
 
 
-def notice_of(view: View, term: int) -> Notice:
+def notice_of(view: JobView, term: int) -> Notice:
     """Return the notice that tells the other workers what `view` shows.
 
     Args:
@@ -105,6 +105,6 @@ def notice_of(view: View, term: int) -> Notice:
     )
 
 
-def outlook_of(view: View) -> Outlook:
-    """Return the outlook of workers whose convener sees `view`."""
-    return Outlook(view.job, view.round, view.plan, notice_of(view, 0))
+def worker_view_of(view: JobView) -> WorkerView:
+    """Return the view of workers whose convener sees `view`."""
+    return WorkerView(view.job, view.round, view.plan, notice_of(view, 0))
