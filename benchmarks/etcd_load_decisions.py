@@ -1,7 +1,7 @@
-"""Seconds that a convener takes to decide in jobs of 100 and 1,000 workers: one part of `etcd_load.py`.
+"""Seconds that a coordinator takes to decide in jobs of 100 and 1,000 workers: one part of `etcd_load.py`.
 
-A decision is the next round and the notice for the others, from a view that was just decoded. The convener makes it after each
-change of a record, in a process that trains. Situations:
+A decision is the next round and the notice for the others, from a view that was just decoded. The coordinator makes it after
+each change of a record, in a process that trains. Situations:
 
     quiet   all train
     loss    one worker is gone

@@ -2,15 +2,15 @@
 
     python benchmarks/etcd_load_workers.py [--workers 250,1000] [--idle 40] [--writes 5] [--rounds 3] [--quick]
 
-A worker is the real `Membership`, with its own connection to etcd, its lease, its mirrors and its turn as convener. It trains
-nothing and connects to no other worker: it enters each round as soon as it sees it. Light processes hold the workers
+A worker is the real `Membership`, with its own connection to etcd, its lease, its mirrors and its turn as coordinator. It
+trains nothing and connects to no other worker: it enters each round as soon as it sees it. Light processes hold the workers
 (`light_processes.py`). For each number of workers N:
 
 - idle: requests to etcd per second and worker while nothing happens, as `rendezvous_scale.py` counts them. Keys elsewhere in
   etcd change meanwhile (`--writes` per second), as on a shared etcd.
 - grow: a worker is ready to join; until all N + 1 know the round that takes it in, on the machine's monotonic clock.
 - loss: a worker dies and is buried by a neighbour; until the other N know the round without it.
-- settled: after the grow, until the convener has seen all workers enter.
+- settled: after the grow, until the coordinator has seen all workers enter.
 - requests, notices and kilobytes per worker: what each change costs, by etcd's own count, without the requests of an idle job.
   A notice is one event of a watch. Kilobytes (10^3 bytes) are those from and to all clients, an idle job's among them.
 """

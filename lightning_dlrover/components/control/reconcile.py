@@ -1,7 +1,7 @@
 """Decide which nodes to add and to end, so that the job has as many workers as planned.
 
 A pure function of the state in etcd and at the scheduler; `controller.py` carries the decision out. If there are too many
-workers, those to leave are not chosen here. The workers' convener drops all workers of a node in the middle, which hand over
+workers, those to leave are not chosen here. The workers' coordinator drops all workers of a node in the middle, which hand over
 and exit, and its app ends.
 
 Plans count workers; a node has `Limits.workers_per_node` of them. A node is added, ended and judged as a whole:

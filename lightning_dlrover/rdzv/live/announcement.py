@@ -37,12 +37,12 @@ class Announcement:
 class Announcer:
     """Reports rounds in the transactions that write them.
 
-    Written later, the lines would be missing if the convener were killed meanwhile, or if etcd's answer to the round were lost.
+    Written later, the lines would be missing if the coordinator were killed before, or if etcd's answer were lost.
 
     Args:
         outbox: takes lines that a transaction has no room for.
-        worker_id: the convener.
-        buried: workers that the convener itself has buried.
+        worker_id: the coordinator.
+        buried: workers that the coordinator itself has buried.
     """
 
     def __init__(self, journal: Journal, outbox: Outbox, worker_id: str, buried: Collection[str]) -> None:
@@ -75,7 +75,7 @@ def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Co
     Args:
         view: the view on which the round was decided.
         decided_s: seconds from the last change of the records to this decision.
-        buried: workers that the convener itself has buried.
+        buried: workers that the coordinator itself has buried.
     """
     lines = []
     for worker_id in losses(view, round_):
@@ -97,7 +97,7 @@ def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Co
 
 
 def _evidence(view: JobView, worker_id: str, buried: Collection[str]) -> str:
-    """Describe the convener's evidence that a worker is lost."""
+    """Describe the coordinator's evidence that a worker is lost."""
     if worker_id in view.workers:
         return "it did not answer, or cannot be reached"
     if worker_id in buried:

@@ -1,4 +1,4 @@
-"""All records of a job, followed by its convener, and records of single workers, read when they are needed."""
+"""All records of a job, followed by its coordinator, and records of single workers, read when they are needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ABSENT_S = 1.0
 
 
 class JobMirror:
-    """A mirror of all records, open while this worker convenes the job. For use by one thread.
+    """A mirror of all records, open while this worker coordinates the job. For use by one thread.
 
     Args:
         decoder: also decodes the shared records while the mirror is closed, and so knows their last readable versions.

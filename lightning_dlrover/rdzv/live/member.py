@@ -303,10 +303,10 @@ class Member:
             target = await self._next_after(target, unreachable)
 
     async def _next_after(self, broken: RoundRecord, unreachable: Sequence[str] = ()) -> RoundRecord:
-        # A worker that left the job hands over its tables to this round. If it dies meanwhile, it may have been the convener.
+        # A worker that left the job hands over its tables to this round. If it dies, it may have been the coordinator.
         suspects = list(dict.fromkeys([*broken.members, *self._backend.view.leavers]))
         newest = self._backend.view.round
-        if newest is None or newest.number <= broken.number:  # else a convener has seen what became of the round
+        if newest is None or newest.number <= broken.number:  # else a coordinator has seen what became of the round
             await self._backend.bury_the_dead(suspects)
             if self.worker_id in broken.members:
                 await self._backend.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)

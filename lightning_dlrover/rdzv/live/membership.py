@@ -1,13 +1,13 @@
-"""Run the membership protocol of `rounds.py` and `convener.py` against etcd, as one worker of a job.
+"""Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
 
-Holds the worker's own record, mirrors the records of the others, and takes part in the election of the convener. It is
+Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
 independent of process groups: `world.py` forms them for the rounds that appear here.
 
-One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener, convenes while
-it holds the election key, and writes queued events. The calling thread writes only the worker's own record and burials.
+One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener, coordinates
+while it holds the election key, and writes queued events. The calling thread writes only the worker's own record and burials.
 
-A worker mirrors the shared records and its own one. Only the convener mirrors the records of all workers (`job_mirror.py`), so
-a change costs the others the same in a job of any size.
+A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers (`job_mirror.py`),
+so a change costs the others the same in a job of any size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
 from lightning_dlrover.rdzv.live.announcement import Announcer
-from lightning_dlrover.rdzv.live.convener import burial
+from lightning_dlrover.rdzv.live.coordinator import burial
 from lightning_dlrover.rdzv.live.job_mirror import WorkerRecords
 from lightning_dlrover.rdzv.live.member import EvictedError
 from lightning_dlrover.rdzv.live.office import Office
@@ -67,7 +67,7 @@ TICK_S = 0.5
 training where all cores compute."""
 
 STAND_S = 0.05
-"""Seconds between two turns while this worker waits for its moment to stand for convener."""
+"""Seconds between two turns while this worker waits for its moment to stand for coordinator."""
 
 GONE_CHECK_S = 0.3
 """Seconds between two checks whether a worker has ended that no notice will name."""
@@ -83,7 +83,7 @@ NUM_SAMPLED = 8
 
 
 class Membership:
-    """One worker's view of the job, and its turn as convener.
+    """One worker's view of the job, and its turn as coordinator.
 
     Args:
         client: a connected client; its owner closes it.
@@ -323,7 +323,7 @@ class Membership:
                 self._buried.clear()  # only the text of a round's line tells them apart
             self._buried.add(worker_id)
             log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
-            for write in burial(entry, self._client.get(self.keys.convener), self.keys):
+            for write in burial(entry, self._client.get(self.keys.coordinator), self.keys):
                 self._client.txn(write.compare, write.ops)
             self.workers.forget(worker_id)
 
@@ -371,7 +371,7 @@ class Membership:
 
         That may take long in a full cluster, but the state in the survivors' memory is worth the wait.
         """
-        # Until the next convener has written its first notice, nothing is known of the other workers.
+        # Until the next coordinator has written its first notice, nothing is known of the other workers.
         return self.shared.has_controller() and (self._view.lacks_workers or not self._view.is_told)
 
     # --- background ------------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Membership:
         """Whether another worker is past the start."""
         if self._view.is_told:
             return self._view.is_past_start
-        view = self.all_records()  # the notice is as old as the last convener
+        view = self.all_records()  # the notice is as old as the last coordinator
         return bool(view.survivors or view.in_state("standby", "ready"))
 
     def _report_garbage(self, key: str, error: RecordError) -> None:
@@ -417,7 +417,7 @@ class Membership:
                 self._refresh()
                 if self._on_tick is not None:
                     self._on_tick()
-                self._convene()
+                self._coordinate()
                 self.shared.outbox.write(BATCH)
             except EtcdError as error:
                 log.debug("run %s: etcd is away: %s", self._config.run_id, error)
@@ -425,7 +425,7 @@ class Membership:
                 # Without its membership thread a worker would never detect another round.
                 log.error("run %s: membership thread: %s", self._config.run_id, traceback.format_exc())
 
-    def _convene(self) -> None:
+    def _coordinate(self) -> None:
         if self.own.is_in_force:
             self._office.act(len(self._view.round.members) if self._view.round is not None else 0)
         else:

@@ -2,18 +2,18 @@
 
 `next_round` reads everything etcd holds about a job and returns the round that should be written, or None. It is level
 triggered: the same view always gives the same round, whichever events led there and whichever worker computes it. The fence
-that accepts only one worker's decision is in `convener.py`. A worker's reaction to a round is in `member.py`.
+that accepts only one worker's decision is in `coordinator.py`. A worker's reaction to a round is in `member.py`.
 
     job      starting -> training -> finished | failed      advanced by rank 0 (failed: by the controller)
     worker   starting ----------------> active              each worker writes only its own record
              standby -> ready --------> active
              active -> reforming -> active
-    round    n -> n + 1                                      written only by the convener, fenced on its election key
+    round    n -> n + 1                                      written only by the coordinator, fenced on its election key
 
 A worker takes part while its record exists. The record is removed when the worker's lease expires, when its agent reports that
 the process has ended, or when its port is found to refuse connections. Only the last two prove that the process is gone, and
 remove the worker's address as well. A member without a record but with an address is missing: it may be cut off from etcd, hold
-the job's state, and come back. `may_return` tells for whom the convener waits then.
+the job's state, and come back. `may_return` tells for whom the coordinator waits then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JobView:
     dismissals: Mapping[str, int] = field(default_factory=dict)
     addresses: Mapping[str, AddressRecord] = field(default_factory=dict)  # also of workers whose lease has ended
 
-    # In a job of a thousand workers the convener reads these after each change, so they are computed once.
+    # In a job of a thousand workers the coordinator reads these after each change, so they are computed once.
 
     @cached_property
     def survivors(self) -> list[str]:

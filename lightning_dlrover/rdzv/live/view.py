@@ -75,7 +75,7 @@ class Decoder:
             round=self._record(entries, keys.round, RoundRecord),
             plan=self._record(entries, keys.plan, PlanRecord),
             notice=self._record(entries, keys.notice, Notice),
-            term=entries[keys.convener].create_revision if keys.convener in entries else 0,
+            term=entries[keys.coordinator].create_revision if keys.coordinator in entries else 0,
         )
 
     def _record(self, entries: Mapping[str, KeyValue], key: str, record_type: type[R]) -> R | None:

@@ -159,7 +159,7 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("all is as planned", training(2, member("a"), member("b")), []),
         ("the plan has grown", training(3, member("a")), [AddNode, AddNode]),
         ("the one it grew by is joining", training(2, member("a"), joining("b")), []),
-        ("the plan has shrunk: the convener chooses who leaves", training(1, member("a"), member("b")), []),
+        ("the plan has shrunk: the coordinator chooses who leaves", training(1, member("a"), member("b")), []),
         ("a node came that the plan has no more room for", training(1, member("a"), joining("b", 5.0)), []),
         ("and it does not end by itself", training(1, member("a"), joining("b", 61.0)), [CancelNode]),
         ("a joiner takes its time", training(2, member("a"), joining("b", LATE_S)), []),

@@ -28,7 +28,7 @@ def view(num_workers: int, num_lost: int) -> JobView:
 
 
 def write_next_round(journal_: Journal, outbox: Outbox, seen: JobView) -> None:
-    """Write the round that follows from a view and its lines as a convener does."""
+    """Write the round that follows from a view and its lines as a coordinator does."""
     announcer = Announcer(journal_, outbox, CONVENER, buried={"w1"})
     round_ = next_round(seen, 0.0)
     assert round_ is not None

@@ -200,7 +200,7 @@ class Client:
         self.clean_since = self.kernel.now
 
     def copy(self) -> tuple[dict[str, KeyValue], JobView]:
-        """All records, as the convener sees them."""
+        """All records, as the coordinator sees them."""
         return self.etcd.copies[self.seen], self.etcd.views[self.seen]
 
     def shared(self) -> tuple[dict[str, KeyValue], WorkerView]:
