@@ -51,7 +51,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import read_view
 
 T = TypeVar("T")
@@ -387,7 +387,7 @@ class LiveJob(Job):
         """Start one more agent with one worker."""
         return self.start_agent(self._options)
 
-    def view(self) -> View:
+    def view(self) -> JobView:
         def bad(key: str, error: RecordError) -> None:
             raise BenchmarkError(f"job {self.name}: {error}") from error
 

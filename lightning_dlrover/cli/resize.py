@@ -21,7 +21,7 @@ from lightning_dlrover.report.status import read_job
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.rdzv.job.records import Keys, NodesRecord
-    from lightning_dlrover.rdzv.live.rounds import View
+    from lightning_dlrover.rdzv.live.rounds import JobView
     from lightning_dlrover.report.status import JobPlace
 
 
@@ -93,7 +93,7 @@ def drain_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _workers_of(view: View, name: str) -> list[str]:
+def _workers_of(view: JobView, name: str) -> list[str]:
     """Return the workers that leave together when a worker or a node, such as node1, is named; none if there is none."""
     agents = {agent.agent_id for agent in view.agents.values() if agent.labels.get("node") == name}
     of_node = [worker for worker, record in view.workers.items() if record.agent_id in agents]
@@ -133,7 +133,7 @@ def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[
             )
 
 
-def check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) -> None:
+def check_can_be_planned(place: JobPlace, view: JobView, num_workers: int | None) -> None:
     """Refuse a plan that no worker would carry out.
 
     Raises:
@@ -169,7 +169,7 @@ def _forgive(client: EtcdClient, keys: Keys, num_workers: int) -> str:
 
 
 def plan_by_hand(
-    client: EtcdClient, place: JobPlace, view: View, num_workers: int | None, settings: dict[str, Any], reason: str
+    client: EtcdClient, place: JobPlace, view: JobView, num_workers: int | None, settings: dict[str, Any], reason: str
 ) -> None:
     """Write a plan that the job's own planner leaves alone; fields that are not given keep their planned values."""
     assert view.job is not None

@@ -11,7 +11,7 @@ from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.purpose import Purpose, shown
 from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = ["Fits"]
 
@@ -111,7 +111,7 @@ class Fits:
         assert formation is not None
         number, fit = formation.round.number, self._position.fit
 
-        def look(view: Outlook) -> str | None:
+        def look(view: WorkerView) -> str | None:
             if self._job.standing.has_finished_fit(fit):
                 return "finished"
             if view.job is not None and view.job.is_over:

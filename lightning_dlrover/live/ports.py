@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.job.events import Event
     from lightning_dlrover.rdzv.live.member import Formation
     from lightning_dlrover.rdzv.live.membership import Membership
-    from lightning_dlrover.rdzv.live.outlook import Outlook
     from lightning_dlrover.rdzv.live.shared_records import SharedRecords
+    from lightning_dlrover.rdzv.live.worker_view import WorkerView
     from lightning_dlrover.tables.elastic import ElasticTables
 
 __all__ = ["Batches", "Job", "Round", "TrainerPort"]
@@ -53,7 +53,7 @@ class Job(Protocol):
     def membership(self) -> Membership: ...
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         """This worker's newest view of the job. It may lag behind etcd."""
 
     @property

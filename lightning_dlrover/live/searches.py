@@ -15,7 +15,7 @@ from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.packages import LearningRateFinder
 from lightning_dlrover.rdzv.job.records import SearchRecord
 from lightning_dlrover.rdzv.live.member import WorldError
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = ["Searches"]
 
@@ -75,7 +75,7 @@ class Searches:
     def _results(self) -> str:
         membership = self._job.membership
 
-        def look(view: Outlook) -> str | None:
+        def look(view: WorkerView) -> str | None:
             if (record := membership.shared.search(self.num_begun)) is not None:
                 return record.results
             # Once the searching workers are gone, no result can appear any more.

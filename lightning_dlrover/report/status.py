@@ -43,7 +43,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
 )
 from lightning_dlrover.rdzv.live import rounds
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import read_view
 from lightning_dlrover.report.discovery import DEFAULT_RUN_DIR, EtcdDefaults
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
@@ -318,7 +318,7 @@ def _has_ended(place: JobPlace, folder: Path) -> bool:
 class FoundJob:
     """Records of a job in etcd."""
 
-    view: View
+    view: JobView
     agents: AgentView
     controller: ControllerRecord | None
     nodes: NodesRecord | None
@@ -450,7 +450,7 @@ def _show_stream(opened: StreamOpened, events: Sequence[EventRecord]) -> str:
     return "; ".join(filter(None, (described(opened), described_skipped(skipped_rows(events, opened)))))
 
 
-def _show_workers(view: View, profiles: Mapping[str, StepProfile], now: float) -> list[dict[str, Any]]:
+def _show_workers(view: JobView, profiles: Mapping[str, StepProfile], now: float) -> list[dict[str, Any]]:
     """List workers: the round's members by rank, then the others."""
     waits = rounds.waits(view)
     members = view.round.members if view.round else []

@@ -117,7 +117,7 @@ def case(
         case(
             "nodes join faster than torch's and are quiet while idle",
             "rendezvous_scale.py",
-            # Requests are counted, not timed: lease refreshes every 2.5 s, and the convener's checks of its watch.
+            # Requests are counted, not timed: lease refreshes every 2.5 s, and the coordinator's checks of its watch.
             {"join_16_s": SECONDS, "absorb_16_s": SECONDS, "idle_rps_per_node": (0.2, 0.6), "ratio_16": (1, LARGE)},
         ),
         case(

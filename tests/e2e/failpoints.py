@@ -45,7 +45,7 @@ class Scenario:
 
     def play(self) -> None:
         self._start("first")
-        self._until(lambda: any(name == "put convener" for _, name in self.writes), "a convener")
+        self._until(lambda: any(name == "put convener" for _, name in self.writes), "a coordinator")
         self._start("second")
         self._world(2)
         self._start("third")

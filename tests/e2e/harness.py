@@ -269,9 +269,9 @@ class Job:
         return self._round.members
 
     @property
-    def convener(self) -> str:
-        """Id of the worker that convenes."""
-        entry = self._client.get(Keys(self.run_id).convener)
+    def coordinator(self) -> str:
+        """Id of the worker that coordinates."""
+        entry = self._client.get(Keys(self.run_id).coordinator)
         return entry.value.decode() if entry is not None else ""
 
     @property

@@ -45,8 +45,8 @@ def test_stopped_worker_is_named_by_the_neighbour_that_waits(
     job = make_job(PlainSettings(num_steps=3000), script=run_plain_loop)
     workers = [job.start() for _ in range(3)]
     job.wait_for_world(3)
-    # The convener detects the loss of the next rank, as each worker watches that one.
-    election = client.get(Keys(job.run_id).convener)
+    # The coordinator detects the loss of the next rank, as each worker watches that one.
+    election = client.get(Keys(job.run_id).coordinator)
     assert election is not None
     first = job.members.index(election.value.decode())
     pids = [int(worker_id.split("-")[-2]) for worker_id in job.members]

@@ -28,10 +28,10 @@ from lightning_dlrover.components.control.reconcile import (
     Action,
     AddNode,
     CancelNode,
+    ControllerView,
     EnlargeNodes,
     FailurePolicy,
     FinishJob,
-    JobView,
     Limits,
     ReplaceWorker,
     Warn,
@@ -46,7 +46,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.events import NodesHeldUp
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, ControllerRecord, Keys, RecordError
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 
 __all__ = ["Controller"]
 
@@ -257,7 +257,7 @@ class Controller:
             self._cancellations.repeat()
             self._cancellations.end_strays(listed)
 
-    def _job_view(self, view: View, may_act: bool) -> JobView:
+    def _job_view(self, view: JobView, may_act: bool) -> ControllerView:
         away_s = time.monotonic() - self._etcd_away_since if self._etcd_away_since is not None else 0.0
         return dataclasses.replace(self._observer.job_view(view), may_act=may_act, etcd_away_s=away_s)
 

@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.operations import KeyValue, absent, modified
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import Keys, NodeRecord, NodesRecord, RecordError, decode
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 
 __all__ = ["SAME_FAILURE_S", "NodeEntry", "NodeRegistry"]
 
@@ -171,7 +171,7 @@ class NodeRegistry:
         self._num_taken = 0  # highest number in the name of a recorded node
         self._has_given_up_etcd = False  # while ending: each request to an unreachable etcd takes seconds
 
-    def adopt(self, view: Callable[[], View]) -> None:
+    def adopt(self, view: Callable[[], JobView]) -> None:
         """Take over the records of earlier controllers.
 
         Raises:

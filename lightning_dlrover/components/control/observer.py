@@ -12,13 +12,13 @@ from pathlib import Path
 from lightning_dlrover.components.control.failures import Node, num_refusals, refusals
 from lightning_dlrover.components.control.node_registry import SAME_FAILURE_S, NodeEntry, NodeRegistry
 from lightning_dlrover.components.control.post_mortem import PostMortem, examine
-from lightning_dlrover.components.control.reconcile import FailurePolicy, JobView, Limits, nodes_of_agents
+from lightning_dlrover.components.control.reconcile import ControllerView, FailurePolicy, Limits, nodes_of_agents
 from lightning_dlrover.components.targets.logs import read_tail
 from lightning_dlrover.components.targets.target import App, Target, TargetError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, Keys, NodesRecord, RecordError
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["MAX_REFUSED", "Observer"]
@@ -63,7 +63,7 @@ class Observer:
         self._forgiven_at = time.monotonic()  # earlier failures do not prevent new nodes
         self._scheduler_away_since: float | None = None
 
-    def view(self) -> View:
+    def view(self) -> JobView:
         """Return the job's state in etcd."""
         return self._decoder.view(self._mirror.snapshot())
 
@@ -74,11 +74,11 @@ class Observer:
         """Return the facts about each node that decisions rest on."""
         return [entry.node(name, now, self._forgiven_at) for name, entry in self._registry.entries.items()]
 
-    def job_view(self, view: View) -> JobView:
+    def job_view(self, view: JobView) -> ControllerView:
         """Return the facts about the job that decisions rest on, apart from the right to act."""
         now = time.monotonic()
         return replace(
-            JobView.of(view, self._limits, self.nodes(now)),
+            ControllerView.of(view, self._limits, self.nodes(now)),
             target=self._target.name,
             failures_in_a_row=self._streak.count,
             since_failure_s=now - self._streak.failed_at,
@@ -118,7 +118,7 @@ class Observer:
                 self._streak.add(now)
         return listed
 
-    def look(self, view: View) -> None:
+    def look(self, view: JobView) -> None:
         """Update the registry from the job's state."""
         now = time.monotonic()
         names = nodes_of_agents(view)
@@ -185,14 +185,14 @@ class Observer:
         for other in refused[:-MAX_REFUSED]:
             self._registry.forget(other)
 
-    def note_plan_by_hand(self, view: View) -> None:
+    def note_plan_by_hand(self, view: JobView) -> None:
         """Forgive failures that prevent new nodes once a user requests another plan, because their cause may be fixed."""
         entry = self._mirror.get(self._keys.plan)
         is_by_hand = view.plan is not None and view.plan.owner == "user"
         if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
-    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, others: Counter[str]) -> None:
+    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: JobView, now: float, others: Counter[str]) -> None:
         """
         Args:
             others: members of the current round on each other node.

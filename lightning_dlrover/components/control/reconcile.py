@@ -1,7 +1,7 @@
 """Decide which nodes to add and to end, so that the job has as many workers as planned.
 
 A pure function of the state in etcd and at the scheduler; `controller.py` carries the decision out. If there are too many
-workers, those to leave are not chosen here. The workers' convener drops all workers of a node in the middle, which hand over
+workers, those to leave are not chosen here. The workers' coordinator drops all workers of a node in the middle, which hand over
 and exit, and its app ends.
 
 Plans count workers; a node has `Limits.workers_per_node` of them. A node is added, ended and judged as a whole:
@@ -34,16 +34,16 @@ from lightning_dlrover.components.control.failures import (
 )
 from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize
 from lightning_dlrover.rdzv.job.records import PlanRecord
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 
 __all__ = [
     "Action",
     "AddNode",
     "CancelNode",
+    "ControllerView",
     "EnlargeNodes",
     "FailurePolicy",
     "FinishJob",
-    "JobView",
     "Limits",
     "Node",
     "ReplaceWorker",
@@ -123,7 +123,7 @@ class FailurePolicy:
 
 
 @dataclass(frozen=True)
-class JobView:
+class ControllerView:
     """Facts about the job that decisions rest on."""
 
     phase: Literal["none", "starting", "training", "finished", "failed"]
@@ -144,7 +144,7 @@ class JobView:
     leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once replaced
 
     @classmethod
-    def of(cls, view: View, limits: Limits, nodes: Sequence[Node]) -> JobView:
+    def of(cls, view: JobView, limits: Limits, nodes: Sequence[Node]) -> ControllerView:
         """Derive the view from etcd's records, with the plan kept within the limits."""
         names = nodes_of_agents(view)
         # Workers to be replaced train on until their replacements have started.
@@ -162,7 +162,7 @@ class JobView:
         )
 
 
-def _given_back(view: View, workers_per_node: int) -> set[str]:
+def _given_back(view: JobView, workers_per_node: int) -> set[str]:
     """Return nodes that have lost a worker for good, and whose other workers were asked to leave.
 
     Below the job's minimum these cannot leave before others have come.
@@ -173,7 +173,7 @@ def _given_back(view: View, workers_per_node: int) -> set[str]:
     return {node for node in nodes if 0 < num_agents[node] < workers_per_node}
 
 
-def nodes_of_agents(view: View) -> dict[str, str]:
+def nodes_of_agents(view: JobView) -> dict[str, str]:
     """Return each agent's node name, by agent; empty for one that no controller has started."""
     return {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
 
@@ -236,7 +236,7 @@ def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
     return [EnlargeNodes(n.name, n.size, OUT_OF_MEMORY_FACTOR * n.size.memory_mb) for n in nodes if n.lacks_memory]
 
 
-def reconcile(view: JobView, policy: FailurePolicy = FailurePolicy()) -> list[Action]:
+def reconcile(view: ControllerView, policy: FailurePolicy = FailurePolicy()) -> list[Action]:
     """Return the actions to take now; none if the job matches its plan, or if this controller may not act."""
     if not view.may_act:
         return _end_without_etcd(view, policy)
@@ -244,7 +244,7 @@ def reconcile(view: JobView, policy: FailurePolicy = FailurePolicy()) -> list[Ac
     return [*withdrawals, *_replacements(view, policy), *_decide_on_others(_without_too_large(view), policy)]
 
 
-def _decide_on_others(view: JobView, policy: FailurePolicy) -> list[Action]:
+def _decide_on_others(view: ControllerView, policy: FailurePolicy) -> list[Action]:
     """Decide everything except the sizes of nodes."""
     living = [node for node in view.nodes if node.is_living]
     if view.stop:
@@ -268,18 +268,18 @@ def _decide_on_others(view: JobView, policy: FailurePolicy) -> list[Action]:
     return [*_additions(view, living, policy), *_cancellations(view, living, policy), *_warnings(living, policy)]
 
 
-def _too_large(view: JobView) -> list[Node]:
+def _too_large(view: ControllerView) -> list[Node]:
     """Return waiting nodes that exceed the planned size. They are withdrawn before any other action."""
     return [n for n in view.nodes if n.status == "pending" and n.is_taken_on and not view.size.is_at_least(n.size)]
 
 
-def _without_too_large(view: JobView) -> JobView:
+def _without_too_large(view: ControllerView) -> ControllerView:
     """Return the job after the withdrawal of nodes that are too large."""
     names = {node.name for node in _too_large(view)}
     return replace(view, nodes=[replace(n, status="cancelled", ended_s=0.0) if n.name in names else n for n in view.nodes])
 
 
-def _replacements(view: JobView, policy: FailurePolicy) -> list[ReplaceWorker]:
+def _replacements(view: ControllerView, policy: FailurePolicy) -> list[ReplaceWorker]:
     """Return workers to leave once replaced: those on nodes that the scheduler wants back or that have lost a worker for good,
     and those on one undersized node."""
     wanted_back = [(node, f"{view.target} wants {node.name} back") for node in view.nodes if node.wanted_back]
@@ -293,7 +293,7 @@ def _replacements(view: JobView, policy: FailurePolicy) -> list[ReplaceWorker]:
     return [*(ReplaceWorker(worker, reason) for worker, reason in chosen.items()), *_too_small(view)]
 
 
-def _too_small(view: JobView) -> list[ReplaceWorker]:
+def _too_small(view: ControllerView) -> list[ReplaceWorker]:
     """Return the workers of one node smaller than planned. The next one follows after its replacement."""
     living = [node for node in _without_too_large(view).nodes if node.is_living]
     small = {node.name: node for node in living if not node.size.is_at_least(view.size)}
@@ -307,7 +307,7 @@ def _too_small(view: JobView) -> list[ReplaceWorker]:
     return [ReplaceWorker(worker, reason) for worker, name in view.members.items() if name == first]
 
 
-def _end_without_etcd(view: JobView, policy: FailurePolicy) -> list[Action]:
+def _end_without_etcd(view: ControllerView, policy: FailurePolicy) -> list[Action]:
     """Return the job's end if no node is left that etcd's return could help. Only etcd records whether the job has finished."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
     if last is None or any(node.is_living for node in view.nodes):
@@ -323,7 +323,7 @@ def _end_without_etcd(view: JobView, policy: FailurePolicy) -> list[Action]:
     return [FinishJob(1, reason)]
 
 
-def _give_up(view: JobView, living: Sequence[Node], policy: FailurePolicy) -> str | None:
+def _give_up(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> str | None:
     """Return why restarting nodes would not help, or None."""
     if view.phase == "failed":
         return "the job has failed"
@@ -347,11 +347,11 @@ def _give_up(view: JobView, living: Sequence[Node], policy: FailurePolicy) -> st
     return None
 
 
-def _is_before_first_step(view: JobView) -> bool:
+def _is_before_first_step(view: ControllerView) -> bool:
     return view.phase in ("none", "starting") or (view.phase == "training" and not view.has_stepped)
 
 
-def _failed_before_training(view: JobView, policy: FailurePolicy) -> str:
+def _failed_before_training(view: ControllerView, policy: FailurePolicy) -> str:
     """Return why the next attempt would fail in the same way before any step."""
     refused = refusals(view.nodes)
     if refused and len(refused) == len(view.nodes):
@@ -363,7 +363,7 @@ def _failed_before_training(view: JobView, policy: FailurePolicy) -> str:
     return f"{first.name} failed before the first step: {first.fault}"
 
 
-def _end_after_training(view: JobView) -> FinishJob:
+def _end_after_training(view: ControllerView) -> FinishJob:
     """Return the end of a trained job. Its exit code is the script's, which may have saved its model last."""
     failed = max((node for node in view.nodes if node.after_training), key=lambda node: node.ended_s, default=None)
     if failed is None:
@@ -372,7 +372,7 @@ def _end_after_training(view: JobView) -> FinishJob:
     return FinishJob(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
 
 
-def _end_without_job(view: JobView, policy: FailurePolicy) -> FinishJob | None:
+def _end_without_job(view: ControllerView, policy: FailurePolicy) -> FinishJob | None:
     """Return the job's end if all nodes have ended without a worker reporting it."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
     if last is None or last.ended_s <= policy.settle_s:
@@ -389,7 +389,7 @@ def _end_without_job(view: JobView, policy: FailurePolicy) -> FinishJob | None:
     return FinishJob(0, "the script ended without training: no Trainer reached its first step")
 
 
-def _additions(view: JobView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
+def _additions(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
     if view.phase in ("none", "starting") and any(node.status == "succeeded" for node in view.nodes):
         return []  # the script ends without training; another node would only repeat it
     newest_s = min((node.ended_s for node in view.nodes if not node.is_living and not node.refused), default=float("inf"))
@@ -405,7 +405,7 @@ def _additions(view: JobView, living: Sequence[Node], policy: FailurePolicy) -> 
     return [AddNode()] * max(0, view.wanted - len(living))
 
 
-def _pause(view: JobView, living: Sequence[Node], policy: FailurePolicy) -> tuple[int, float, float]:
+def _pause(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> tuple[int, float, float]:
     """Return the failures or refusals that delay the next node, the length of the pause, and the time already waited."""
     # A node that joins and always fails creates a new round each time, but no progress.
     recent = [node for node in view.nodes if node.status == "failed" and node.ended_s <= policy.same_error_s]
@@ -425,7 +425,7 @@ def _pause(view: JobView, living: Sequence[Node], policy: FailurePolicy) -> tupl
     return failures, pause_s(failures, failures > policy.max_failures), view.since_failure_s
 
 
-def _why_growth_is_given_up(view: JobView, living: Sequence[Node], policy: FailurePolicy) -> str:
+def _why_growth_is_given_up(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> str:
     """Return why no more nodes join the training ones: all would fail alike. Empty below the job's minimum."""
     if sum(node.num_members for node in living) < view.fewest:
         return ""
@@ -438,7 +438,7 @@ def _why_growth_is_given_up(view: JobView, living: Sequence[Node], policy: Failu
     )
 
 
-def why_none_is_added(view: JobView, policy: FailurePolicy = FailurePolicy()) -> str:
+def why_none_is_added(view: ControllerView, policy: FailurePolicy = FailurePolicy()) -> str:
     """Return why the job has fewer nodes than planned, as text for users; empty if it has not, or only briefly."""
     view = _without_too_large(view)
     living = [node for node in view.nodes if node.is_living]
@@ -455,7 +455,7 @@ def why_none_is_added(view: JobView, policy: FailurePolicy = FailurePolicy()) ->
     return f"the next node is started {pause_s:.0f} s after the last failure, number {count} since the job last got ahead"
 
 
-def _cancellations(view: JobView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
+def _cancellations(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
     hung = [n for n in living if n.workerless_s > policy.exit_s and not n.has_worker]
     # Severed, or hung while no controller was there to notice.
     silent = [n for n in living if n not in hung and not n.agent_seen and not n.has_worker and n.age_s > policy.come_s]

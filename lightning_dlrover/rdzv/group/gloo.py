@@ -25,7 +25,7 @@ from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.torch_names import TCPStore
 from lightning_dlrover.rdzv.group.waits import AWAKE_S
 from lightning_dlrover.rdzv.live.member import Member
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = [
     "RoundSockets",
@@ -133,7 +133,7 @@ class RoundSockets:
         with self._lock:
             self._sockets += self._opened_since(known_inodes)
 
-    def follow(self, view: Outlook, evicted: bool) -> None:
+    def follow(self, view: WorkerView, evicted: bool) -> None:
         """Sever the group if it cannot complete any more collectives.
 
         Called by the membership thread, and by the main thread after it has formed a round.

@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
 )
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = ["ProcessBackend"]
 
@@ -68,11 +68,11 @@ class ProcessBackend:
         return self._membership.worker_id
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         return self._membership.view
 
     async def until(
-        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         membership = self._membership
         news_at = time.monotonic() + NEWS_S

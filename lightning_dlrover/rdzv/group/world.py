@@ -66,8 +66,8 @@ from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.admission import JobClosedError
 from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, MembershipError, WorldError, run_blocking
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.shared_records import SharedRecords
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = ["AnyWorld", "World"]
 
@@ -244,7 +244,7 @@ class World:
         return self.membership.worker_id
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         """This worker's newest view of the job. It may lag behind etcd."""
         return self.membership.view
 
@@ -557,7 +557,7 @@ class World:
         self._failures.raise_mismatch()
         return self._member.number, self._sockets.are_severed_for_good
 
-    def _on_view(self, view: Outlook) -> None:
+    def _on_view(self, view: WorkerView) -> None:
         """Sever a group that cannot complete any more collectives, and prepare the next one. Runs in the membership thread."""
         for sockets in self._watched:
             sockets.follow(view, self.membership.own.evicted)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = [
     "CannotMeetError",
@@ -160,11 +160,11 @@ class MemberBackend(Protocol):
     def worker_id(self) -> str: ...
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         """This worker's view of the job."""
 
     async def until(
-        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         """Return `found` of the view as soon as it is not None. Meanwhile the dead among `probe` are buried.
 
@@ -223,7 +223,7 @@ class Member:
         if state != "starting":
             return None
 
-        def look(view: Outlook) -> RoundRecord | str | None:
+        def look(view: WorkerView) -> RoundRecord | str | None:
             if view.round is not None and self.worker_id in view.round.members:
                 return view.round
             if self.worker_id in view.drains:
@@ -261,7 +261,7 @@ class Member:
         return await self._enter(await self._next_after(broken), hello)
 
     async def _await_admission(self) -> RoundRecord:
-        def look(view: Outlook) -> RoundRecord | None:
+        def look(view: WorkerView) -> RoundRecord | None:
             if view.round is not None and self.worker_id in view.round.members and view.round.number > self.number:
                 return view.round
             if (view.job is not None and view.job.phase in ("finished", "failed")) or self.worker_id in view.drains:
@@ -303,15 +303,15 @@ class Member:
             target = await self._next_after(target, unreachable)
 
     async def _next_after(self, broken: RoundRecord, unreachable: Sequence[str] = ()) -> RoundRecord:
-        # A worker that left the job hands over its tables to this round. If it dies meanwhile, it may have been the convener.
+        # A worker that left the job hands over its tables to this round. If it dies, it may have been the coordinator.
         suspects = list(dict.fromkeys([*broken.members, *self._backend.view.leavers]))
         newest = self._backend.view.round
-        if newest is None or newest.number <= broken.number:  # else a convener has seen what became of the round
+        if newest is None or newest.number <= broken.number:  # else a coordinator has seen what became of the round
             await self._backend.bury_the_dead(suspects)
             if self.worker_id in broken.members:
                 await self._backend.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
 
-        def look(view: Outlook) -> RoundRecord | None:
+        def look(view: WorkerView) -> RoundRecord | None:
             if view.job is not None and view.job.is_over:
                 if self.admitting or view.job.phase == "finished":
                     # The others ended before the switch that was to admit this worker, or made the last step although this
@@ -334,25 +334,25 @@ class Member:
 
     # --- while a round is formed or lasts ------------------------------------------------------------------------------
 
-    def is_void(self, view: Outlook, number: int) -> bool:
+    def is_void(self, view: WorkerView, number: int) -> bool:
         """Whether a newer round than `number` exists, or another member has given up `number`."""
         newest = view.round
         if newest is None or newest.number < number:
             return False
         return newest.number > number or any(w != self.worker_id for w in view.given_up)
 
-    def will_never_form(self, view: Outlook, number: int) -> bool:
+    def will_never_form(self, view: WorkerView, number: int) -> bool:
         """Whether waiting for round `number` is in vain: it is void, or members have ended with the job."""
         is_over = view.job is not None and view.job.is_over
         return self.is_void(view, number) or (is_over and bool(view.lost))
 
-    def note(self, view: Outlook) -> None:
+    def note(self, view: WorkerView) -> None:
         """Record facts that a later view may not show any more."""
         newest = view.round
         if newest is not None and 0 < self.number < newest.number:
             self.dismissed = self.worker_id not in newest.members and (_sends_away(newest) or self.dismissed)
 
-    def must_cut_off(self, view: Outlook, number: int, forming: bool, evicted: bool) -> bool:
+    def must_cut_off(self, view: WorkerView, number: int, forming: bool, evicted: bool) -> bool:
         """Whether the group of round `number` cannot complete any more collectives, so that no thread may wait for one.
 
         The round has ended without an agreement, another member has given it up, or the others go on without this worker.

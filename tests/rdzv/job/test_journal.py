@@ -222,11 +222,11 @@ def test_one_of_many_candidates_holds_an_election_key(journal: Journal, keys: Ke
     leases = [journal.client.lease(30.0) for _ in range(4)]
 
     def stand(lease_id: int) -> int:
-        return Election(keys.convener).claim(journal.client, str(lease_id).encode(), lease_id)
+        return Election(keys.coordinator).claim(journal.client, str(lease_id).encode(), lease_id)
 
     with ThreadPoolExecutor(4) as pool:
         terms = list(pool.map(stand, [lease.id for lease in leases]))
-    entry = journal.client.get(keys.convener)
+    entry = journal.client.get(keys.coordinator)
     assert entry is not None
     won = [lease.id for lease, term in zip(leases, terms, strict=True) if term]
     assert won == [entry.lease_id]

@@ -20,15 +20,15 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
     run_blocking,
 )
-from lightning_dlrover.rdzv.live.outlook import Outlook, outlook_of
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
+from lightning_dlrover.rdzv.live.worker_view import WorkerView, worker_view_of
 
 ROUND = RoundRecord(5, ["a", "b"], "test", "grow", planned=True)
 
 
-def view_of(phase: Any, *workers: str) -> View:
+def view_of(phase: Any, *workers: str) -> JobView:
     records = {w: WorkerRecord(w, "agent", "host", 1, 0, "address", 1, "active", 5) for w in workers}
-    return View(JobRecord(phase, True, 1, 2, "1"), ROUND, None, records, {}, frozenset())
+    return JobView(JobRecord(phase, True, 1, 2, "1"), ROUND, None, records, {}, frozenset())
 
 
 class Backend:
@@ -40,18 +40,18 @@ class Backend:
 
     worker_id = "a"
 
-    def __init__(self, view: View, later: View | None = None) -> None:
-        self.view = outlook_of(view)
+    def __init__(self, view: JobView, later: JobView | None = None) -> None:
+        self.view = worker_view_of(view)
         self.probed: list[str] = []
         self.written: list[object] = []
         self._later = later
 
     async def until(
-        self, found: Callable[[Outlook], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[WorkerView], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> Any:
         self.probed += probe
         if self._later is not None:
-            self.view = outlook_of(self._later)
+            self.view = worker_view_of(self._later)
         result = found(self.view)
         assert result is not None, f"waits for {what}"
         return result
@@ -141,4 +141,4 @@ def test_drained_worker_does_not_wait_for_the_first_round() -> None:
 )
 def test_a_round_whose_members_have_ended_with_the_job_is_not_waited_for(phase: str, workers: str, in_vain: bool) -> None:
     view = view_of(phase, *workers)
-    assert Member(Backend(view)).will_never_form(outlook_of(view), 5) == in_vain  # type: ignore[arg-type]
+    assert Member(Backend(view)).will_never_form(worker_view_of(view), 5) == in_vain  # type: ignore[arg-type]

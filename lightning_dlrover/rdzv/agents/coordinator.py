@@ -1,9 +1,10 @@
-"""Convene the elastic agents: one of them watches all others, forms their rounds and publishes a notice for them.
+"""Coordinate the elastic agents: one of them watches all others, forms their rounds and publishes a notice for them.
 
-`agent_rounds.py` decides the content of a write; this module decides which agent may write it. The convener is the agent that
-created the election key. The key expires with its agent's lease, and then another agent takes over. Each write is fenced on the
-key and on the value that it replaces, so a convener that was declared dead cannot change anything. All other agents watch three
-small keys. A change therefore costs a job of n agents one write and n notifications, and only one agent reads all records.
+`agent_rounds.py` decides the content of a write; this module decides which agent may write it. The coordinator is the agent
+that created the election key. The key expires with its agent's lease, and then another agent takes over. Each write is fenced
+on the key and on the value that it replaces, so a coordinator that was declared dead cannot change anything. All other agents
+watch three small keys. A change therefore costs a job of n agents one write and n notifications, and only one agent reads all
+records.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue, modified
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord, Keys, RecordError, decode
 
-__all__ = ["AgentConvener", "RecordReader"]
+__all__ = ["AgentCoordinator", "RecordReader"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_IDLE_S = 5.0  # seconds between looks; changes wake the convener, so this only bounds the cost of a missed wake-up
+_IDLE_S = 5.0  # seconds between looks; changes wake the coordinator, so this only bounds the cost of a missed wake-up
 _RETRY_S = 0.2
 # Minimum seconds between two notices of changed counts, per agent to notify: at most 1000 notifications per second.
 _REST_PER_AGENT_S = 0.001
@@ -76,7 +77,7 @@ class RecordReader:
             self._read = {key: kept for key, kept in self._read.items() if key in keys}
 
 
-class AgentConvener:
+class AgentCoordinator:
     """An agent's candidacy for the office, and its term in it. A thread of its own runs only during these."""
 
     def __init__(
@@ -93,13 +94,13 @@ class AgentConvener:
         """
         Args:
             last_call_s: seconds that a round with enough agents waits for more.
-            on_begin: called by the first convener of a run without a controller.
+            on_begin: called by the first coordinator of a run without a controller.
             reader: raises for a record that must not be ignored, which ends the term and calls `on_error`.
         """
         self._client = client
         self._keys = keys
         self._journal = Journal(client, keys)
-        self._election = Election(keys.agent_convener)
+        self._election = Election(keys.agent_coordinator)
         self._agent_id = agent_id
         self._limits = limits
         self._last_call_s = last_call_s
@@ -116,7 +117,7 @@ class AgentConvener:
         self._missing_since: dict[str, float] = {}
 
     def campaign(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
-        """Stand for convener unless there is one. Returns at once.
+        """Stand for coordinator unless there is one. Returns at once.
 
         Args:
             watched: mirror that includes the election key.
@@ -126,7 +127,7 @@ class AgentConvener:
             if self._stopped.is_set() or (self._thread is not None and self._thread.is_alive()):
                 return
             self._thread = threading.Thread(
-                target=self._run, args=(watched, lease, num_agents), name="agent-convener", daemon=True
+                target=self._run, args=(watched, lease, num_agents), name="agent-coordinator", daemon=True
             )
             self._thread.start()
 
@@ -145,10 +146,10 @@ class AgentConvener:
             try:
                 term = self._win(watched, lease)
                 if term:
-                    self._convene(term, _RETURN_LEASES * lease.ttl_s)
+                    self._coordinate(term, _RETURN_LEASES * lease.ttl_s)
                 return
             except EtcdError as error:
-                logger.debug("agent %s does not convene: %s", self._agent_id, error)
+                logger.debug("agent %s does not coordinate: %s", self._agent_id, error)
             except RecordError as error:
                 self._on_error(error)
                 return
@@ -160,13 +161,13 @@ class AgentConvener:
             return 0
         return self._election.claim(self._client, self._agent_id.encode(), lease.id)
 
-    def _convene(self, term: int, return_s: float) -> None:
-        """Convene for as long as the election key is ours.
+    def _coordinate(self, term: int, return_s: float) -> None:
+        """Coordinate for as long as the election key is ours.
 
         Args:
             return_s: seconds that a member whose lease has ended gets to come back.
         """
-        logger.debug("agent %s convenes", self._agent_id)
+        logger.debug("agent %s coordinates", self._agent_id)
         self._enough_since = None
         self._missing_since = {}
         must_wait = False
@@ -189,7 +190,7 @@ class AgentConvener:
                         must_wait = False
                     except EtcdError as error:
                         if not must_wait and not isinstance(error, EtcdFullError):  # its client reports a full etcd
-                            logger.warning("agents' convener %s must wait: %s", self._agent_id, error)
+                            logger.warning("agents' coordinator %s must wait: %s", self._agent_id, error)
                         must_wait = True
                         pause_s = _RETRY_S
                 # Use at most half of a core. Changes during a look are then handled together in the next one.

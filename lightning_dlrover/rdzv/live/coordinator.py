@@ -1,15 +1,15 @@
 """Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
 
-Each write is one transaction, and the decisions need no clock, thread or connection. `Convener.candidacy` reads the shared
-records. In office, `Convener.next_write` reads one copy of all the job's records and returns this worker's next write, if any.
-The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show etcd at a
+Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the shared
+records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next write, if
+any. The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show etcd at a
 single revision. The number of the next round and the revision that guards it must come from the same moment, or an old decision
 could overwrite a new round.
 
 Three things keep rounds unique even if messages are lost, late or repeated:
   - the fence: a round is written only while the election key is the one under which it was decided;
   - the guard: a round replaces only the very revision of the round that it follows;
-  - a worker decides only on a copy that shows its own election, and hence every round of the conveners before it.
+  - a worker decides only on a copy that shows its own election, and hence every round of the coordinators before it.
 
 A round that leaves missing members out is written only while none of them has registered again.
 """
@@ -24,11 +24,11 @@ from typing import Literal
 from lightning_dlrover.rdzv.etcd.election import Election
 from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, created, exists, modified
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
-from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.probe import Answer
-from lightning_dlrover.rdzv.live.rounds import RoundTimeouts, View, awaited, may_return, next_round
+from lightning_dlrover.rdzv.live.rounds import JobView, RoundTimeouts, awaited, may_return, next_round
+from lightning_dlrover.rdzv.live.worker_view import notice_of
 
-__all__ = ["Convener", "Entries", "Write", "burial"]
+__all__ = ["Coordinator", "Entries", "Write", "burial"]
 
 Entries = Mapping[str, KeyValue]
 
@@ -53,12 +53,12 @@ class Write:
         return all(compare.holds(entries.get(compare.key)) for compare in self.compare)
 
 
-class Convener:
+class Coordinator:
     """One worker's part in the election, and its decisions while it holds office."""
 
     def __init__(self, keys: Keys, worker_id: str, lease_id: int, timeouts: RoundTimeouts) -> None:
         self._keys = keys
-        self._election = Election(keys.convener)
+        self._election = Election(keys.coordinator)
         self._worker_id = worker_id
         self._lease_id = lease_id
         self._timeouts = timeouts
@@ -67,11 +67,11 @@ class Convener:
         self._missing_since: dict[str, float] = {}  # missing members, and when this worker first saw in office that they are
         self._renewed: set[str] = set()  # those of them whose time began again because another one has returned
         self._answers: dict[str, Answer] = {}  # the last responses of their ports
-        self._noted: tuple[View, int, bytes] | None = None  # last notice with the view and the term that it follows from
+        self._noted: tuple[JobView, int, bytes] | None = None  # last notice with the view and the term that it follows from
 
     def is_in_office(self, entries: Entries) -> bool:
-        """Whether a copy of the shared records shows this worker as the convener."""
-        election = entries.get(self._keys.convener)
+        """Whether a copy of the shared records shows this worker as the coordinator."""
+        election = entries.get(self._keys.coordinator)
         return election is not None and election.value == self._worker_id.encode()
 
     def candidacy(self, entries: Entries, is_vacant: bool = False) -> Write | None:
@@ -92,8 +92,8 @@ class Convener:
             return Write("unseat", (modified(election.key) == election.mod_revision,), (Delete(election.key),))
         return None
 
-    def next_write(self, entries: Entries, view: View, now_s: float, created_at: float = 0.0) -> Write | None:
-        """Return the convener's next write, or None; always None for a worker that is not in office.
+    def next_write(self, entries: Entries, view: JobView, now_s: float, created_at: float = 0.0) -> Write | None:
+        """Return the coordinator's next write, or None; always None for a worker that is not in office.
 
         Args:
             entries: all records of the job at one revision of etcd.
@@ -114,7 +114,7 @@ class Convener:
         self._answers = {w: answer for w, answer in self._answers.items() if w in self._missing_since}
         if dead := [w for w, answer in self._answers.items() if answer == "refuses"]:
             return self._forget(dead, entries)
-        term = entries[self._keys.convener].create_revision
+        term = entries[self._keys.coordinator].create_revision
         situation = (view.round.number if view.round else 0, tuple(awaited(view)))
         if self._situation is None or situation != self._situation[0]:
             self._situation = (situation, now_s)
@@ -140,7 +140,7 @@ class Convener:
         left = [w for w in view.addresses if w not in view.workers and w not in self._missing_since]
         return self._forget(left, entries) if left else None
 
-    def awaits_return(self, view: View, now_s: float) -> list[str]:
+    def awaits_return(self, view: JobView, now_s: float) -> list[str]:
         """Return the missing members for whom the next round still waits."""
         timeouts = self._timeouts
         limit_s = timeouts.return_s if view.holders else max(timeouts.return_s, timeouts.start_s)
@@ -158,7 +158,7 @@ class Convener:
         same = tuple(self._unchanged(entries, self._keys.addresses + worker) for worker in chosen)
         return Write("bury", (*gone, *same), tuple(Delete(self._keys.addresses + worker) for worker in chosen))
 
-    def _notice(self, view: View, term: int) -> bytes:
+    def _notice(self, view: JobView, term: int) -> bytes:
         if self._noted is None or self._noted[0] is not view or self._noted[1] != term:
             self._noted = view, term, encode(notice_of(view, term))
         return self._noted[2]

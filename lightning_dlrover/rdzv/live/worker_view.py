@@ -1,7 +1,7 @@
-"""What each worker of a job sees: the shared records, and what the convener's notice says of the other workers.
+"""What each worker of a job sees: the shared records, and what the coordinator's notice says of the other workers.
 
-Only the convener follows the records of all workers. It writes what the others must know into one notice: with each round, and
-whenever the notice would change. So a change costs a job of n workers a few writes and n notifications each, instead of n
+Only the coordinator follows the records of all workers. It writes what the others must know into one notice: with each round,
+and whenever the notice would change. So a change costs a job of n workers a few writes and n notifications each, instead of n
 writes of which each notifies n workers.
 """
 
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_dlrover.rdzv.job.records import JobRecord, Notice, PlanRecord, RoundRecord
-from lightning_dlrover.rdzv.live.rounds import View, lacks_workers
+from lightning_dlrover.rdzv.live.rounds import JobView, lacks_workers
 
-__all__ = ["Outlook", "notice_of", "outlook_of"]
+__all__ = ["WorkerView", "notice_of", "worker_view_of"]
 
 MAX_NAMED = 2
 """Workers that a notice names where readers ask only whether there is another one beside themselves."""
 
 
 @dataclass(frozen=True)
-class Outlook:
+class WorkerView:
     """One worker's view of its job."""
 
     job: JobRecord | None = None
     round: RoundRecord | None = None
     plan: PlanRecord | None = None
     notice: Notice | None = None
-    term: int = 0  # create revision of the election key; 0: there is no convener
+    term: int = 0  # create revision of the election key; 0: there is no coordinator
     leaver: str = ""  # id of the worker that looks, once it has asked to leave itself
 
     @property
     def is_told(self) -> bool:
-        """Whether the convener in office has written the notice. The notice of an earlier one may be long out of date."""
+        """Whether the coordinator in office has written the notice. The notice of an earlier one may be long out of date."""
         return self.notice is not None and self.notice.term == self.term
 
     @property
@@ -84,11 +84,11 @@ class Outlook:
         return self.notice if is_current else None
 
 
-def notice_of(view: View, term: int) -> Notice:
+def notice_of(view: JobView, term: int) -> Notice:
     """Return the notice that tells the other workers what `view` shows.
 
     Args:
-        term: create revision of the convener's election key.
+        term: create revision of the coordinator's election key.
     """
     failed, holders = view.failed, set(view.holders)
     return Notice(
@@ -105,6 +105,6 @@ def notice_of(view: View, term: int) -> Notice:
     )
 
 
-def outlook_of(view: View) -> Outlook:
-    """Return the outlook of workers whose convener sees `view`."""
-    return Outlook(view.job, view.round, view.plan, notice_of(view, 0))
+def worker_view_of(view: JobView) -> WorkerView:
+    """Return the view of workers whose coordinator sees `view`."""
+    return WorkerView(view.job, view.round, view.plan, notice_of(view, 0))

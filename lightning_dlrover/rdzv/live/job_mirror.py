@@ -1,4 +1,4 @@
-"""All records of a job, followed by its convener, and records of single workers, read when they are needed."""
+"""All records of a job, followed by its coordinator, and records of single workers, read when they are needed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import Get, KeyValue
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import Keys, WorkerRecord
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import Decoder
 
-__all__ = ["Overview", "WorkerRecords"]
+__all__ = ["JobMirror", "WorkerRecords"]
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ ABSENT_S = 1.0
 """Seconds for which a worker without a record is not asked for again. It may register again after an outage of etcd."""
 
 
-class Overview:
-    """A mirror of all records, open while this worker convenes the job. For use by one thread.
+class JobMirror:
+    """A mirror of all records, open while this worker coordinates the job. For use by one thread.
 
     Args:
         decoder: also decodes the shared records while the mirror is closed, and so knows their last readable versions.
@@ -46,10 +46,10 @@ class Overview:
         self._on_change = on_change
         self._mirror: Mirror | None = None
         self._decoder = decoder
-        self._view = View()
+        self._view = JobView()
         self._view_since = 0.0
 
-    def look(self) -> tuple[Mapping[str, KeyValue], View, float]:
+    def look(self) -> tuple[Mapping[str, KeyValue], JobView, float]:
         """Return all records at one revision, the view that they give, and the seconds for which it has not changed.
 
         Opens the mirror if it is closed.
@@ -59,7 +59,7 @@ class Overview:
         """
         if self._mirror is None:
             self._mirror = Mirror(self._client, self._keys.live, self._on_change)
-            self._view = View()
+            self._view = JobView()
         entries = self._mirror.snapshot()
         view = self._decoder.view(entries)
         if view is not self._view and view != self._view:
