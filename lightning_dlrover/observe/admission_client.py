@@ -1,7 +1,7 @@
 """A job's side of co-location: it reports its progress to a dispatcher, and waits until its memory fits.
 
 The dispatcher (`colocate/`) names a folder in the job's environment. Each process of the job writes a file there,
-`progress-RANK`, and reads the dispatcher's `answer`. Both are replaced as a whole. Without that variable there is no seat, and
+`progress-RANK`, and reads the dispatcher's `answer`. Both are replaced as a whole. Without that variable
 nothing happens.
 """
 
