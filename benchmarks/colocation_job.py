@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from lightning_dlrover.observe.admission_client import AdmissionClient, AdmissionReport
 from lightning_dlrover.observe.gpu_memory import gpu_bytes
-from lightning_dlrover.observe.seat import Seat, SeatReport
 
 LEARNING_RATE = 0.01
 WARMUP_STEPS = 5
@@ -93,10 +93,10 @@ def main() -> None:
         dense, ids = batch
         return nn.functional.binary_cross_entropy_with_logits(model(dense, ids), dense.new_zeros(len(dense), 1))
 
-    seat = Seat.from_environment(os.environ, 0)
+    seat = AdmissionClient.from_environment(os.environ, 0)
     if seat is not None:
         if seat.needs_no_estimate:
-            report = SeatReport(os.getpid(), time.monotonic())
+            report = AdmissionReport(os.getpid(), time.monotonic())
         else:
             from lightning_dlrover.observe.peak_memory import estimate_peak, report_of
 

@@ -28,7 +28,7 @@ READERS = {
     "NODE": {WORKER, AGENT, "observe/cgroups.py", "components/targets/local.py"},  # the target reads it of other processes
     "STARTED_BY": {"observe/cgroups.py", "components/targets/local.py"},
     **{key: {NODE} for key in ["PARENT_PID", "MEMORY_GROUP", "EXIT_FILE", "NOTICE_S", "LEAVE_ON_SIGTERM"]},
-    "SEAT": {"observe/seat.py"},
+    "SEAT": {"observe/admission_client.py"},
     "QUEUE": {"colocate/dispatcher.py"},
     "OBJECTIVE": {"planner/objective.py"},
     "HISTORY": {"learn/history.py"},

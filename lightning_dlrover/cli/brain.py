@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.brain.brain import PoolTimeouts, run_brain
 from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.brain.place import wait_text
 from lightning_dlrover.brain.snapshot import snapshot_of
+from lightning_dlrover.brain.ticket import wait_text
 from lightning_dlrover.brain.watch import Watch
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import etcd_access

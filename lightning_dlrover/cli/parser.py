@@ -249,9 +249,7 @@ def _add_scale(commands: Commands) -> None:
     )
     for name, texts in SETTINGS.items():
         scale.add_argument(f"--{option_of(name)}", dest=name, type=values.setting, metavar="N", help=" ".join(texts))
-    scale.add_argument(
-        "--auto", action="store_true", help="let the planner, or the brain of the job's pool, decide again; given alone"
-    )
+    scale.add_argument("--auto", action="store_true", help="let the planner, or the job's pool, decide again; given alone")
     size = "per node, within the limits given to `dlrover run`; smaller nodes are replaced one at a time"
     scale.add_argument("--cpus", dest="node_cpus", type=values.setting, metavar="N", help=f"cores {size}")
     scale.add_argument("--mem", dest="node_memory_mb", type=values.memory, metavar="SIZE", help=f"memory {size}")

@@ -17,7 +17,7 @@ from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.cli.options import flag
 
 if TYPE_CHECKING:
-    from lightning_dlrover.brain.place import Place
+    from lightning_dlrover.brain.ticket import PoolTicket
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
     from lightning_dlrover.rdzv.job.records import Keys
@@ -72,7 +72,7 @@ class PoolHook:
                 f"--pool {options.pool}: a pool is in an etcd that all its jobs share; name it with --endpoint HOST:PORT, or "
                 "DLROVER_ENDPOINT"
             )
-        from lightning_dlrover.brain.place import MEMBER_LEASES, MEMBER_TTL_S
+        from lightning_dlrover.brain.ticket import MEMBER_LEASES, MEMBER_TTL_S
         from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 
         return PlaceInPool(
@@ -83,7 +83,7 @@ class PoolHook:
         )
 
     def ticket_key(self, client: EtcdClient, keys: Keys) -> str | None:
-        from lightning_dlrover.brain.place import member_key
+        from lightning_dlrover.brain.ticket import member_key
 
         return member_key(client, keys)
 
@@ -112,18 +112,18 @@ class PlaceInPool:
     def environment(self) -> Mapping[str, str]:
         return {variables.POOL: self._pool.pool}
 
-    def wait(self, client: EtcdClient, keys: Keys) -> Place:
-        from lightning_dlrover.brain.place import Place, PlaceError
+    def wait(self, client: EtcdClient, keys: Keys) -> PoolTicket:
+        from lightning_dlrover.brain.ticket import PoolTicket, TicketError
         from lightning_dlrover.output import say
 
         try:
-            place = Place(client, self._pool, keys, self._ask, say, self._ttl_s)
+            place = PoolTicket(client, self._pool, keys, self._ask, say, self._ttl_s)
             try:
                 num_workers = place.wait(self._timeout_s)
             except BaseException:
                 place.leave()
                 raise
-        except PlaceError as error:
+        except TicketError as error:
             raise UsageError(str(error)) from error
         say(
             f"job {keys.run_id}: has a place in pool {self._pool.pool}, with {num_workers} of {self._ask.max_workers} workers "

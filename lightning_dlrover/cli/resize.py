@@ -47,7 +47,7 @@ def scale_command(options: argparse.Namespace) -> int:
 
 
 def _leave_to_planner(client: EtcdClient, place: JobPlace, asks_for_more: bool) -> int:
-    """Let the job's planner, or the brain of its pool, decide again on settings by hand."""
+    """Let the job's planner, or its pool, decide again on settings by hand."""
     if asks_for_more:
         raise UsageError("--auto leaves everything to the planner; give it alone")
 
@@ -57,7 +57,7 @@ def _leave_to_planner(client: EtcdClient, place: JobPlace, asks_for_more: bool) 
         return replace(plan, source="planner", reason="left to the planner again, by hand", created_at=time.time())
 
     Journal(client, place.keys).swap(PlanRecord, place.keys.plan, automatic, read=readable)
-    show(f"job {place.run_id}: its planner, or the brain of its pool, decides on its size again")
+    show(f"job {place.run_id}: its planner, or its pool, decides on its size again")
     return EXIT_OK
 
 

@@ -34,7 +34,7 @@ from lightning_dlrover.colocate.supervised_job import Outcome, SupervisedJob, re
 from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting, Where
 from lightning_dlrover.colocate.usage import Families, families, is_program, marked
 from lightning_dlrover.colocate.watched import WatchedJob
-from lightning_dlrover.observe.seat import Answer, has_reported, write_answer
+from lightning_dlrover.observe.admission_client import Answer, has_reported, write_answer
 
 __all__ = ["Dispatcher", "Rules", "end_former"]
 

@@ -12,7 +12,7 @@ from lightning_dlrover.colocate.journal import Span
 from lightning_dlrover.colocate.supervised_job import SupervisedJob
 from lightning_dlrover.colocate.tenants import Holding, Memory, Phase, Tenant, Where
 from lightning_dlrover.colocate.usage import TreeUse, tree_use
-from lightning_dlrover.observe.seat import SeatReport, has_reported, read_reports
+from lightning_dlrover.observe.admission_client import AdmissionReport, has_reported, read_reports
 
 __all__ = ["Moment", "WatchedJob"]
 
@@ -64,7 +64,7 @@ class WatchedJob:
     gpu_bytes: int = 0
     gpu_sums: GpuSums = field(default_factory=GpuSums)
     use: TreeUse = field(default_factory=lambda: TreeUse(0.0, 0, 0, 0))
-    reports: list[SeatReport] = field(default_factory=list)
+    reports: list[AdmissionReport] = field(default_factory=list)
     answered: int = 0  # number of the request for memory that was granted
     has_reported: bool = False  # whether there was a report of its first process, readable or not
     threads: int = 0

@@ -1,4 +1,4 @@
-"""Explain the sizes that the brain of a pool has given a job: for whom, at what cost, the prediction, and the outcome."""
+"""Explain the sizes that a pool has given a job: for whom, at what cost, the prediction, and the outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GivenSize:
 
 
 def given_sizes(events: Sequence[EventRecord], profiles: Sequence[Profile]) -> list[GivenSize]:
-    """Return the sizes that a brain has given, oldest first."""
+    """Return the sizes that a pool has given, oldest first."""
     given = [(record.at, size) for record, size in events_of(events, SizeGiven)]
     stalls = [(record.at, stall) for record, stall in events_of(events, TrainingStalled)]
     found = []
@@ -47,13 +47,13 @@ def given_sizes(events: Sequence[EventRecord], profiles: Sequence[Profile]) -> l
 
 
 def sizes_text(sizes: Sequence[GivenSize], started_at: float) -> str:
-    """Describe each size for people; empty if no brain has given any."""
+    """Describe each size for people; empty if no pool has given any."""
     lines: list[str] = []
     for size in sizes:
         given = size.given
         lines += [
             "",
-            f"size by the brain of pool {given.pool} (policy {given.policy}), {size.at - started_at:.0f} s after the start: "
+            f"size by pool {given.pool} (policy {given.policy}), {size.at - started_at:.0f} s after the start: "
             f"{given.workers_before} -> {counted(given.workers_after, 'worker')}",
             *_wrapped(_for_whom(given)),
             *_wrapped(_prediction(given)),

@@ -10,7 +10,7 @@ import pytest
 from waiting import eventually
 
 from lightning_dlrover.brain.gpus import GpuClaims
-from lightning_dlrover.brain.place import Place
+from lightning_dlrover.brain.ticket import PoolTicket
 from lightning_dlrover.components.targets.machine.shares import MachineShares
 from lightning_dlrover.components.targets.target import NodeSize, NotTakenError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -23,9 +23,9 @@ def pool(run_id: str) -> PoolKeys:
     return PoolKeys(run_id, prefix=f"/{run_id}")
 
 
-def place(client: EtcdClient, pool: PoolKeys, name: str) -> Place:
+def place(client: EtcdClient, pool: PoolKeys, name: str) -> PoolTicket:
     ask = MemberRecord(socket.gethostname(), os.getpid(), 1, 2, submitted_at=time.time(), gpus=1)
-    return Place(client, pool, Keys(name, pool.prefix), ask)
+    return PoolTicket(client, pool, Keys(name, pool.prefix), ask)
 
 
 def gpu_of(machine: MachineShares, node: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
-from lightning_dlrover.brain.place import Place, PlaceError
+from lightning_dlrover.brain.ticket import PoolTicket, TicketError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -79,10 +79,10 @@ def test_job_in_a_queue_is_cancelled_before_it_begins(
 ) -> None:
     keys = Keys(run_id)
     ask = MemberRecord("h", 1, 1, 2, submitted_at=1.0)
-    with Place(client, PoolKeys("team-a"), keys, ask) as place:
+    with PoolTicket(client, PoolKeys("team-a"), keys, ask) as place:
         code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, run_id)
         assert (code, "its `dlrover run` still waits for its permission to run, or has it" in errors) == (2, True)
-        with pytest.raises(PlaceError, match="has not begun: cancelled by"):
+        with pytest.raises(TicketError, match="has not begun: cancelled by"):
             place.wait(30.0)
     assert client.get_prefix(keys.root)[1] == []
 

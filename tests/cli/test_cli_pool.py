@@ -115,7 +115,7 @@ def test_explain_shows_for_whom_a_job_was_made_smaller_and_what_came_of_it(
     Journal(client, keys).append(record_of(stall, ""), "test")
     code, output, errors = dlrover("explain", "--endpoint", etcd.endpoint, keys.run_id)
     assert code == 0, errors
-    assert f"size by the brain of pool {jobs.pool.pool} (policy jct)" in output
+    assert f"size by pool {jobs.pool.pool} (policy jct)" in output
     assert f"changes in the same decision: {jobs.keys('b').run_id} 0 -> 3" in " ".join(output.split())
     assert "predicted: 17 -> 10 samples/s" in output
     assert "came out: never measured with 1 worker, after a pause of 0.3 s" in output

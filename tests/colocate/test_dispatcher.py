@@ -20,7 +20,7 @@ from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, Profiled, read_records
 from lightning_dlrover.colocate.supervised_job import OUTPUT
 from lightning_dlrover.colocate.usage import families, is_program, marked
-from lightning_dlrover.observe.seat import Answer, write_answer
+from lightning_dlrover.observe.admission_client import Answer, write_answer
 
 TIMEOUT_S = 60.0
 

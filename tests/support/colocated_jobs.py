@@ -20,11 +20,11 @@ MIB = 1 << 20
 SEATED = textwrap.dedent(
     """
     import dataclasses, os, sys, time
-    from lightning_dlrover.observe.seat import Seat, SeatReport
+    from lightning_dlrover.observe.admission_client import AdmissionClient, AdmissionReport
     estimate_mib, used_mib, steps, step_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    seat = Seat.from_environment(os.environ, 0)
+    seat = AdmissionClient.from_environment(os.environ, 0)
     gpu = int(os.environ.get("GPU_ESTIMATE_MIB", 0)) << 20, int(os.environ.get("GPU_MIB", 0)) << 20
-    seat.ask(SeatReport(os.getpid(), time.monotonic(), estimate_bytes=estimate_mib << 20, gpu_estimate_bytes=gpu[0]))
+    seat.ask(AdmissionReport(os.getpid(), time.monotonic(), estimate_bytes=estimate_mib << 20, gpu_estimate_bytes=gpu[0]))
     if "FAKE_GPU" in os.environ:
         with open(os.path.join(os.environ["FAKE_GPU"], str(os.getpid())), "w") as stream:
             stream.write(str(gpu[1]))

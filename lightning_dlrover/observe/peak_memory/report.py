@@ -6,19 +6,19 @@ import os
 import time
 from dataclasses import replace
 
+from lightning_dlrover.observe.admission_client import AdmissionReport
 from lightning_dlrover.observe.peak_memory.estimate import MemoryEstimate, Unknown
-from lightning_dlrover.observe.seat import SeatReport
 
 __all__ = ["report_of"]
 
 
-def report_of(estimate: MemoryEstimate | Unknown, num_processes: int = 1, on_gpu: bool = False) -> SeatReport:
+def report_of(estimate: MemoryEstimate | Unknown, num_processes: int = 1, on_gpu: bool = False) -> AdmissionReport:
     """Return the report; one without an estimate has zero bytes and the reason.
 
     Args:
         on_gpu: the estimate is that of the GPU's memory.
     """
-    report = SeatReport(os.getpid(), time.monotonic(), num_processes)
+    report = AdmissionReport(os.getpid(), time.monotonic(), num_processes)
     if isinstance(estimate, Unknown):
         return replace(report, estimate_note=estimate.reason[:400])
     report = replace(report, estimate_note=estimate.source)

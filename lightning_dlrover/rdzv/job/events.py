@@ -167,7 +167,7 @@ class SizeRequested(Event):
 
 @dataclass(frozen=True)
 class SizeGiven(Event):
-    """The brain of the job's pool has given it another number of workers."""
+    """The pool of the job has given it another number of workers."""
 
     KIND = "size"
     pool: str

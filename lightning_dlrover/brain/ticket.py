@@ -20,7 +20,7 @@ from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, Me
 from lightning_dlrover.rdzv.job.records import Keys, NodesRecord, PlanRecord
 from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
-__all__ = ["MEMBER_LEASES", "Place", "PlaceError", "member_key", "wait_text"]
+__all__ = ["MEMBER_LEASES", "PoolTicket", "TicketError", "member_key", "wait_text"]
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ LOOK_S = 1.0
 """Seconds between two checks that a brain decides on the pool, while nothing else happens."""
 
 
-class PlaceError(RuntimeError):
+class TicketError(RuntimeError):
     """The job cannot have a place in its pool."""
 
 
-class Place:
+class PoolTicket:
     """A place in a pool, or in its queue. Use as a context manager: leaving it gives the place back.
 
     Args:
@@ -51,7 +51,7 @@ class Place:
         ttl_s: seconds after which the place counts as lost if this process is killed.
 
     Raises:
-        PlaceError: another process has, or waits for, a place under this name.
+        TicketError: another process has, or waits for, a place under this name.
         EtcdError: etcd does not answer.
     """
 
@@ -76,7 +76,7 @@ class Place:
         self._lost_gpus = False
         self.gpus = GpuClaims(client, pool, keys.run_id, self._tenure)
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> PoolTicket:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,7 +86,7 @@ class Place:
         """Wait for a place, and write the job's first plan. Return the number of workers to start with.
 
         Raises:
-            PlaceError: the pool can never have room for the job, or had none within `timeout_s`, or the job was cancelled.
+            TicketError: the pool can never have room for the job, or had none within `timeout_s`, or the job was cancelled.
         """
         deadline = time.monotonic() + timeout_s
         told: tuple[object, ...] = ()
@@ -97,20 +97,20 @@ class Place:
                 revision = mirror.revision
                 grant = self._journal_grant(mirror)
                 if grant is not None and grant.state == "refused":
-                    raise PlaceError(f"job {self._keys.run_id!r} cannot run in pool {self._pool.pool!r}: {grant.reason}")
+                    raise TicketError(f"job {self._keys.run_id!r} cannot run in pool {self._pool.pool!r}: {grant.reason}")
                 if grant is not None and grant.state == "granted" and self._begin(mirror, grant):
                     return grant.num_workers
                 if stop := self._stop():
                     # A later job of this name is another one.
                     self._client.txn([self._tenure.is_ours], [Delete(self._keys.nodes)])
-                    raise PlaceError(f"job {self._keys.run_id!r} has not begun: {stop}")
+                    raise TicketError(f"job {self._keys.run_id!r} has not begun: {stop}")
                 brain = self._brain()
                 text, news = self._standing(grant, brain), _news(grant, brain)
                 if news != told or time.monotonic() - told_at >= SAY_EVERY_S:
                     self._say(text)
                     told, told_at = news, time.monotonic()
                 if time.monotonic() >= deadline:
-                    raise PlaceError(
+                    raise TicketError(
                         f"job {self._keys.run_id!r} waited {time_text(timeout_s)} for a place in pool {self._pool.pool!r} and "
                         f"got none: {text}; --place-timeout sets how long it waits"
                     )
@@ -131,7 +131,7 @@ class Place:
                 self._lost_gpus = False
         except EtcdError:
             pass  # the next call repeats it
-        except PlaceError as error:
+        except TicketError as error:
             # An earlier attempt with a lost answer may hold it until its lease expires. Training must go on.
             log.info("run %s: its place in pool %s is taken again later: %s", self._keys.run_id, self._pool.pool, error)
 
@@ -189,8 +189,8 @@ class Place:
             return f"job {name} waits for a place in pool {pool}, on which process {brain.pid} on {brain.host} decides"
         return f"job {name} waits for a place in pool {pool}: {wait_text(grant, time.time())}"
 
-    def _taken(self, holder: MemberRecord | None) -> PlaceError:
-        return PlaceError(
+    def _taken(self, holder: MemberRecord | None) -> TicketError:
+        return TicketError(
             f"job {self._keys.run_id!r} has, or waits for, a place in pool {self._pool.pool!r} already, by "
             f"{holder_text(holder)}; choose another --rdzv-id (if that process was killed a moment ago: try again in "
             f"{self._ttl_s:.0f} s)"

@@ -1,7 +1,7 @@
 """A Trainer's place among the jobs of a dispatcher: it asks for memory before the first step, and reports steps.
 
-`SEATING` plugs in by the entry point `dlrover.callbacks`. So the core knows nothing of it, and a job that runs by itself, whose
-environment names no seat, has no such callback.
+`ADMISSION` plugs in by the entry point `dlrover.callbacks`. So the core knows nothing of it, and a job that runs by itself,
+whose environment names no folder of a dispatcher, has no such callback.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.progress import remaining_batches
+from lightning_dlrover.observe.admission_client import AdmissionClient, AdmissionReport, needs_admission
 from lightning_dlrover.observe.gpu_memory import gpu_bytes
-from lightning_dlrover.observe.seat import Seat, SeatReport, has_seat
 from lightning_dlrover.output import counted
 from lightning_dlrover.packages import package_of, submodule
 from lightning_dlrover.rdzv.job.records import PlanRecord
@@ -28,43 +28,44 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.live.membership import Membership
 
 
-class SeatingPlugin:
-    """Seats the Trainers of a job that a dispatcher has started."""
+class AdmissionPlugin:
+    """Adds an `AdmissionCallback` to the Trainers of a job that a dispatcher has started."""
 
     def applies(self, environ: Mapping[str, str]) -> bool:
-        return has_seat(environ)
+        return needs_admission(environ)
 
     def callback(self, trainer: L.Trainer) -> Any:
         base: type = submodule(package_of(trainer), "callbacks").Callback
-        return type("SeatedJob", (SeatedJob, base), {"__module__": __name__})()
+        return type("AdmissionCallback", (AdmissionCallback, base), {"__module__": __name__})()
 
 
-SEATING = SeatingPlugin()
+ADMISSION = AdmissionPlugin()
 
 
-class SeatedJob:
-    """Hooks of Lightning, for one process of a job with a seat. `SeatingPlugin` derives a callback from it."""
+class AdmissionCallback:
+    """Hooks of Lightning, for one process of a job that a dispatcher has started. `AdmissionPlugin` derives a callback from
+    it."""
 
     def __init__(self) -> None:
-        self._seat: Seat | None = None
+        self._client: AdmissionClient | None = None
         self._has_asked = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._seat is None and (seat := Seat.from_environment(os.environ, trainer.global_rank)) is not None:
-            seat.report(None, torch.get_num_threads(), gpu_bytes=gpu_bytes(trainer.strategy.root_device))
-            self._seat = seat
+        if self._client is None and (client := AdmissionClient.from_environment(os.environ, trainer.global_rank)) is not None:
+            client.report(None, torch.get_num_threads(), gpu_bytes=gpu_bytes(trainer.strategy.root_device))
+            self._client = client
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._seat is not None and not self._has_asked:
+        if self._client is not None and not self._has_asked:
             self._has_asked = True
-            _take_seat(self._seat, trainer, pl_module, batch, _membership(trainer))
+            _ask_for_admission(self._client, trainer, pl_module, batch, _membership(trainer))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._seat is not None:
+        if self._client is not None:
             strategy: Any = trainer.strategy
-            _keep_seat(self._seat, trainer, strategy.times.data_wait_s, _membership(trainer))
+            _report_progress(self._client, trainer, strategy.times.data_wait_s, _membership(trainer))
 
 
 def _membership(trainer: L.Trainer) -> Membership | None:
@@ -73,7 +74,9 @@ def _membership(trainer: L.Trainer) -> Membership | None:
     return strategy.live.world.membership if strategy.live is not None else None
 
 
-def _take_seat(seat: Seat, trainer: L.Trainer, module: L.LightningModule, batch: Any, membership: Membership | None) -> None:
+def _ask_for_admission(
+    client: AdmissionClient, trainer: L.Trainer, module: L.LightningModule, batch: Any, membership: Membership | None
+) -> None:
     """Report the peak memory of this process, estimated unless it is known, and wait until the dispatcher admits the job.
 
     A worker that joins a live job does not ask: the others, which were admitted, wait for it in the first step.
@@ -81,35 +84,35 @@ def _take_seat(seat: Seat, trainer: L.Trainer, module: L.LightningModule, batch:
     Raises:
         NotAdmittedError: it did not.
     """
-    if membership is not None and seat.answer().admitted:
+    if membership is not None and client.answer().admitted:
         return
-    if seat.needs_no_estimate:
-        report = SeatReport(os.getpid(), time.monotonic(), trainer.world_size, estimate_note="measured before")
+    if client.needs_no_estimate:
+        report = AdmissionReport(os.getpid(), time.monotonic(), trainer.world_size, estimate_note="measured before")
     else:
         report = _estimate(trainer, module, batch)
     now_bytes, peak_bytes = gpu_bytes(module.device)
-    answer = seat.ask(replace(report, gpu_bytes=now_bytes, gpu_peak_bytes=peak_bytes))
+    answer = client.ask(replace(report, gpu_bytes=now_bytes, gpu_peak_bytes=peak_bytes))
     if answer.threads:
         torch.set_num_threads(answer.threads)
 
 
-def _keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, membership: Membership | None) -> None:
+def _report_progress(client: AdmissionClient, trainer: L.Trainer, data_wait_s: float, membership: Membership | None) -> None:
     """Count a step, and follow the dispatcher: its threads, or in a live job, which plans its own, its number of workers."""
-    seat.step_ended(data_wait_s)
-    if not seat.is_due:
+    client.step_ended(data_wait_s)
+    if not client.is_due:
         return
     batches = remaining_batches(trainer)
     left = None if batches is None else max(0, round(batches))
-    answer = seat.answer()
+    answer = client.answer()
     on_gpu = gpu_bytes(trainer.strategy.root_device)
     if membership is None:
-        seat.report(left, torch.get_num_threads(), gpu_bytes=on_gpu)
+        client.report(left, torch.get_num_threads(), gpu_bytes=on_gpu)
         if answer.threads and answer.threads != torch.get_num_threads():
             torch.set_num_threads(answer.threads)
         return
     job = membership.view.job
     fewest = job.min_workers if job is not None and membership.shared.has_controller() else 0
-    seat.report(left, torch.get_num_threads(), trainer.world_size, fewest, on_gpu)
+    client.report(left, torch.get_num_threads(), trainer.world_size, fewest, on_gpu)
     if trainer.global_rank == 0 and 0 < answer.most_processes < trainer.world_size:
         _shrink(membership, answer.most_processes)
 
@@ -136,7 +139,7 @@ def _shrink(membership: Membership, num_workers: int) -> None:
     shared.outbox.change("workers that fit beside the other jobs", lambda: shared.update_plan(fewer))
 
 
-def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> SeatReport:
+def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> AdmissionReport:
     """Return the estimated peak of this process; zero bytes and the reason if there is none."""
     # Imported here: jobs that run by themselves start faster without.
     from lightning_dlrover.observe.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of

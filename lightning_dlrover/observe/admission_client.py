@@ -1,7 +1,7 @@
 """A job's side of co-location: it reports its progress to a dispatcher, and waits until its memory fits.
 
 The dispatcher (`colocate/`) names a folder in the job's environment. Each process of the job writes a file there,
-`progress-RANK`, and reads the dispatcher's `answer`. Both are replaced as a whole. Without that variable there is no seat, and
+`progress-RANK`, and reads the dispatcher's `answer`. Both are replaced as a whole. Without that variable
 nothing happens.
 """
 
@@ -22,12 +22,12 @@ from lightning_dlrover.codec import RecordError, from_fields, to_json
 
 __all__ = [
     "ANSWER",
+    "AdmissionClient",
+    "AdmissionReport",
     "Answer",
     "NotAdmittedError",
-    "Seat",
-    "SeatReport",
     "has_reported",
-    "has_seat",
+    "needs_admission",
     "read_answer",
     "read_reports",
     "write_answer",
@@ -48,7 +48,7 @@ class NotAdmittedError(TimeoutError):
 
 
 @dataclass(frozen=True)
-class SeatReport:
+class AdmissionReport:
     """Work of one process of a job since its first step. All are sums, so two reports give the rates between them."""
 
     process_id: int
@@ -83,7 +83,7 @@ class Answer:
     most_processes: int = 0  # an elastic job shall go on with no more than these; 0: with any number
 
 
-class Seat:
+class AdmissionClient:
     """One process's place in a dispatcher's folder.
 
     Args:
@@ -94,7 +94,7 @@ class Seat:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._path = folder / f"{PROGRESS}{rank}"
-        self._estimate = SeatReport(os.getpid(), time.monotonic())
+        self._estimate = AdmissionReport(os.getpid(), time.monotonic())
         self._request = read_answer(folder).request
         self._num_steps = self._threads = 0
         self._steps_left: int | None = None
@@ -104,12 +104,12 @@ class Seat:
         self._answer_of: tuple[int, int] | None = None  # inode and time of the answer that was read
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], rank: int) -> Seat | None:
-        """Return this process's seat, or None if no dispatcher has started it."""
+    def from_environment(cls, environ: Mapping[str, str], rank: int) -> AdmissionClient | None:
+        """Return this process's client, or None if no dispatcher has started it."""
         folder = environ.get(variables.SEAT)
         return cls(Path(folder), rank) if folder else None
 
-    def ask(self, estimate: SeatReport, timeout_s: float = ADMISSION_S) -> Answer:
+    def ask(self, estimate: AdmissionReport, timeout_s: float = ADMISSION_S) -> Answer:
         """Report the estimated peak of this process, and wait until the dispatcher admits the job.
 
         Args:
@@ -170,7 +170,7 @@ class Seat:
             steps_left: None where the end is unknown.
             threads: intra-op threads of this process.
             num_processes: processes of the job that report; 0: as many as before.
-            min_processes: see `SeatReport`.
+            min_processes: see `AdmissionReport`.
             gpu_bytes: of its GPU's memory, now and at the most.
         """
         self._steps_left, self._threads = steps_left, threads
@@ -205,7 +205,7 @@ class Seat:
             atomic_write(self._path, to_json(report))
 
 
-def has_seat(environ: Mapping[str, str]) -> bool:
+def needs_admission(environ: Mapping[str, str]) -> bool:
     """Return whether a dispatcher has started the process with this environment."""
     return bool(environ.get(variables.SEAT))
 
@@ -215,12 +215,12 @@ def has_reported(folder: Path) -> bool:
     return os.path.exists(f"{folder}/{PROGRESS}0")  # asked a hundred times a second, and a Path costs five times as much
 
 
-def read_reports(folder: Path) -> list[SeatReport]:
+def read_reports(folder: Path) -> list[AdmissionReport]:
     """Return the reports of all processes of a job, in the order of their ranks. Unreadable ones are left out."""
     found = []
     for path in sorted(folder.glob(f"{PROGRESS}*"), key=lambda path: path.name):
         with suppress(OSError, ValueError, RecursionError):
-            found.append(from_fields(SeatReport, _document(path), str(path)))
+            found.append(from_fields(AdmissionReport, _document(path), str(path)))
     return found
 
 

@@ -13,7 +13,7 @@ from waiting import eventually
 
 from lightning_dlrover.brain.brain import Brain, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.brain.place import Place, PlaceError, member_key
+from lightning_dlrover.brain.ticket import PoolTicket, TicketError, member_key
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -46,7 +46,7 @@ def ask(workers: tuple[int, int] = (1, 2), **more: object) -> MemberRecord:
 def test_granted_place_begins_with_a_plan_of_the_granted_size(
     client: EtcdClient, pool: PoolKeys, keys: Keys, brain: Brain
 ) -> None:
-    with Place(client, pool, keys, ask()) as place:
+    with PoolTicket(client, pool, keys, ask()) as place:
         brain.step()
         assert place.wait(5.0) == 2
         plan = readable(PlanRecord, client.get(keys.plan))
@@ -60,11 +60,11 @@ def test_wait_ends_with_the_place_in_the_queue_and_who_decides(
 ) -> None:
     said: list[str] = []
     other = Keys(f"{keys.run_id}-first")
-    with Place(client, pool, other, ask((2, 2))) as first, Place(client, pool, keys, ask(), said.append) as second:
+    with PoolTicket(client, pool, other, ask((2, 2))) as first, PoolTicket(client, pool, keys, ask(), said.append) as second:
         brain.step()
         first.wait(5.0)
         brain.step()
-        with pytest.raises(PlaceError, match=r"waited 1 s for a place in pool .* and got none: .* number 1 of 1 in the queue"):
+        with pytest.raises(TicketError, match=r"waited 1 s for a place in pool .* and got none: .* number 1 of 1 in the queue"):
             second.wait(1.0)
     assert "it needs 1 core, and the other jobs leave it nothing" in said[-1]
 
@@ -82,10 +82,10 @@ def test_wait_is_told_again_when_the_queue_moves_and_not_when_its_estimate_does(
             client.put(pool.grants + keys.run_id, encode(GrantRecord("waiting", 0, reason, place, 2, time.time() + number)))
             stop.wait(0.05)
 
-    with Place(client, pool, keys, ask(), said.append) as place:
+    with PoolTicket(client, pool, keys, ask(), said.append) as place:
         changing = threading.Thread(target=estimate)
         changing.start()
-        with pytest.raises(PlaceError, match="and got none"):
+        with pytest.raises(TicketError, match="and got none"):
             place.wait(1.5)
         changing.join(10.0)
     assert [line.partition("number ")[2][:6] for line in said if "number" in line] == ["2 of 2", "1 of 2"]
@@ -93,26 +93,26 @@ def test_wait_is_told_again_when_the_queue_moves_and_not_when_its_estimate_does(
 
 def test_wait_without_a_brain_names_the_command_that_is_missing(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     with (
-        Place(client, pool, keys, ask()) as place,
-        pytest.raises(PlaceError, match=f"start `dlrover pool run --pool {pool.pool} --budget"),
+        PoolTicket(client, pool, keys, ask()) as place,
+        pytest.raises(TicketError, match=f"start `dlrover pool run --pool {pool.pool} --budget"),
     ):
         place.wait(0.2)
 
 
 def test_place_that_can_never_be_is_refused_at_once(client: EtcdClient, pool: PoolKeys, keys: Keys, brain: Brain) -> None:
-    with Place(client, pool, keys, ask((3, 4))) as place:
+    with PoolTicket(client, pool, keys, ask((3, 4))) as place:
         brain.step()
-        with pytest.raises(PlaceError, match="its 3 workers need 3 cores, and the whole pool has 2 cores"):
+        with pytest.raises(TicketError, match="its 3 workers need 3 cores, and the whole pool has 2 cores"):
             place.wait(5.0)
 
 
 def test_name_has_one_place(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
-    with Place(client, pool, keys, ask()), pytest.raises(PlaceError, match=f"already, by process {os.getpid()} on"):
-        Place(client, pool, keys, ask())
+    with PoolTicket(client, pool, keys, ask()), pytest.raises(TicketError, match=f"already, by process {os.getpid()} on"):
+        PoolTicket(client, pool, keys, ask())
 
 
 def test_place_is_kept_for_nodes_that_outlive_their_run(client: EtcdClient, pool: PoolKeys, keys: Keys, brain: Brain) -> None:
-    with Place(client, pool, keys, ask()) as place:
+    with PoolTicket(client, pool, keys, ask()) as place:
         brain.step()
         place.wait(5.0)
         client.put(f"{keys.agents}x", encode(AgentRecord("x", "host", 1, 1, "running")))
@@ -130,7 +130,7 @@ def test_place_is_kept_for_nodes_that_outlive_their_run(client: EtcdClient, pool
 
 
 def test_place_outlasts_a_killed_run_by_the_given_lease(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
-    with Place(client, pool, keys, ask(), ttl_s=4.0):
+    with PoolTicket(client, pool, keys, ask(), ttl_s=4.0):
         entry = client.get(pool.members + keys.run_id)
         assert entry is not None
         assert client.leases.refresh(entry.lease_id, 5.0) == 4
@@ -138,7 +138,7 @@ def test_place_outlasts_a_killed_run_by_the_given_lease(client: EtcdClient, pool
 
 def test_lost_place_is_taken_again(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     member = pool.members + keys.run_id
-    with Place(client, pool, keys, ask()) as place:
+    with PoolTicket(client, pool, keys, ask()) as place:
         entry = client.get(member)
         assert entry is not None
         client.leases.revoke(entry.lease_id)  # like its expiry in an outage
@@ -153,7 +153,7 @@ def test_lost_place_is_taken_again(client: EtcdClient, pool: PoolKeys, keys: Key
 def test_change_of_the_grant_in_the_last_moment_is_followed(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     """A run that reads a grant writes the plan of that grant, or none."""
     grant_key = pool.grants + keys.run_id
-    with Place(client, pool, keys, ask()) as place:
+    with PoolTicket(client, pool, keys, ask()) as place:
         client.put(grant_key, encode(GrantRecord("granted", 2)))
         found: list[int] = []
         waiting = threading.Thread(target=lambda: found.append(place.wait(10.0)))
@@ -167,9 +167,9 @@ def test_change_of_the_grant_in_the_last_moment_is_followed(client: EtcdClient, 
 
 def test_job_is_cancelled_while_it_waits_for_its_place(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     nodes = NodesRecord("local", "", stop="cancelled by `dlrover cancel`")
-    with Place(client, pool, keys, ask()) as place:
+    with PoolTicket(client, pool, keys, ask()) as place:
         assert member_key(client, keys) == pool.members + keys.run_id
         client.put(keys.nodes, encode(nodes))
-        with pytest.raises(PlaceError, match=f"job '{keys.run_id}' has not begun: cancelled by `dlrover cancel`"):
+        with pytest.raises(TicketError, match=f"job '{keys.run_id}' has not begun: cancelled by `dlrover cancel`"):
             place.wait(30.0)
     assert member_key(client, keys) is None

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import eventually
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, variables
-from lightning_dlrover.observe.seat import Answer, SeatReport, read_reports, write_answer
+from lightning_dlrover.observe.admission_client import AdmissionReport, Answer, read_reports, write_answer
 
 NUM_STEPS = 30
 
@@ -43,9 +43,9 @@ def fit() -> L.Trainer:
 
 
 @contextmanager
-def admitted(folder: Path) -> Iterator[list[SeatReport]]:
+def admitted(folder: Path) -> Iterator[list[AdmissionReport]]:
     """Admit the job that asks in a folder; the list then holds its report."""
-    seen: list[SeatReport] = []
+    seen: list[AdmissionReport] = []
 
     def dispatcher() -> None:
         seen.extend(eventually(lambda: [report for report in read_reports(folder) if report.waits], "a job that asks"))
