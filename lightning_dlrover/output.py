@@ -19,6 +19,7 @@ __all__ = [
     "escape_what_cannot_be_encoded",
     "flush",
     "has_terminal",
+    "number_text",
     "printable",
     "say",
     "show",
@@ -51,6 +52,11 @@ def time_text(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def number_text(number: float) -> str:
+    """Return a rate or an amount with four digits, and never as a power of ten: `12,345`, `12.34`, `0.01234`."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
 def say(line: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job, find_place, tell_problems
 from lightning_dlrover.cli.options import COUNTED, SETTINGS, counted_field, option_of
-from lightning_dlrover.output import counted, show
+from lightning_dlrover.output import counted, number_text, show
 from lightning_dlrover.planner.cluster.division import ClusterJob, divide, options_of
 from lightning_dlrover.planner.plan import Decision
 from lightning_dlrover.rdzv.job.events import DecisionMade, SizeRequested, events_of, record_of
@@ -99,9 +99,9 @@ def divide_command(options: argparse.Namespace) -> int:
             wanted, unit = _wanted_text(share.settings.num_workers, settings), devices[job.name]
             now = next((o for o in job.options if o.settings == current), None)
             beside = f", {share.samples_per_s / now.samples_per_s:.2f} times as many as now" if now else ""
-            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {share.samples_per_s:.4g} samples/s{beside}")
+            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {number_text(share.samples_per_s)} samples/s{beside}")
             if options.apply:
-                reason = f"its share of {options.budget:g} {unit} among {len(jobs)} jobs: {wanted}"
+                reason = f"its share of {options.budget:g} {unit} among {counted(len(jobs), 'job')}: {wanted}"
                 _plan_by_hand(client, place, view, share.settings.num_workers, settings, reason)
     if not options.apply:
         show("nothing was changed; --apply makes these the jobs' plans")

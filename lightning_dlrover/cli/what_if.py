@@ -14,7 +14,7 @@ from lightning_dlrover.brain.watch import PoolView, Watch
 from lightning_dlrover.brain.what_if import prospect, sizes_if
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job
-from lightning_dlrover.output import counted, show, time_text
+from lightning_dlrover.output import counted, number_text, show, time_text
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.report.text_table import text_table
@@ -77,10 +77,10 @@ def _row(expected: Prospect) -> tuple[str, ...]:
         interval = f"{time_text(expected.low_s)} to {time_text(expected.high_s)}"
     return (
         str(expected.num_workers),
-        f"{expected.samples_per_s:,.4g}",
+        number_text(expected.samples_per_s),
         time_text(expected.seconds) if expected.seconds is not None else "unknown",
         interval,
-        f"{expected.cost:.4g}" if expected.cost is not None else "unknown",
+        number_text(expected.cost) if expected.cost is not None else "unknown",
         "measured" if expected.is_measured else "predicted",
     )
 

@@ -416,7 +416,7 @@ def show_status(
         "workers": _show_workers(view, profiles, now),
         "agents": _show_agents(found, now),
         "joining": _show_joining(found, nodes or {}, now) if phase in ("not started", "starting", "training") else [],
-        "controller": _show_controller(found),
+        "controller": _show_controller(found, nodes or {}),
         "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
         "progress": dataclasses.asdict(found.progress) if found.progress else None,
@@ -497,14 +497,15 @@ def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) 
     """List nodes that do not train yet, with their stage: requested, starting, importing, building or ready."""
     view = found.view
     apps = found.controller.apps if found.controller is not None else {}
+    leaving = _leaving(nodes)
     labels = {agent: record.labels.get("node", "") for agent, record in view.agents.items()}
     joining = []
-    for name in sorted({*apps} - {*labels.values()}):
+    for name in sorted({*apps} - {*labels.values()} - leaving):
         asked_at = nodes[name].asked_at if name in nodes else 0.0
         joining.append({"node": name, "stage": "starting" if apps[name] else "requested", "for_s": _elapsed(asked_at, now)})
     for agent, record in view.agents.items():
         num_registered = sum(worker.agent_id == agent for worker in view.workers.values())
-        if record.state == "running" and num_registered < record.num_workers:
+        if record.state == "running" and num_registered < record.num_workers and labels[agent] not in leaving:
             name = labels[agent] or f"{record.host}:{record.pid}"
             joining.append({"node": name, "stage": "importing", "for_s": _elapsed(record.since, now)})
     stages = {"standby": "building", "ready": "ready"}
@@ -513,6 +514,11 @@ def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) 
             name = labels.get(worker.agent_id) or f"{worker.host}:{worker.pid}"
             joining.append({"node": name, "stage": stages[worker.state], "for_s": _elapsed(worker.since, now)})
     return joining
+
+
+def _leaving(nodes: Mapping[str, NodeRecord]) -> set[str]:
+    """Return the nodes that have trained, or were asked to end: without a worker they end, and do not begin."""
+    return {name for name, node in nodes.items() if node.had_worker or node.cancelled or node.state == "ended"}
 
 
 def read_nodes(client: EtcdClient, keys: Keys) -> dict[str, NodeRecord]:
@@ -535,7 +541,7 @@ def _elapsed(since: float, now: float) -> float:
     return max(0.0, now - since) if since else 0.0
 
 
-def _show_controller(found: FoundJob) -> dict[str, Any] | None:
+def _show_controller(found: FoundJob, nodes: Mapping[str, NodeRecord]) -> dict[str, Any] | None:
     if found.controller is None:
         return None
     come = {agent.labels.get("node") for agent in found.view.agents.values()}
@@ -543,6 +549,6 @@ def _show_controller(found: FoundJob) -> dict[str, Any] | None:
         "host": found.controller.host,
         "pid": found.controller.pid,
         "target": found.controller.target,
-        "awaited_nodes": [node for node in found.controller.apps if node not in come],
+        "awaited_nodes": [node for node in found.controller.apps if node not in {*come, *_leaving(nodes)}],
         "held_up": found.controller.held_up,
     }

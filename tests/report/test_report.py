@@ -334,7 +334,7 @@ def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
 def test_explanation_names_measurement_choice_and_result() -> None:
     text = " ".join(explain_text(tell("job", whole_job())).split())
     for part in (
-        "1 plan, 1 change; 1 of 1 that were measured came out as predicted",
+        "1 plan, 1 change; of 1 measured, 1 came out as predicted",
         "1x1 -> 2x1",
         "2 workers are faster",
         "saw 1 worker with 1 thread and 0 loader workers each: 130 ms a step",
