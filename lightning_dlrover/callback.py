@@ -69,7 +69,7 @@ TUNED: tuple[Tunable, ...] = tuple(name for name in TUNABLE if name != "first_lo
 class DLRoverCallback(Callback):
     """Profiles every step, learns how long steps take, and plans workers, loader workers, threads and prefetching.
 
-    Needs `DLRoverStrategy`. Metrics go to the Trainer's loggers as `dlrover/...`, samples/s outside of a job to the progress bar.
+    Needs `DLRoverStrategy`. Metrics go to the Trainer's loggers as `dlrover/...`, and outside of a job to the bar.
 
     Args:
         window_s: seconds of steps that make one profile.
@@ -117,6 +117,7 @@ class DLRoverCallback(Callback):
         self._place_now: Place | None = None
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
+        self._has_window = False  # of this fit
         self._loss: torch.Tensor | None = None  # of the newest batch, on its device
         self._membership: Membership | None = None  # None outside of a live job
         self._seat: Seat | None = None  # this process's place beside other jobs of a dispatcher
@@ -138,6 +139,7 @@ class DLRoverCallback(Callback):
             live.loaders.may_add_workers = "first_loader_workers" in self._tune
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
         self._strategy = strategy
+        self._has_window = False
         self._profiler = StepProfiler(worker_id, strategy.root_device, strategy.times)
         self._watch = ForwardWatch(pl_module) if not uses_dynamo(pl_module) else None
         if self._watch is not None:
@@ -194,9 +196,11 @@ class DLRoverCallback(Callback):
             self._watch = None
         is_due = profiler.age_s >= self._window_s and profiler.num_steps >= 3
         profile = self._close_window(trainer) if is_due else None
-        # A job's progress has the rate already, and the first window holds steps that are slow.
-        if profile is not None and strategy.live is None and profile.first_step:
-            pl_module.log("samples/s", profile.samples_per_s, prog_bar=True, logger=False, rank_zero_only=True)
+        if profile is not None:
+            # A job's progress has the rate already, and the first window holds steps that are slow.
+            if strategy.live is None and self._has_window:
+                pl_module.log("samples/s", profile.samples_per_s, prog_bar=True, logger=False, rank_zero_only=True)
+            self._has_window = True
         self._batch_ended = time.perf_counter()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
