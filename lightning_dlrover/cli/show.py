@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from lightning_dlrover.cli.errors import EXIT_OK
-from lightning_dlrover.cli.lookup import connected_job, etcd_access, tell_problems
+from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, tell_problems
 from lightning_dlrover.cli.options import COUNTED, counted_field
 from lightning_dlrover.output import counted, show
 from lightning_dlrover.perf.samples import StepProfile
@@ -16,7 +16,8 @@ from lightning_dlrover.rdzv.etcd.caller import full_text
 from lightning_dlrover.rdzv.etcd.inspection import alarms_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
 from lightning_dlrover.rdzv.job.records import ProgressRecord
-from lightning_dlrover.report.status import list_jobs, progress_text, read_job, read_nodes, show_status
+from lightning_dlrover.report.event_log import EVENTS_FILE, JobEndedError, read_event_file
+from lightning_dlrover.report.status import ended_status, list_jobs, progress_text, read_job, read_nodes, show_status
 from lightning_dlrover.report.surroundings import Surroundings
 from lightning_dlrover.report.text_table import text_table
 
@@ -31,16 +32,27 @@ _STAGES = {
 
 def status_command(options: argparse.Namespace) -> int:
     """Show rounds, workers, rates and the current plan of a job."""
+    try:
+        status, problems = _status(options)
+    except JobEndedError:
+        if not options.json:
+            raise
+        events = read_event_file(options.run_dir / options.job / EVENTS_FILE)
+        status, problems = ended_status(find_place(options.job, options), events), []
+    show(json.dumps(status, indent=2) if options.json else _status_text(status))
+    tell_problems(problems)
+    return EXIT_OK
+
+
+def _status(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return the status of a job, and its records that cannot be read."""
     with connected_job(options) as (place, client):
         found = read_job(client, place.keys)
         profiles = readable_folder(client, StepProfile, place.keys.profiles)
         events = Journal(client, place.keys).events()
         nodes = read_nodes(client, place.keys)
         alarms = alarms_of(client.caller)
-    status = show_status(place, found, profiles, events, nodes=nodes, alarms=alarms)
-    show(json.dumps(status, indent=2) if options.json else _status_text(status))
-    tell_problems(found.problems)
-    return EXIT_OK
+    return show_status(place, found, profiles, events, nodes=nodes, alarms=alarms), found.problems
 
 
 def _snapshot_lines(snapshot: dict[str, Any] | None) -> list[str]:
@@ -135,9 +147,10 @@ def list_command(options: argparse.Namespace) -> int:
     if not jobs:
         show(f"no jobs in {where}")
         return EXIT_OK
-    rows: list[tuple[str, ...]] = [("JOB", "STATE", "TARGET", "WORKERS", "NODES", "CONTROLLER")]
+    rows: list[tuple[str, ...]] = [("JOB", "STATE", "STARTED", "TARGET", "WORKERS", "NODES", "CONTROLLER")]
     for job in jobs:
         counts = ("-" if number is None else str(number) for number in (job.num_workers, job.num_nodes))
-        rows.append((job.run_id, job.state, job.target or "-", *counts, job.controller or "none"))
-    show("\n".join(text_table("<<<<<<", rows)))
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at)) if job.started_at else "-"
+        rows.append((job.run_id, job.state, started, job.target or "-", *counts, job.controller or "none"))
+    show("\n".join(text_table("<<<<<<<", rows)))
     return EXIT_OK

@@ -90,14 +90,14 @@ def _facts(story: JobStory) -> list[_Fact]:
     seconds = sum(p.num_steps * p.step_time_s for p in story.profiles)
     num_stalls = sum(r.stall_s is not None and r.kind != "start" for r in story.rounds)
     if num_stalls:
-        stall = _Fact("total stall", _ms(story.total_stall_s), f"in {num_stalls} change{'s' if num_stalls > 1 else ''}")
+        stall = _Fact("total stall", _ms(story.total_stall_s), f"in {counted(num_stalls, 'change')}")
     else:
         stall = _Fact("total stall", "not measured" if story.num_resizes else "none")
     return [
         _Fact(
             "duration",
             _clock(story.duration_s),
-            "finished" if story.finished_step is not None else "not finished",
+            story.end or "not finished",
         ),
         _Fact("steps", f"{story.num_steps:,}"),
         _Fact(
@@ -121,7 +121,7 @@ def _remarks(story: JobStory) -> list[str]:
         last_line = (story.errors[-1].text.strip().splitlines() or ["(no text)"])[-1]
         remarks.append(_clip(f"last of {counted(len(story.errors), 'error')}: {_one_line(last_line)}", MAX_COLUMNS - 2))
     if story.num_skipped:
-        remarks.append(f"{story.num_skipped} events could not be read and were left out.")
+        remarks.append(f"{counted(story.num_skipped, 'event')} could not be read and left out.")
     return remarks
 
 

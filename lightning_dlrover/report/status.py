@@ -46,7 +46,7 @@ from lightning_dlrover.rdzv.job.records import (
 from lightning_dlrover.rdzv.live import rounds
 from lightning_dlrover.rdzv.live.rounds import View
 from lightning_dlrover.rdzv.live.view import read_view
-from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
+from lightning_dlrover.report.event_log import EVENTS_FILE, JobEndedError, JobNotFoundError, ended_how, last_events
 from lightning_dlrover.report.skipped import described_skipped, skipped_rows
 from lightning_dlrover.report.streams import described, described_sequence, read_sequences, read_streams
 from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR, Surroundings
@@ -59,7 +59,9 @@ __all__ = [
     "JobSummary",
     "connect",
     "connect_to_job",
+    "ended_status",
     "find_job",
+    "has_ended_here",
     "is_locked",
     "list_jobs",
     "progress_text",
@@ -164,6 +166,7 @@ class JobSummary:
     num_workers: int | None = None  # workers in its round
     num_nodes: int | None = None  # started nodes that its controllers have not seen end
     controller: str = ""  # process and, if known, host of its controller
+    started_at: float = 0.0  # seconds since the epoch; 0: unknown
 
 
 def list_jobs(
@@ -183,9 +186,11 @@ def list_jobs(
             jobs.append(JobSummary(name, "unreadable"))
             continue
         locked = is_locked(file.parent)
+        started_at = file.stat().st_mtime  # by the newest `dlrover run` of the job
         who = f"process {job.pid}" if locked else ""
         if locked is False and job.target == "local":
-            jobs.append(JobSummary(name, "ended", "local"))  # its nodes ended with it
+            how = ended_how(last_events(file.parent / EVENTS_FILE)) or "ended"
+            jobs.append(JobSummary(name, how, "local", started_at=started_at))  # its nodes ended with it
             continue
         key = (job.place.endpoint, job.place.prefix)
         if key not in etcds:
@@ -196,7 +201,8 @@ def list_jobs(
         found = etcds[key]
         silent = f"unknown: its etcd at {job.place.endpoint} does not answer"
         unknown = JobSummary(name, silent if found is None else "ended", job.target, controller=who)
-        jobs.append(next((each for each in found or () if each.run_id == job.place.run_id), unknown))
+        summary = next((each for each in found or () if each.run_id == job.place.run_id), unknown)
+        jobs.append(dataclasses.replace(summary, started_at=started_at))
     return jobs
 
 
@@ -283,17 +289,17 @@ def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
     """Return a client for a job that should be running.
 
     Raises:
-        JobNotFoundError: the job has ended, and its etcd with it.
+        JobEndedError: the job has ended, and its etcd with it.
         EtcdError: etcd does not answer.
     """
-    has_ended = _has_ended(place, run_dir / place.run_id)
+    has_ended = has_ended_here(place, run_dir / place.run_id)
     try:
-        return connect(place, timeout_s=2.0 if has_ended else 5.0)
+        return connect(place, timeout_s=1.0 if has_ended else 5.0)
     except EtcdUnavailableError as error:
         at = "" if run_dir == DEFAULT_RUN_DIR else f" --run-dir {run_dir}"
         report = f"`dlrover report {place.run_id}{at}` shows what happened"
         if has_ended:
-            raise JobNotFoundError(
+            raise JobEndedError(
                 f"job {place.run_id!r} has ended, and with it its nodes on this machine and its etcd at {place.endpoint}; "
                 f"{report}"
             ) from error
@@ -304,7 +310,7 @@ def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
         ) from error
 
 
-def _has_ended(place: JobPlace, folder: Path) -> bool:
+def has_ended_here(place: JobPlace, folder: Path) -> bool:
     """Whether the run folder shows that a job at this place ran on this machine, and that its `dlrover run` has ended."""
     try:
         job = read_job_file(folder / JOB_FILE)
@@ -430,6 +436,12 @@ def show_status(
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,
     }
+
+
+def ended_status(place: JobPlace, events: list[EventRecord]) -> dict[str, Any]:
+    """Return the same of a job that has ended, and its etcd with it, by its events alone."""
+    nothing = FoundJob(read_view({}, place.keys), AgentView({}, None, None, None), None, None, None, None, [])
+    return {**show_status(place, nothing, {}, events), "phase": ended_how(events) or "ended"}
 
 
 def _show_snapshot(newest: SnapshotRecord | None, events: Sequence[EventRecord], now: float) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from lightning_dlrover.rdzv.job.events import (
     content_of,
 )
 from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.report.event_log import CANCELLED, ended_how
 
 __all__ = ["JobStory", "Profile", "Round", "outcome_of", "tell"]
 
@@ -98,6 +99,7 @@ class JobStory:
     notes: tuple[Note, ...]  # requested sizes, checkpoints and all other events that are neither drawn nor counted
     errors: tuple[Note, ...]
     finished_step: int | None  # None: the job has not reported its end
+    end: str  # see `ended_how`
     num_events: int
     num_skipped: int
 
@@ -149,7 +151,7 @@ class JobStory:
             )
         if not self.decisions:
             said.append("The planner recorded no decision.")
-        if self.finished_step is None:
+        if not self.end:
             said.append("The job has not reported that it finished.")
         return tuple(said)
 
@@ -183,8 +185,9 @@ def tell(run_id: str, events: Sequence[EventRecord]) -> JobStory:
         losses=tuple(told.losses.values()),
         undone=tuple(told.undone),
         notes=tuple(told.notes),
-        errors=tuple(told.errors),
+        errors=tuple(error for error in told.errors if CANCELLED not in error.text),
         finished_step=told.finished_step,
+        end=ended_how(timed),
         num_events=len(timed),
         num_skipped=told.num_skipped,
     )

@@ -7,11 +7,12 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from run_cli import RunCli
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.events import SnapshotCompleted, SnapshotFailed, record_of
+from lightning_dlrover.rdzv.job.events import FitFinished, JobFailed, RoundFormed, SnapshotCompleted, SnapshotFailed, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import (
     ControllerRecord,
@@ -62,9 +63,35 @@ def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: Em
     JobPlace("old", "127.0.0.1:1").write(Path("runs/old"))
     Path("runs/odd").mkdir()
     Path("runs/odd/job.json").write_text("[]")
-    assert list_jobs(None, None, Path("runs")) == [JobSummary("odd", "unreadable"), JobSummary("old", "ended", "local")]
+    started_at = Path("runs/old/job.json").stat().st_mtime
+    old = JobSummary("old", "ended", "local", started_at=started_at)
+    assert list_jobs(None, None, Path("runs")) == [JobSummary("odd", "unreadable"), old]
     assert (job.run_id, "training") in [(j.run_id, j.state) for j in list_jobs(etcd.endpoint, None, Path("runs"))]
     assert job.run_id in dlrover("list", "--endpoint", etcd.endpoint)[1]
+
+
+ENDS = {
+    "finished": [record_of(FitFinished(7), "done")],
+    "failed": [record_of(JobFailed(), "the job has failed: boom")],
+    "cancelled": [
+        record_of(RoundFormed(2, [], "stop"), "every worker was asked to leave"),
+        record_of(JobFailed(), "the job has failed: cancelled by `dlrover cancel`"),
+    ],
+    "interrupted": [record_of(RoundFormed(2, [], "stop"), "every worker was asked to leave")],
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_list_report_and_json_of_an_ended_job_tell_the_same_end(dlrover: RunCli, how: str) -> None:
+    folder = Path("runs/job")
+    folder.mkdir(parents=True)
+    JobPlace("job", "unix:/nowhere/etcd.sock:0").write(folder)
+    events = [record_of(RoundFormed(1, ["w"], "start"), "begins", 1.0), *ENDS[how]]
+    (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
+    assert dlrover("list")[1].splitlines()[1].split()[:2] == ["job", how]
+    assert f"({how})" in dlrover("report", "job")[1].splitlines()[1]
+    code, text, _ = dlrover("status", "job", "--json")
+    assert (code, json.loads(text)["phase"]) == (0, how)
 
 
 def test_list_shows_target_size_and_controller_of_each_job(
@@ -77,12 +104,13 @@ def test_list_shows_target_size_and_controller_of_each_job(
         Path(f"runs/{name}").mkdir(parents=True)
         JobPlace(name, endpoint, job.prefix).write(Path(f"runs/{name}"), "slurm", "mark")
     # No `dlrover run` is left here, but nodes of the first job train.
-    listed = {line.split()[0]: " ".join(line.split()[1:]) for line in dlrover("list")[1].splitlines()}
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "AT", dlrover("list")[1])
+    listed = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
     assert listed == {
-        "JOB": "STATE TARGET WORKERS NODES CONTROLLER",
-        job.run_id: "training slurm 2 2 none",
-        "gone": "ended slurm - - none",
-        "silent": "unknown: its etcd at 127.0.0.1:1 does not answer slurm - - none",
+        "JOB": "STATE STARTED TARGET WORKERS NODES CONTROLLER",
+        job.run_id: "training AT slurm 2 2 none",
+        "gone": "ended AT slurm - - none",
+        "silent": "unknown: its etcd at 127.0.0.1:1 does not answer AT slurm - - none",
     }
     workers = client.get_prefix(job.workers)[1]
     for entry in workers:

@@ -244,8 +244,8 @@ def test_broken_events_are_left_out_and_counted(tmp_path: Path) -> None:
         EventRecord("round", math.inf, "", {}),
     ]
     page = page_of([*whole_job(), *broken], tmp_path)
-    assert "8 events could not be read and were left out" in page.text
-    assert "8 events could not be read and were left out" in summary_text("job", [*broken])
+    assert "8 events could not be read and left out" in page.text
+    assert "8 events could not be read and left out" in summary_text("job", [*broken])
 
 
 def test_shade_covers_the_time_before_the_first_step_after_a_stall() -> None:
