@@ -77,8 +77,8 @@ def divide_command(options: argparse.Namespace) -> int:
             newest = next((made for _, made in events_of(reversed(events), DecisionMade)), None)
             if newest is None:
                 raise UsageError(
-                    f"job {name!r} has not published its gain yet: its planner, which needs a DLRoverCallback, decides "
-                    f"for the first time after some steps; `dlrover explain {name}` shows when it has"
+                    f"job {name!r} has not published any prediction: its planner, which needs a DLRoverCallback in the Trainer "
+                    "and so never predicts for a loop of your own, decides for the first time after some steps"
                 )
             decision = Decision.from_data(newest.document)
             able = options_of(decision)
