@@ -521,7 +521,7 @@ def _add_data(commands: Commands) -> None:
     which = data.add_mutually_exclusive_group()
     which.add_argument(
         "--step",
-        type=int,
+        type=values.step,
         metavar="N",
         help="list the rows that make optimizer update N, counted from 1 over the whole job, with all of its accumulated "
         "batches; N counts global batches where the number of batches per update varies",

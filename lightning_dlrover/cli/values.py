@@ -17,6 +17,9 @@ MAX_WORKERS = 100_000
 MAX_AMOUNT = 1e9
 """Largest number of cores, of seconds, or of any other amount."""
 
+MAX_COST_S = 1e6
+"""Largest cost of a resize in a simulation, which decides again every minute meanwhile."""
+
 
 def cpus(text: str) -> tuple[int, int]:
     """Minimum and maximum cores of a node, from `4` or `2:8`."""
@@ -90,9 +93,9 @@ def _cost(text: str, words: tuple[str, ...]) -> float | str:
     if text in words:
         return text
     with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) <= MAX_AMOUNT:
+        if 0 <= (seconds := float(text)) <= MAX_COST_S:
             return seconds
-    limit = f"{MAX_AMOUNT:,.0f}"
+    limit = f"{MAX_COST_S:,.0f}"
     raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds from 0 to {limit} nor {' or '.join(words)}")
 
 
@@ -124,6 +127,13 @@ def given(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("its value is empty, perhaps an unset variable; give a value, or leave the option out")
     return text
+
+
+def step(text: str) -> int:
+    """The number of an optimizer update, from 1."""
+    if not text.isdecimal() or not 0 < int(text) <= 10**12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: give a whole number from 1 to 1000000000000")
+    return int(text)
 
 
 def row(text: str) -> tuple[str, int]:

@@ -180,7 +180,7 @@ def test_newest_fit_counts(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--step", "0"], "there is no step 0 to tell of: steps are counted from 1"),
+        (["--step", "0"], "'0' is not a step: give a whole number from 1"),
         (["--row", "c.parquet:0"], "parquet('train') has no file c.parquet, but for example"),
         (["--row", "a.parquet:30"], "has 30 rows, numbered from 0: there is no row 30"),
         (["--row", "a.parquet"], "'a.parquet' is not FILE:ROW"),
