@@ -96,7 +96,7 @@ def test_wrong_options_are_refused(
 
 
 @pytest.mark.parametrize(
-    "samples, message", [("gpt,5", "has no speeds of gpt, only of toy"), ("toy,1e30", "samples is 1e30, and the")]
+    "samples, message", [("toy,64\\ngpt,5", "has no speeds of gpt, only of toy"), ("toy,1e30", "samples is 1e30, and the")]
 )
 def test_work_that_no_simulation_can_use_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: str, message: str
