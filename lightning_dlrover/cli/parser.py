@@ -227,12 +227,12 @@ def _add_colocate(commands: Commands) -> None:
     command = commands.add_parser("colocate", help="run a queue of training commands side by side on this machine")
     command.description = (
         "Run the jobs of a file to their ends, several at once: jobs whose needs complement each other run side by side, and "
-        "their memory never exceeds the machine's. Every start and end is on record, so the same command goes on with the rest "
-        "after an interruption. Exit code: 0 if all jobs are done, 1 if one has failed, 2 for wrong usage."
+        "their memory never exceeds the machine's. Every start and end is recorded, so the same command continues with the "
+        "rest after an interruption. Exit code: 0 if all jobs are done, 1 if one has failed, 2 for wrong usage."
     )
     command.add_argument("jobs", type=Path, metavar="JOBS.yaml", help="the jobs: a list `jobs` with a `command` each")
     command.add_argument(
-        "--policy", choices=POLICIES, default=POLICIES[0], help=f"who runs beside whom (default {POLICIES[0]})"
+        "--policy", choices=POLICIES, default=POLICIES[0], help=f"policy of co-location (default {POLICIES[0]})"
     )
     command.add_argument(
         "--devices",
@@ -249,7 +249,7 @@ def _add_colocate(commands: Commands) -> None:
         type=values.count,
         default=0,
         metavar="N",
-        help="most jobs of a device that run at once (default: twice its cores, on a GPU no more than 8; complementary: twice "
+        help="maximum of jobs at once on a device (default: twice its cores, on a GPU no more than 8; complementary: twice "
         "as many)",
     )
     command.add_argument(
@@ -306,7 +306,7 @@ def _add_simulate(commands: Commands) -> None:
     command.description = (
         "Replay traces of elastic jobs on a simulated cluster, once for each policy, cost of a resize and seed. Jobs run at "
         "measured speeds; policies learn them from the jobs that have run. Print a table and write an HTML report with "
-        "pictures. Each finished simulation is on record, so the same command goes on after an interruption. Exit code: 0 if "
+        "pictures. Each finished simulation is recorded, so the same command continues after an interruption. Exit code: 0 if "
         "all have ended, 2 for wrong use or a bad trace."
     )
     command.add_argument(
@@ -374,7 +374,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         type=values.duration,
         default=60.0,
         metavar="TIME",
-        help="time between decisions, beside those when a job comes or ends (default 60)",
+        help="time between decisions; others follow each start and end of a job (default 60)",
     )
     command.add_argument(
         "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
@@ -398,7 +398,7 @@ def _add_characterize(commands: Commands) -> None:
     command.description = (
         "Measure a reference DLRM on this machine in nine studies, write figures and findings, and record the samples in "
         "the job history, from which later jobs start. Each measurement is stored at once: the same command continues after an "
-        "interruption. Leave the machine idle meanwhile."
+        "interruption. Leave the machine idle until it ends."
     )
     size = command.add_mutually_exclusive_group()
     size.add_argument(

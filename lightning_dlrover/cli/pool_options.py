@@ -45,9 +45,8 @@ def add_brain(commands: Commands) -> None:
     """Add `dlrover brain`."""
     brain = commands.add_parser("brain", help="divide a budget of cores, GPUs and memory among the jobs of a pool")
     brain.description = (
-        "Decide, again and again, how many workers each job of a pool has, so that the budget is used best and never exceeded. "
-        "Jobs join with `dlrover run --pool`. One process decides; others stand by and take over. Its jobs keep their sizes "
-        "while none decides. Ends with Ctrl-C."
+        "Size the jobs of a pool continuously within a budget. Jobs join with `dlrover run --pool`. One process decides; "
+        "others stand by and take over. Without any, jobs keep their sizes. Ends with Ctrl-C."
     )
     brain.add_argument(
         "--budget",
@@ -92,7 +91,7 @@ def add_brain(commands: Commands) -> None:
         default=[],
         type=values.owner_weight,
         metavar="OWNER=X",
-        help="part of an owner in the pool beside those of the others, which its jobs share; repeatable (default: 1 each)",
+        help="weight of an owner's part of the pool, which its jobs share; repeatable (default: 1 each)",
     )
     brain.add_argument(
         "--quota",
@@ -105,7 +104,7 @@ def add_brain(commands: Commands) -> None:
     brain.add_argument(
         "--pool-only",
         action="store_true",
-        help="do not count jobs that are in no pool (default: they take part of the budget, and are left alone)",
+        help="do not count jobs that are in no pool (default: they are charged to the budget, but never resized)",
     )
     add_etcd_options(brain)
 

@@ -102,7 +102,7 @@ def _status_text(status: dict[str, Any]) -> str:
         lines += [f"nodes: {controller['held_up']}"] if controller["held_up"] else []
     elif status["target"] not in (None, "local") and (status["phase"] in ("starting", "training") or status["agents"]):
         lines.append(
-            f"controller: none; nodes on {status['target']} train on, the same `dlrover run` goes on with them, "
+            f"controller: none; nodes on {status['target']} train on, the same `dlrover run` adopts them, "
             f"`dlrover cancel {status['run_id']}` ends them"
         )
     for agent in status["agents"]:

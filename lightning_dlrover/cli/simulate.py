@@ -45,7 +45,7 @@ def simulate_command(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         with Results(options.out) as results:  # read again, as the interruption may have come while one was added
             done = len(keys & set(results.by_key))
-        complain(f"interrupted; {done} of {len(asked)} simulations are on record, and the same command continues with the rest")
+        complain(f"interrupted; {done} of {len(asked)} simulations are recorded, and the same command continues with the rest")
         return 128 + signal.SIGINT
     report = options.out / REPORT
     write_report(report, inputs, simulations)

@@ -149,4 +149,4 @@ def cluster_change(words: list[str]) -> Resources:
             return Resources(memory_mb=sign * memory(size))
         if unit in ("cores", "gpus"):
             return Resources(**{unit: sign * float(size)})
-    raise UsageError(f"--cluster {amount} {unit} is no change of a budget, such as +16 cores, -2 gpus or +64G memory")
+    raise UsageError(f"--cluster {amount} {unit} is not a change of a budget, such as +16 cores, -2 gpus or +64G memory")

@@ -128,7 +128,7 @@ def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, 
     assert code == 2
     assert "--cluster -5 cores takes more than the pool has: its budget is 4 cores" in errors
     code, _, errors = dlrover(*ask, "--cluster", "16", "apples")
-    assert (code, "is no change of a budget" in errors) == (2, True)
+    assert (code, "is not a change of a budget" in errors) == (2, True)
     code, _, errors = dlrover(*ask, "--without", "nobody")
     assert (code, "has no job 'nobody'" in errors) == (2, True)
 

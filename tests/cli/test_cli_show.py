@@ -143,6 +143,6 @@ def test_status_shows_the_age_of_the_newest_snapshot_and_a_failure(
 def test_status_warns_of_nodes_without_a_controller(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     client.put(job.nodes, encode(NodesRecord("slurm", "mark")))
     asking = ("status", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
-    assert "controller: none; nodes on slurm train on, the same `dlrover run` goes on with them" in dlrover(*asking)[1]
+    assert "controller: none; nodes on slurm train on, the same `dlrover run` adopts them" in dlrover(*asking)[1]
     client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm")))
     assert "none; nodes" not in dlrover(*asking)[1]

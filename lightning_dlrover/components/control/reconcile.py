@@ -316,7 +316,7 @@ def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
     reason = (
         f"all nodes have ended (the last: {last.name}, {last.status}) and etcd has not answered for {waited_s:.0f} s since, "
         "so whether the training was done is not known; see the nodes' output, start etcd again, and run the job once more "
-        "under the same name to go on with it"
+        "under the same name to continue it"
     )
     return [Give(1, reason)]
 
@@ -431,8 +431,8 @@ def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Pat
     if count < patience.max_same_error:
         return ""
     return (
-        f"no more nodes are added, {count} that joined have failed alike: {error}; once the cause is mended, `dlrover scale` "
-        "or another `dlrover run` of the job adds nodes again"
+        f"no more nodes are added, {count} that joined have failed with the same error: {error}; once the cause is "
+        "mended, `dlrover scale` or another `dlrover run` of the job adds nodes again"
     )
 
 
