@@ -99,13 +99,23 @@ def _erased() -> str:
     return erase
 
 
-def show(text: str) -> None:
+COLOURS = {"red": "31", "green": "32", "yellow": "33"}
+
+
+def show(text: str, colour: str = "") -> None:
     """Print the output of a command.
+
+    Args:
+        colour: of the first word, on a terminal whose user has not set NO_COLOR.
 
     Raises:
         OSError: standard output cannot be written.
     """
-    print(printable(text))
+    text = printable(text)
+    word, space, rest = text.partition(" ")
+    if word and colour and has_terminal() and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[{COLOURS[colour]}m{word}\x1b[0m{space}{rest}"
+    print(text)
 
 
 def complain(text: str, prefix: str = "dlrover: ") -> None:

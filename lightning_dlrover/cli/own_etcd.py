@@ -49,7 +49,7 @@ def without_etcd(server: EmbeddedEtcd, target: str) -> str:
     """Explain why the job's own etcd ended, how much of the job is left, and how to continue."""
     left = (
         "The job's records are lost with it: the script's checkpoints are still there, but the job restarts from scratch "
-        "unless the script is given one of them (ckpt_path). With an etcd of its own (--endpoint), the same command would continue"
+        "unless the script is given one (ckpt_path). With an etcd of its own (--endpoint), the same command would continue"
         if target == "local"
         else "The same command continues from the newest checkpoint"
     )

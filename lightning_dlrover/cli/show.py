@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import time
 from typing import Any
 
-from lightning_dlrover.cli.errors import EXIT_OK
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, tell_problems
 from lightning_dlrover.cli.options import COUNTED, counted_field
-from lightning_dlrover.output import counted, show
+from lightning_dlrover.output import counted, has_terminal, show
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.etcd.caller import full_text
 from lightning_dlrover.rdzv.etcd.inspection import alarms_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
 from lightning_dlrover.rdzv.job.records import ProgressRecord
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobEndedError, read_event_file
-from lightning_dlrover.report.status import ended_status, list_jobs, progress_text, read_job, read_nodes, show_status
+from lightning_dlrover.report.status import (
+    JOB_FILE,
+    ended_status,
+    is_locked,
+    list_jobs,
+    progress_text,
+    read_job,
+    read_nodes,
+    show_status,
+)
 from lightning_dlrover.report.surroundings import Surroundings
 from lightning_dlrover.report.text_table import text_table
+
+WATCH_S = 2.0
+"""Seconds between two looks of `dlrover status --watch`."""
 
 _STAGES = {
     "requested": "was requested from the scheduler",
@@ -32,6 +46,37 @@ _STAGES = {
 
 def status_command(options: argparse.Namespace) -> int:
     """Show rounds, workers, rates and the current plan of a job."""
+    if options.job is None:
+        options.job = _only_job(options)
+    if not options.watch:
+        return _show_once(options)
+    with contextlib.suppress(JobEndedError):
+        while True:
+            status, problems = _status(options)
+            if has_terminal() and not options.json:
+                print("\x1b[H\x1b[2J", end="")
+            _print(options, status, problems)
+            if status["phase"] in ("finished", "failed", "stopped"):
+                break
+            time.sleep(WATCH_S)
+    return EXIT_OK
+
+
+def _only_job(options: argparse.Namespace) -> str:
+    """Return the only job that a `dlrover run` of this machine runs in the folder of run folders.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    folders = [file.parent for file in sorted(options.run_dir.glob(f"*/{JOB_FILE}"))]
+    running = [folder.name for folder in folders if is_locked(folder)]
+    if len(running) != 1:
+        found = f"{', '.join(running)} run" if running else "no job runs"
+        raise UsageError(f"{found} in folder {options.run_dir}: name the job, as in `dlrover status JOB`")
+    return running[0]
+
+
+def _show_once(options: argparse.Namespace) -> int:
     try:
         status, problems = _status(options)
     except JobEndedError:
@@ -39,9 +84,13 @@ def status_command(options: argparse.Namespace) -> int:
             raise
         events = read_event_file(options.run_dir / options.job / EVENTS_FILE)
         status, problems = ended_status(find_place(options.job, options), events), []
+    _print(options, status, problems)
+    return EXIT_OK
+
+
+def _print(options: argparse.Namespace, status: dict[str, Any], problems: list[str]) -> None:
     show(json.dumps(status, indent=2) if options.json else _status_text(status))
     tell_problems(problems)
-    return EXIT_OK
 
 
 def _status(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -143,6 +192,9 @@ def list_command(options: argparse.Namespace) -> int:
     """List the jobs of a folder, or of an etcd."""
     endpoint = options.endpoint or Surroundings.of_this_process().endpoint
     jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, etcd_access(options))
+    if options.json:
+        show(json.dumps([dataclasses.asdict(job) for job in jobs], indent=2))
+        return EXIT_OK
     where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
     if not jobs:
         show(f"no jobs in {where}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
+from lightning_dlrover.cli.run_folder import run_folder
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import FitFinished, JobFailed, RoundFormed, SnapshotCompleted, SnapshotFailed, record_of
@@ -17,6 +18,7 @@ from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import (
     ControllerRecord,
     EventRecord,
+    JobRecord,
     Keys,
     NodeRecord,
     NodesRecord,
@@ -92,6 +94,30 @@ def test_list_report_and_json_of_an_ended_job_tell_the_same_end(dlrover: RunCli,
     assert f"({how})" in dlrover("report", "job")[1].splitlines()[1]
     code, text, _ = dlrover("status", "job", "--json")
     assert (code, json.loads(text)["phase"]) == (0, how)
+
+
+def test_status_without_a_name_takes_the_only_job_that_runs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    code, _, errors = dlrover("status")
+    assert (code, "no job runs in folder runs: name the job" in errors) == (2, True)
+    folder = Path("runs") / job.run_id
+    with run_folder(folder, job.run_id, etcd.endpoint, "local"):
+        JobPlace(job.run_id, etcd.endpoint, job.prefix).write(folder)
+        code, text, errors = dlrover("status")
+        assert (code, text.startswith(f"job {job.run_id}: training")) == (0, True), errors
+        [listed] = json.loads(dlrover("list", "--json")[1])
+    assert (listed["run_id"], listed["state"], listed["num_workers"]) == (job.run_id, "training", 2)
+
+
+def test_status_is_watched_until_the_job_ends(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(seconds: float) -> None:
+        client.put(job.job, encode(JobRecord("finished", True, 1, 3, "0")))
+
+    monkeypatch.setattr("lightning_dlrover.cli.show.time.sleep", end)
+    code, text, _ = dlrover("status", job.run_id, "--watch", "--endpoint", etcd.endpoint)
+    assert code == 0
+    assert [line.split()[2] for line in text.splitlines() if line.startswith("job ")] == ["training,", "finished,"]
 
 
 def test_list_shows_target_size_and_controller_of_each_job(
