@@ -56,7 +56,7 @@ test: setup
 all-but-on-demand: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
-# Everything, also what takes hours: docs/testing.md lists it.
+# Everything, also what takes hours: docs/internals/testing.md lists it.
 test-all:
 	DLROVER_ALL_FAULTS=1 $(MAKE) test
 
@@ -74,7 +74,7 @@ test-torchx-nightly: setup
 		tests/components/test_elastic.py tests/components/targets/test_targets.py tests/e2e/test_torchx.py tests/e2e/test_dlrover_run.py \
 		tests/e2e/test_slurm_jobs.py::test_torchx_submits_a_controller_which_submits_its_nodes
 
-# make gpu-bundle PY=3.12: a folder to copy to a machine with a GPU, that Python, a CUDA build of torch and no network. See docs/gpu.md.
+# make gpu-bundle PY=3.12: a folder to copy to a machine with a GPU, that Python, a CUDA build of torch and no network. See docs/guide/gpu.md.
 PY ?= 3.12
 gpu-bundle: setup
 	$(BIN)/python .ci/gpu_bundle.py --python $(PY) $(ARGS)

@@ -108,7 +108,7 @@ def parts_for(device: str, results: Path) -> list[Part]:
     tests += ["-m", "gpu"] if device == "cuda" else ["-k", "test_gpu"]
     tests += ["-n", "4"] if (os.cpu_count() or 1) >= MANY_CORES else []
     on_device = f"--device={device}"
-    characterize = [sys.executable, "-m", "lightning_dlrover.cli", "characterize", on_device, "--history", "off"]
+    characterize = [sys.executable, "-m", "lightning_dlrover.cli", "lab", "characterize", on_device, "--history", "off"]
     characterize += ["--budget", "0.8" if device == "cuda" else "0.4", "--out", str(results / "characterize")]
     colocation = ["--gpu=0", "--copies=2", "--rounds=1", "--job-seconds=2.5"]
     colocation += ["--policies", "sequential", "rmixer", "complementary"]

@@ -55,7 +55,7 @@ from lightning_dlrover.codec import from_fields
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Objective
 from lightning_dlrover.planner.plan import Settings
-from lightning_dlrover.planner.situation import Situation
+from lightning_dlrover.planner.plan_request import PlanRequest
 from lightning_dlrover.planner.space import Limits
 
 NAIVE = Settings(num_workers=1, loader_workers=0, intra_op_threads=1, prefetch_factor=0)
@@ -372,9 +372,8 @@ def replay(name: str, grid: Grid, size: Size, num_visits: int = 12) -> tuple[Set
     visited = [at]
     for _ in range(num_visits):
         windows += grid.windows.get(at, [])[-3:]
-        decision = PLANNERS[name](
-            Situation(windows, node_cores=cores, past=decisions), limits, Objective(), len(decisions) + 1, float(len(decisions))
-        )
+        request = PlanRequest(windows, node_cores=cores, past=decisions)
+        decision = PLANNERS[name](request, limits, Objective(), len(decisions) + 1, float(len(decisions)))
         decisions.append(decision)
         if not decision.is_change:
             break

@@ -1,16 +1,14 @@
-"""Jobs for `auto_config.py` and `busy_trials.py`. Their workers record every step.
+"""Jobs for `auto_config.py`. Their workers record every step.
 
 dense      a perceptron with products that fill a core; its data are in memory
-deep       a deep and narrow perceptron: its threads meet at many barriers in each step
 embedding  sharded embedding tables with many lookups per sample, and small products
 input      a small model with samples that are fetched (a wait) and decoded (a core)
-images     convolutions: a thousand operations for each parameter, unlike any reference model of `dlrover characterize`
+images     convolutions: a thousand operations for each parameter, unlike any reference model of `dlrover lab characterize`
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 import zlib
@@ -25,21 +23,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, callback
-from lightning_dlrover.planner import autoscale, trial
 from lightning_dlrover.tables.snapshots import SnapshotConfig
-
-__all__ = ["GLOBAL_BATCH", "JOBS", "POLICIES"]
 
 NUM_SAMPLES = 1_000_000
 NUM_FEATURES = 256
 NUM_TABLES, NUM_ROWS, DIM, LOOKUPS = 4, 100_000, 32, 40
 FETCH_S, DECODED_BYTES = 0.5e-3, 120_000
 
-GLOBAL_BATCH = {"dense": 240, "embedding": 384, "input": 48, "deep": 192, "images": 48}
+GLOBAL_BATCH = {"dense": 240, "embedding": 384, "input": 48, "images": 48}
 JOBS = ("dense", "embedding", "input")
 """Jobs that need different configurations."""
-
-POLICIES = ("ours", "blind", "slow", "careless")
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -153,7 +146,6 @@ class Options:
     window_s: float
     plan_every_s: float  # seconds between plans; 0: only profiles
     until: Path  # file that ends the job when it exists
-    policy: str
 
     @staticmethod
     def from_command_line() -> Options:
@@ -163,7 +155,6 @@ class Options:
         parser.add_argument("--window-s", type=float, default=2.0)
         parser.add_argument("--plan-every-s", type=float, default=10.0)
         parser.add_argument("--until", type=Path, required=True)
-        parser.add_argument("--policy", choices=POLICIES, default="ours")
         return Options(**vars(parser.parse_args()))
 
 
@@ -200,32 +191,13 @@ class Recorder(L.Callback):
             trainer.should_stop = bool(stop)
 
 
-def ignore_load() -> None:
-    """Hide other programs from the planner."""
-    setattr(callback, "MachineLoad", lambda: None)  # noqa: B010  (a class cannot be assigned to)
-
-
-def give_up_by_windows() -> None:
-    """Give a trial up only after a whole window and a fit, if it is slower than its interval, as an earlier planner did."""
-    setattr(callback.DLRoverCallback, "_watch_trial", lambda *_: None)  # noqa: B010
-    setattr(autoscale, "_break_even_s", lambda *_: None)  # noqa: B010
-
-
 def main() -> None:
     options = Options.from_command_line()
-    if options.policy in ("blind", "slow", "careless"):
-        ignore_load()
-    if options.policy == "slow":
-        give_up_by_windows()
-    elif options.policy == "careless":
-        trial.FAR_OUT = math.inf  # no trial is given up
     L.seed_everything(7, verbose=False)
     module: L.LightningModule
     data: Dataset[Any]
     if options.job == "dense":
         module, data = Perceptron(640, 3), Rows()
-    elif options.job == "deep":
-        module, data = Perceptron(256, 16), Rows()
     elif options.job == "embedding":
         module, data = ClickModel(), Clicks()
     elif options.job == "images":

@@ -1,4 +1,4 @@
-"""Quality of `dlrover characterize --quick`: its time, its repeatability, its limits, and the start that jobs get from it.
+"""Quality of `dlrover lab characterize --quick`: its time, its repeatability, its limits, and the start that jobs get from it.
 
     python benchmarks/characterize.py [--out DIR] [--jobs dense,embedding,input,images] [--reuse]
 
@@ -44,7 +44,7 @@ UNLIKE = "images"
 def run_quick(out: Path, history: Path) -> float:
     """Run the command; return its wall time in minutes."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "lightning_dlrover.cli", "characterize", "--quick", "--out", str(out)]
+    command = [sys.executable, "-m", "lightning_dlrover.cli", "lab", "characterize", "--quick", "--out", str(out)]
     log = out.with_suffix(".log")
     with log.open("w") as output:
         done = subprocess.run(

@@ -13,7 +13,7 @@ DIR of --traces holds the folders `pollux` with `workload-N.csv`, `elasticflow` 
 
 Without --scale and so on, every policy runs Pollux's workloads on 16 nodes with 4 GPUs each, at a resize cost of 30 s for all
 and the cost of a restart by model for each start, with N seeds: the first as in the trace, the others with shaken arrivals.
-Then, with one seed: all ends of jobs unknown; and the cost of a restart by model for each resize. `ours` and the policies
+Then, with one seed: all ends of jobs unknown; and the cost of a restart by model for each resize. `jct` and the policies
 near to it also have live resizes, lengths that are wrong by a random factor, 0.5, 1.5 and 2 times the arrivals, and jobs of
 ElasticFlow's and Gavel's traces (see `cluster_workloads.py`). Constants of policies were chosen on the workloads 1 and 2,
 with known and unknown lengths, so figures are printed for these, for the others, and for all. Deviations are those between
@@ -23,16 +23,16 @@ wrong lengths, loads and other sources. --workload and --policy leave out the ot
 
 The last line:
 
-    jct_vs_best       mean JCT of `ours` over that of the best other policy, mean over workloads; best is the lowest mean JCT
+    jct_vs_best       mean JCT of `jct` over that of the best other policy, mean over workloads; best is the lowest mean JCT
     best              its name
     jct_unknown       the same with all ends of jobs unknown, over the policy that is best then
-    resizes_unknown   changes and pauses of each job under `ours` then
-    worst_workload    largest mean JCT of `ours` in a workload over that of the other policy that is best in this workload
-    live_gain         1 - mean JCT of `ours` with live resizes / that of the best other policy at its restart costs by model
-    p99_ratio         p99 JCT of `ours` over that of the best other policy, mean over workloads
+    resizes_unknown   changes and pauses of each job under `jct` then
+    worst_workload    largest mean JCT of `jct` in a workload over that of the other policy that is best in this workload
+    live_gain         1 - mean JCT of `jct` with live resizes / that of the best other policy at its restart costs by model
+    p99_ratio         p99 JCT of `jct` over that of the best other policy, mean over workloads
 
---scale takes one decision of `ours` for 1,000 jobs on 10,000 GPUs, and others on clusters that an integer program can solve.
-The last line holds the time of the decision, its peak memory, and the smallest value of `ours` relative to the optimum.
+--scale takes one decision of `jct` for 1,000 jobs on 10,000 GPUs, and others on clusters that an integer program can solve.
+The last line holds the time of the decision, its peak memory, and the smallest value of `jct` relative to the optimum.
 
 --real runs four jobs of this machine under the brain of a pool, through the faults of `cluster_real.py`. The last line holds
 the sum of their completion times over that of first come first served, and how many of them have finished.

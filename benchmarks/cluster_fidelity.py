@@ -8,9 +8,9 @@ First the inputs are measured: two jobs of one worker, the second of which start
 workers. Each tells its steps/s, and the rest of its completion time is the start. Then one job grows and shrinks while others
 end and come: its history shows how long a worker takes to join, and to leave, and how long training pauses for each.
 
-Then eight jobs come one after the other and `dlrover brain` divides two cores among them. The simulator gets the arrivals, the
-steps, these inputs, and the brain's own decision code. It knows nothing of the real run's course. While a worker joins, its job
-trains on at its old speed and holds the core; then it pauses, and has the new one.
+Then eight jobs come one after the other and `dlrover pool run` divides two cores among them. The simulator gets the arrivals,
+the steps, these inputs, and the brain's own decision code. It knows nothing of the real run's course. While a worker joins, its
+job trains on at its old speed and holds the core; then it pauses, and has the new one.
 
 The last line has the largest and the median error of a job's completion time, whether the jobs ended in the same order, how
 much faster two workers are, and how many changes of size there were, real and simulated.
@@ -39,8 +39,6 @@ from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, events
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
 
-__all__ = ["JOBS", "Inputs", "fidelity", "simulated_times"]
-
 CORES = 2
 MEASURED, BRIEF = 200, 40  # steps
 STEP_S, SAMPLE_S = 0.005, 0.12 / 240  # one worker sleeps 125 ms in a step of 240 samples, two 65 ms
@@ -61,7 +59,7 @@ JOBS = tuple(
 APART_S = 15.0  # seconds between the starts of jobs that are measured, as jobs of the pool seldom start together
 LEARNS_S = 5.0  # seconds of training until a job's planner has published its speed
 END_TIMEOUT_S = 600.0
-RULES = Rules(Resources(cores=float(CORES)), "ours")
+RULES = Rules(Resources(cores=float(CORES)), "jct")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def fidelity() -> dict[str, float]:
             f"{inputs.join_s:.1f} s and leaves in {inputs.leave_s:.1f} s, with a pause of {inputs.pause_s:.2f} s",
             flush=True,
         )
-        ends = _run(space, endpoint, "pool", JOBS, "ours")
+        ends = _run(space, endpoint, "pool", JOBS, "jct")
         changes = sum(len(_sizes(space.folder / "pool", job.name)) for job in JOBS)
     real = {end.name: end.jct_s for end in ends}
     expected, expected_changes = simulated_times(inputs)
@@ -142,11 +140,11 @@ def _measure_changes(space: Workspace, endpoint: str) -> tuple[list[tuple[float,
     """Let a job grow when another one ends, and shrink when the next one comes. Return seconds until and of each pause."""
     folder = space.folder / "changes"
     with PoolOfJobs(folder, endpoint, CORES) as pool:
-        pool.start_brain("ours")
+        pool.start_brain("jct")
         pool.submit(_job("changes", 0.0, 600))
         for name in ("first", "second"):
             pool.submit(_job(name, 0.0, BRIEF, "1"))
-            pool.wait_for(f"the end of {name}", lambda name=name: any(e.name == name for e in pool.ended()), END_TIMEOUT_S)
+            pool.wait_for_end(name, END_TIMEOUT_S)
             pool.wait_for(
                 "growth", lambda: any(after == CORES for _, after, *_ in _changes(folder, "changes")[-1:]), END_TIMEOUT_S
             )

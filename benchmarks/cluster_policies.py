@@ -21,9 +21,7 @@ from lightning_dlrover.simulate.records import BY_MODEL, LIVE, Results, Simulate
 from lightning_dlrover.simulate.run import run_study
 from lightning_dlrover.simulate.study import Cost, Inputs, Trace, questions, read_inputs
 
-__all__ = ["CHOSEN_ON", "OURS", "compare", "workload_files"]
-
-OURS = "ours"
+OURS = "jct"
 EQUAL_S = 30.0
 EQUAL = f"{EQUAL_S:g}"
 LOADS = (0.5, 1.5, 2.0)

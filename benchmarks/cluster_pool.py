@@ -9,15 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 from jobs import BenchmarkError
-
-__all__ = ["Arrival", "Ended", "PoolOfJobs"]
+from processes import children, ends_of_logs, start_logged
+from waiting import eventually
 
 SCRIPT = Path(__file__).resolve().parent / "cluster_jobs.py"
 SAMPLE_S = 0.25
@@ -102,7 +102,8 @@ class PoolOfJobs:
                 process.wait(5.0)
 
     def start_brain(self, policy: str) -> subprocess.Popen[bytes]:
-        command = ["brain", f"--budget=cores={self.cores}", f"--policy={policy}", "--every=1s", f"--endpoint={self.endpoint}"]
+        rules = (f"--budget=cores={self.cores}", f"--policy={policy}", "--interval=1s")
+        command = ["pool", "run", *rules, f"--endpoint={self.endpoint}"]
         self.brains.append(self._start(command, f"brain-{len(self.brains)}"))
         return self.brains[-1]
 
@@ -133,33 +134,29 @@ class PoolOfJobs:
         """Training processes of each job now."""
         return {name: _num_workers(job.process.pid) for name, job in list(self.jobs.items()) if job.process.poll() is None}
 
-    def wait_for(self, what: str, found: object, timeout_s: float) -> None:
+    def wait_for(self, what: str, found: Callable[[], object], timeout_s: float) -> None:
         """Poll a function until it returns true.
 
         Raises:
             BenchmarkError: it did not in time.
         """
-        assert callable(found)
-        deadline = time.monotonic() + timeout_s
-        while not found():
-            if time.monotonic() > deadline:
-                raise BenchmarkError(
-                    f"waited {timeout_s:.0f} s in vain for {what}; workers: {self.workers()}; {self._ends_of_logs()}"
-                )
-            time.sleep(0.1)
+
+        def report() -> str:
+            return f"workers: {self.workers()}; {ends_of_logs(self.folder, 6)}"
+
+        eventually(found, what, timeout_s, 0.1, report=report, error=BenchmarkError)
+
+    def wait_for_end(self, name: str, timeout_s: float) -> None:
+        """Wait until a job has ended.
+
+        Raises:
+            BenchmarkError: it has not in time.
+        """
+        self.wait_for(f"the end of {name}", lambda: any(end.name == name for end in self.ended()), timeout_s)
 
     def _start(self, arguments: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "DLROVER_HISTORY": "off"}
-        with (self.folder / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [*DLROVER, *arguments],
-                env=environment,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the benchmark alone, which then ends the jobs
-            )
+        return start_logged([*DLROVER, *arguments], self.folder / f"{name}.log", environment, self.folder)
 
     def _audit(self) -> None:
         """Measure for how long there were more workers than cores. Processes are counted, so etcd may be away."""
@@ -172,20 +169,10 @@ class PoolOfJobs:
             else:
                 since = None
 
-    def _ends_of_logs(self) -> str:
-        files = sorted(self.folder.glob("*.log"))
-        return "\n".join(
-            f"{file.stem}: {line}" for file in files for line in file.read_text(errors="replace").splitlines()[-6:]
-        )
-
 
 def _num_workers(pid: int) -> int:
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return 0
     found = 0
-    for child in children:
+    for child in children(pid, recursive=True):
         with contextlib.suppress(psutil.Error):
             command = child.cmdline()
             found += str(SCRIPT) in command and not any("rdzv" in part for part in command)

@@ -2,8 +2,8 @@
 
     python benchmarks/cluster_real.py [--quick] [--scale X]
 
-ours    Four jobs of 1 to 2 workers come one after the other. `dlrover brain` divides two cores among them. It is killed, and a
-        second one takes over; etcd stands still for 30 s; one job is killed with all its processes, and started again.
+jct     Four jobs of 1 to 2 workers come one after the other. `dlrover pool run` divides two cores among them. It is killed, and
+        a second one takes over; etcd stands still for 30 s; one job is killed with all its processes, and started again.
 fcfs    The same jobs, the same killed job, without the other faults: the policy `as-requested`, with as many workers as a job
         may have, first come first served. Once with two workers for each job, once with one.
 
@@ -113,7 +113,7 @@ def real(scale: float = 1.0, quick: bool = False) -> dict[str, float | int]:
     arrivals = [replace(job, steps=int(job.steps * scale)) for job in JOBS]
     results: dict[str, tuple[list[Ended], float]] = {}
     with Workspace("cluster") as space:
-        results["ours"] = measure(space, "ours", arrivals, "ours", with_faults=True)
+        results["jct"] = measure(space, "jct", arrivals, "jct", with_faults=True)
         rigid = [replace(job, workers=str(CORES)) for job in arrivals]
         results["fcfs"] = measure(space, "fcfs", rigid, "as-requested", with_faults=False)
         if not quick:
@@ -123,14 +123,14 @@ def real(scale: float = 1.0, quick: bool = False) -> dict[str, float | int]:
     for name, (ends, excess_s) in results.items():
         each = ", ".join(f"{end.name} {end.jct_s:.0f} s (code {end.code})" for end in ends)
         print(f"{name}: {each}; sum {sums[name]:.0f} s; {excess_s:.1f} s with too many workers")
-    ends, excess_s = results["ours"]
+    ends, excess_s = results["jct"]
     figures: dict[str, float | int] = {
-        "jct_ratio": sums["ours"] / sums["fcfs"],
+        "jct_ratio": sums["jct"] / sums["fcfs"],
         "finished": sum(end.code == 0 for end in ends),
         "of": len(arrivals),
     }
     if "fcfs-1" in sums:
-        figures["jct_ratio_1"] = sums["ours"] / sums["fcfs-1"]
+        figures["jct_ratio_1"] = sums["jct"] / sums["fcfs-1"]
     return figures | {"excess_s": excess_s}
 
 

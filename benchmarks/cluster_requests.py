@@ -12,7 +12,7 @@ waiting there is little to gain. So give it with its load.
 
 A unit is two cores with 8 GiB, 16 units are a node. Under `as-requested`, a job keeps its requested units until its end, a lost
 node takes it back to its last checkpoint, and it fails where its memory grows beyond its request, or at one loss too many.
-Under `ours`, a job has between the units of its forecast memory and those that its user asked for; its speed is known only from
+Under `jct`, a job has between the units of its forecast memory and those that its user asked for; its speed is known only from
 the cores that its windows have used, and a loss costs a live recovery. The peak of its memory, which a job of this project
 comes to know while it runs, is forecast from the start, with an error. A job that fails is not submitted again.
 
@@ -175,7 +175,7 @@ class Result:
 
 
 def run(requests: Sequence[Request], policy: str, seed: int) -> Result:
-    """Simulate all jobs under a policy, `as-requested` or `ours`."""
+    """Simulate all jobs under a policy, `as-requested` or `jct`."""
     nodes = [f"node-{number:02d}" for number in range(NUM_NODES)]
     gib = 1 << 30
     devices = tuple(
@@ -250,7 +250,7 @@ def figures(num_jobs: int, seeds: Sequence[int], load: float = LOAD) -> dict[str
     print("seed  policy  mean JCT h  p99 JCT h  completed  CPU use  memory use  changes per job")
     for seed in seeds:
         requests = draw_requests(num_jobs, seed, load)
-        pair = {policy: run(requests, policy, seed) for policy in ("as-requested", "ours")}
+        pair = {policy: run(requests, policy, seed) for policy in ("as-requested", "jct")}
         whole = [{ended.job.name: ended for ended in each.outcome.finished if ended.is_whole} for each in pair.values()]
         both = sorted(set(whole[0]) & set(whole[1]))
         times = {
@@ -263,10 +263,10 @@ def figures(num_jobs: int, seeds: Sequence[int], load: float = LOAD) -> dict[str
                 f"  {each.completed:9.1%}  {each.cpu:7.1%}  {each.memory:10.1%}  {each.outcome.changes_per_job:15.1f}",
                 flush=True,
             )
-        user, ours = pair["as-requested"], pair["ours"]
+        user, ours = pair["as-requested"], pair["jct"]
         rows.append(
             {
-                "jct": times["ours"].mean() / times["as-requested"].mean() - 1,
+                "jct": times["jct"].mean() / times["as-requested"].mean() - 1,
                 "completion_points": 100 * (ours.completed - user.completed),
                 "cpu_points": 100 * (ours.cpu - user.cpu),
                 "memory_points": 100 * (ours.memory - user.memory),

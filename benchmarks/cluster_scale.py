@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES, make_elastic
-from lightning_dlrover.planner.cluster.elastic.ours import ours, values
+from lightning_dlrover.planner.cluster.elastic.jct import jct, values
 from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.sia import solved
 from lightning_dlrover.planner.cluster.elastic.sizes import with_placement
@@ -24,8 +24,6 @@ from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplicatio
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
 from lightning_dlrover.planner.cluster.work import USUAL_BATCHES
 from lightning_dlrover.planner.cluster.workloads import Submission
-
-__all__ = ["scale"]
 
 LARGE_JOBS, LARGE = 1000, Cluster(2500, 4)
 SOLVED = ((20, Cluster(16, 4)), (60, Cluster(16, 4)), (200, Cluster(125, 4)), (LARGE_JOBS, LARGE))
@@ -43,7 +41,7 @@ def scale(speeds: Path, *, quick: bool) -> dict[str, float | int]:
     times = []
     for seed in range(2 if quick else 5):
         state = _state(applications, LARGE_JOBS, LARGE, seed)
-        policy = make_elastic("ours", PolicySettings())
+        policy = make_elastic("jct", PolicySettings())
         for _ in range(2):  # the first decision fills tables that later ones use
             began_s = time.perf_counter()
             policy(state)
@@ -51,7 +49,7 @@ def scale(speeds: Path, *, quick: bool) -> dict[str, float | int]:
     first_s, later_s = statistics.median(times[::2]), statistics.median(times[1::2])
     print(f"{LARGE_JOBS} jobs on {LARGE.num_devices} GPUs: {first_s:.2f} s, each later decision {later_s:.2f} s")
     tracemalloc.start()
-    make_elastic("ours", PolicySettings())(state)
+    make_elastic("jct", PolicySettings())(state)
     peak_mb = tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()
     worst = 1.0
@@ -64,15 +62,15 @@ def scale(speeds: Path, *, quick: bool) -> dict[str, float | int]:
 
 
 def _optimality(state: State) -> float:
-    """Return the value of the sizes that `ours` chooses over that of the integer program's optimum."""
+    """Return the value of the sizes that `jct` chooses over that of the integer program's optimum."""
     seen: list[tuple[Share, Ints]] = []
 
     def choose(share: Share) -> Ints:
-        numbers = ours(share)
+        numbers = jct(share)
         seen.append((share, numbers))
         return numbers
 
-    policy: Policy = with_placement(replace(ELASTIC_POLICIES["ours"], choose=choose), PolicySettings())
+    policy: Policy = with_placement(replace(ELASTIC_POLICIES["jct"], choose=choose), PolicySettings())
     policy(state)
     chosen = best = 0.0
     for share, numbers in seen:

@@ -23,8 +23,6 @@ from lightning_dlrover.planner.cluster.work import USUAL_BATCHES
 from lightning_dlrover.planner.cluster.workloads import Submission, read_submissions
 from lightning_dlrover.simulate.study import Inputs, Trace
 
-__all__ = ["at_load", "first_jobs", "read_elsewhere"]
-
 NUM_JOBS = 160
 DEVICE = "v100"
 LIKE = {

@@ -1,11 +1,10 @@
-"""Jobs that share devices: real ones on this machine; and slowdowns, sets and a simulated cluster on pairs measured elsewhere.
+"""Jobs that share devices: real ones on this machine; and slowdowns and sets of pairs measured elsewhere.
 
     python benchmarks/colocation.py [--mixes NAME...] [--policies NAME...] [--rounds N] [--job-seconds S] [--minutes M] [--cold]
     python benchmarks/colocation.py --gpu N [--copies N] [--policies NAME...] [--rounds N] [--job-seconds S]
     python benchmarks/colocation.py --rehearse [--mixes NAME...] [--policies NAME...] [--seeds N] [--cold] [--with-gpu]
     python benchmarks/colocation.py --tune [--rehearse] [--policies NAME...] [--rounds N] [--seeds N] [--job-seconds S]
     python benchmarks/colocation.py --pairs [--data DIR] [--device NAME] [--seeds N] [--quick]
-    python benchmarks/colocation.py --simulate [--data DIR] [--device NAME] [--jobs FILE] [--seeds N] [--quick]
 
 Without an option, queues of twelve small DLRM-like jobs run with `dlrover colocate` under several policies, in interleaved
 rounds (`colocation_mixes.py`), and models train after an estimate of their peak memory (`colocation_memory.py`). Each kind of
@@ -32,8 +31,6 @@ DIR holds Gavel's traces (default: $DLROVER_SHARED_DATA/job_traces/gavel, else .
 100 random queues of 24 jobs are put into pairs from a quarter of the pairs. There are two measures: the sets of our policy by
 device time, where a job may stay alone, and as many pairs as fit by their steps/s. The last line holds the median errors of the
 two splits, the smaller of the two throughputs relative to the oracle's, and the largest median time of a decision, ms.
-
---simulate: jobs of the trace on 4 and 32 devices under every policy, several seeds.
 """
 
 from __future__ import annotations
@@ -73,12 +70,10 @@ from colocation_pairs import (
     quarter,
 )
 from colocation_rehearsal import GPU_KINDS, rehearse
-from colocation_simulation import LOADS, Run, runs
-from gavel_traces import MeasuredPairs, TraceError, default_folder, read_arrivals, read_pairs
+from gavel_traces import MeasuredPairs, TraceError, default_folder, read_pairs
 from jobs import BenchmarkError, describe_machine, result_line
 
 NUM_QUEUES, NUM_JOBS = 100, 24
-HOUR_S = 3600.0
 
 
 def report_errors(title: str, errors: Sequence[Errors]) -> float:
@@ -119,33 +114,6 @@ def pairs_benchmark(pairs: MeasuredPairs, num_seeds: int, quick: bool) -> None:
     print(
         result_line({"known_error": known, "left_out_error": left_out, "oracle": min(sets, most), "decision_ms": decision_ms})
     )
-
-
-def report_runs(found: Sequence[Run]) -> None:
-    """Print each policy's figures, means over the seeds with their spread, relative to one job at a time."""
-    print("  policy            makespan h       mean JCT h       p99 JCT h    longest wait h  of sequential: JCT, makespan")
-    base = {run.seed: run.outcome for run in found if run.policy == "sequential"}
-    for name in dict.fromkeys(run.policy for run in found):
-        of = [run for run in found if run.policy == name]
-        cells = [
-            _spread([getattr(run.outcome, field) / HOUR_S for run in of])
-            for field in ("makespan_s", "mean_completion_s", "p99_completion_s", "longest_wait_s")
-        ]
-        jct = statistics.fmean(run.outcome.mean_completion_s / base[run.seed].mean_completion_s for run in of)
-        makespan = statistics.fmean(run.outcome.makespan_s / base[run.seed].makespan_s for run in of)
-        print(f"  {name:<14} {' '.join(f'{cell:>16}' for cell in cells)}  {jct:.3f}, {makespan:.3f}")
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.1f} +- {statistics.stdev(values) if len(values) > 1 else 0.0:.1f}"
-
-
-def simulate_benchmark(pairs: MeasuredPairs, trace: Path, num_seeds: int, quick: bool) -> None:
-    for num_devices, num_jobs in LOADS.items():
-        num_jobs = num_jobs // 8 if quick else num_jobs
-        arrivals = read_arrivals(trace, pairs, num_jobs)
-        print(f"\n{num_jobs} jobs of {trace.name} on {num_devices} devices of kind {pairs.device.kind}, {num_seeds} seeds")
-        report_runs(list(runs(pairs, arrivals, num_devices, num_seeds)))
 
 
 def real_benchmark(arguments: argparse.Namespace) -> None:
@@ -241,7 +209,6 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="find the best number of jobs at once of each policy")
     parser.add_argument("--cold", action="store_true", help="no kind of job was measured before")
     parser.add_argument("--with-gpu", action="store_true", help="with --rehearse: the simulated machine has a GPU, too")
-    parser.add_argument("--simulate", action="store_true", help="simulate clusters under every policy")
     mixes = [mix for mix in MIXES if mix != GPU_MIX]
     parser.add_argument("--mixes", nargs="+", choices=mixes, default=mixes, help="mixes of real jobs (default: all)")
     parser.add_argument(
@@ -261,8 +228,7 @@ def main() -> int:
     )
     parser.add_argument("--data", type=Path, default=default_folder(), help="folder with Gavel's traces (default: %(default)s)")
     parser.add_argument("--device", default="k80", help="kind of device (default: %(default)s)")
-    parser.add_argument("--jobs", default="jobs-1.csv", help="trace of arrivals in that folder (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=5, help="random quarters, and simulations (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="random quarters, and rehearsals (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer queues, decisions and jobs")
     arguments = parser.parse_args()
     counts = (arguments.seeds, arguments.rounds, 1 if arguments.copies is None else arguments.copies)
@@ -283,17 +249,14 @@ def main() -> int:
         if arguments.rehearse:
             rehearsal(arguments.mixes, arguments.policies, arguments.seeds, arguments.cold)
             return 0
-        if not (arguments.pairs or arguments.simulate):
+        if not arguments.pairs:
             print(describe_machine())
             benchmark = real_benchmark if arguments.gpu is None else gpu_benchmark
             benchmark(arguments)
             return 0
         pairs = read_pairs(arguments.data, arguments.device)
         print(describe_machine())
-        if arguments.simulate:
-            simulate_benchmark(pairs, arguments.data / arguments.jobs, arguments.seeds, arguments.quick)
-        if arguments.pairs:
-            pairs_benchmark(pairs, arguments.seeds, arguments.quick)
+        pairs_benchmark(pairs, arguments.seeds, arguments.quick)
     except (BenchmarkError, RuntimeError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

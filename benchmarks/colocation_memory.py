@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-__all__ = ["MemoryResult", "memory_errors"]
-
 TIMEOUT_S = 180.0
 NUM_STEPS = 5
 MIB = 1 << 20

@@ -24,24 +24,6 @@ from lightning_dlrover.colocate.summary import summarize
 from lightning_dlrover.planner.cluster import Device, Job
 from lightning_dlrover.planner.cluster.cores import Shares, equal_shares, thread_shares
 
-__all__ = [
-    "CALIBRATION",
-    "GPU_MIX",
-    "MIXES",
-    "NUMBERS",
-    "OURS",
-    "POLICIES",
-    "SEQUENTIAL",
-    "SLOW_MIX",
-    "Length",
-    "MixResult",
-    "Variant",
-    "figures",
-    "measure_mixes",
-    "table",
-    "variant_of",
-]
-
 JOB = Path(__file__).resolve().with_name("colocation_job.py")
 MIXES: Mapping[str, Mapping[str, int]] = {
     "balanced": {"compute": 3, "memory": 3, "input": 3, "mixed": 3},
@@ -133,7 +115,7 @@ class MixResult:
     number: int  # number of the round
     makespan_s: float
     jobs_cpu_s: float
-    own_cpu_s: float  # CPU time of the dispatcher and the keepers
+    own_cpu_s: float  # CPU time of the dispatcher and the supervisors
     slowdown_errors: tuple[float, ...]
     num_out_of_memory: int
 
@@ -316,8 +298,8 @@ def _dispatch(
     file.write_text(json.dumps({"jobs": commands}))
     command = [sys.executable, "-m", "lightning_dlrover.cli", "colocate", str(file), "--out", str(queue), "--devices", device]
     variant = variant_of(policy)
-    command += ["--policy", variant.policy, *(["--at-once", str(variant.at_once)] if variant.at_once else [])]
-    command += ["--seed", str(seed), *(["--learn-from", str(learned)] if learned is not None else [])]
+    command += ["--policy", variant.policy, *(["--max-parallel", str(variant.at_once)] if variant.at_once else [])]
+    command += ["--seed", str(seed), *(["--profiles", str(learned)] if learned is not None else [])]
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=QUEUE_TIMEOUT_S)
     if done.returncode:

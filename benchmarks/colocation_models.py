@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover.observe.peak_memory import Step, step_of
 
-__all__ = ["HELD_OUT", "TUNED", "Work"]
-
 Optimizers = list[torch.optim.Optimizer]
 
 

@@ -17,18 +17,6 @@ from lightning_dlrover.planner.cluster.policies import POLICIES, make_policy
 from lightning_dlrover.planner.cluster.policy import Floats
 from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
 
-__all__ = [
-    "Choice",
-    "Errors",
-    "choose_pairs",
-    "choose_sets",
-    "decision_times_ms",
-    "known_errors",
-    "learn",
-    "left_out_errors",
-    "quarter",
-]
-
 Pair = tuple[str, str]
 
 NUM_QUEUED = 1000

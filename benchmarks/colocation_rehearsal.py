@@ -18,12 +18,10 @@ from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Ended, Profiled, Rates, Span
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import memory_actions
-from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.places import LocalDevice
 from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.tenants import Action, End, Holding, Memory, Start, Tenant, Waiting, after
 from lightning_dlrover.planner.cluster.cores import CoreUse, expected
-
-__all__ = ["GPU_KINDS", "KINDS", "Kind", "Machine", "rehearse"]
 
 LOOK_S = 0.1
 WINDOW_S = 4.0
@@ -49,7 +47,7 @@ class Kind:
     gpu_s: float = 0.0  # time of its steps alone on a GPU
     gpu_busy: float = 1.0  # fraction of that in which its kernels run
 
-    def seconds(self, place: Place) -> float:
+    def seconds(self, place: LocalDevice) -> float:
         """Return the time of its steps alone on a device."""
         return self.train_s if place.gpu is None else self.gpu_s
 
@@ -118,7 +116,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         most = self.at_once or int(jobs_per_core(self.policy) * self.num_cores)
-        cores = Place("cpu", "cpu", (), self.num_cores, 14_000 * MIB, most)
+        cores = LocalDevice("cpu", "cpu", (), self.num_cores, 14_000 * MIB, most)
         gpu = replace(cores, name="gpu:0", kind=GPU.name, num_cores=GPU_CORES, gpu=GPU, gpu_bytes=GPU.total_bytes)
         self.places = [*([gpu] if self.with_gpu else []), *([cores] if self.with_cores else [])]
         self.knowledge = Knowledge(device_kinds={place.name: place.kind for place in self.places})
@@ -185,7 +183,7 @@ class Machine:
             if active:
                 self._run(place, active)
 
-    def _run(self, place: Place, active: Sequence[Tenant]) -> None:
+    def _run(self, place: LocalDevice, active: Sequence[Tenant]) -> None:
         real = self._on_cores(place, active) if place.gpu is None else self._on_gpu(active)
         self._learn(place, active, real)
         for tenant in active:
@@ -203,7 +201,7 @@ class Machine:
             speeds |= {tenant.name: float(speed) for tenant, speed in zip(running, found.speeds, strict=True)}
         return speeds
 
-    def _on_cores(self, place: Place, active: Sequence[Tenant]) -> dict[str, float]:
+    def _on_cores(self, place: LocalDevice, active: Sequence[Tenant]) -> dict[str, float]:
         shares = self.scheduler.thread_shares(place, [t.kind if t.phase == "running" else "" for t in active])
         uses = [self._use(tenant) for tenant in active]
         found = expected(uses, shares, self.num_cores)
@@ -222,7 +220,7 @@ class Machine:
         total = sum(p * b for p, b in zip(press, busy, strict=True)) - press[index] * busy[index]
         return total * min(1.0, (self.num_cores - 1) / others) if others else 0.0
 
-    def _progress(self, tenant: Tenant, place: Place, seconds: float) -> None:
+    def _progress(self, tenant: Tenant, place: LocalDevice, seconds: float) -> None:
         work = self.work[tenant.name]
         if tenant.phase == "starting":
             work.start_s -= seconds
@@ -239,7 +237,7 @@ class Machine:
             left = max(0, math.ceil(work.left * steps))
             self.tenants[tenant.name] = replace(tenant, steps_left=left, num_steps=steps - left)
 
-    def _learn(self, place: Place, active: Sequence[Tenant], real: Mapping[str, float]) -> None:
+    def _learn(self, place: LocalDevice, active: Sequence[Tenant], real: Mapping[str, float]) -> None:
         names = tuple(sorted(tenant.name for tenant in active))
         if names != self.together.get(place.name) or any(tenant.phase == "starting" for tenant in active):
             self.together[place.name], self.since_s[place.name] = names, self.now
@@ -276,7 +274,7 @@ class Machine:
         self.tenants[tenant.name] = changed if changed.phase == tenant.phase else replace(changed, since_s=self.now)
 
 
-def _profile(name: str, kind: Kind, place: Place) -> Profiled:
+def _profile(name: str, kind: Kind, place: LocalDevice) -> Profiled:
     """Return the measurement of a kind alone."""
     steps_per_s = kind.train_s / STEP_S / kind.seconds(place)
     if place.gpu is None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from faulty_etcd import EtcdCluster, EtcdProxy
 from jobs import BenchmarkError, LiveJob, Step, Workspace, describe_machine, result_line
+from processes import ends_of_logs
 
 ARGUMENTS = ["--batch-size=8", "--num-samples=10000000", "--digests", "--step-floor-s=0.01"]
 
@@ -136,7 +137,7 @@ def main() -> int:
                 outcomes.append(endure(job, faults, around_s))
                 if outcomes[-1].is_lost or outcomes[-1].num_lost:
                     space.keep()
-                    print("\n".join(job.ends_of_logs()), file=sys.stderr)
+                    print(ends_of_logs(job.folder), file=sys.stderr)
     print(result_line({"jobs_lost": sum(o.is_lost for o in outcomes), "steps_lost": sum(o.num_lost for o in outcomes)}))
     return 0
 

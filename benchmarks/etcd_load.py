@@ -6,7 +6,7 @@ Each part is a module of its own:
 
     bytes      `etcd_load_bytes.py`: bytes that a job writes while it trains undisturbed
     workers    `etcd_load_workers.py`: requests of 1,000 simulated workers, idle and at a change
-    decisions  `etcd_load_decisions.py`: time of a convener's decision in a job of 1,000 workers
+    decisions  `etcd_load_decisions.py`: time of a coordinator's decision in a job of 1,000 workers
     world      `large_world.py`: 200 real workers that grow by one and lose one
 
 A part's module offers `def measure(quick: bool) -> dict[str, float]`. It prints its own table, and returns its figures in the

@@ -1,7 +1,7 @@
-"""Seconds that a convener takes to decide in jobs of 100 and 1,000 workers: one part of `etcd_load.py`.
+"""Seconds that a coordinator takes to decide in jobs of 100 and 1,000 workers: one part of `etcd_load.py`.
 
-A decision is the next round and the notice for the others, from a view that was just decoded. The convener makes it after each
-change of a record, in a process that trains. Situations:
+A decision is the next round and the notice for the others, from a view that was just decoded. The coordinator makes it after
+each change of a record, in a process that trains. Situations:
 
     quiet   all train
     loss    one worker is gone
@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 
 from lightning_dlrover.rdzv.job.records import MAX_UNREACHABLE, JobRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.live.outlook import notice_of
-from lightning_dlrover.rdzv.live.rounds import View, next_round
+from lightning_dlrover.rdzv.live.rounds import JobView, next_round
+from lightning_dlrover.rdzv.live.worker_view import notice_of
 
 SIZES = (100, 1000)
 
@@ -48,7 +48,7 @@ SITUATIONS: dict[str, tuple[bool, int, Callable[[int, int], list[int]]]] = {  # 
 }
 
 
-def view_of(size: int, situation: str) -> View:
+def view_of(size: int, situation: str) -> JobView:
     """Return a job of `size` workers, eight on each host, in one of `SITUATIONS`."""
     is_broken, num_lost, unreached = SITUATIONS[situation]
     members = [f"host{rank // 8}-{rank}-a1b2c3" for rank in range(size)]
@@ -59,7 +59,7 @@ def view_of(size: int, situation: str) -> View:
         host = f"host{rank // 8}"
         workers[worker] = WorkerRecord(worker, f"agent{rank}", host, 1, 0, "10.0.0.1", 1, state, 7, unreachable=others)  # type: ignore[arg-type]
     round_ = RoundRecord(7, members, "", "start", planned=True, apart_attempts=2)
-    return View(JobRecord("training", True, 1, size, "1"), round_, None, workers)
+    return JobView(JobRecord("training", True, 1, size, "1"), round_, None, workers)
 
 
 def seconds_of(size: int, situation: str) -> float:

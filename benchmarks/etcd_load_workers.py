@@ -2,15 +2,15 @@
 
     python benchmarks/etcd_load_workers.py [--workers 250,1000] [--idle 40] [--writes 5] [--rounds 3] [--quick]
 
-A worker is the real `Membership`, with its own connection to etcd, its lease, its mirrors and its turn as convener. It trains
-nothing and connects to no other worker: it enters each round as soon as it sees it. Light processes hold the workers
+A worker is the real `Membership`, with its own connection to etcd, its lease, its mirrors and its turn as coordinator. It
+trains nothing and connects to no other worker: it enters each round as soon as it sees it. Light processes hold the workers
 (`light_processes.py`). For each number of workers N:
 
 - idle: requests to etcd per second and worker while nothing happens, as `rendezvous_scale.py` counts them. Keys elsewhere in
   etcd change meanwhile (`--writes` per second), as on a shared etcd.
 - grow: a worker is ready to join; until all N + 1 know the round that takes it in, on the machine's monotonic clock.
 - loss: a worker dies and is buried by a neighbour; until the other N know the round without it.
-- settled: after the grow, until the convener has seen all workers enter.
+- settled: after the grow, until the coordinator has seen all workers enter.
 - requests, notices and kilobytes per worker: what each change costs, by etcd's own count, without the requests of an idle job.
   A notice is one event of a watch. Kilobytes (10^3 bytes) are those from and to all clients, an idle job's among them.
 """
@@ -28,6 +28,7 @@ from typing import Any
 
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from light_processes import LightProcesses, OtherUser, metrics_of, requests_to
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -38,8 +39,8 @@ from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.live import membership as membership_module
 from lightning_dlrover.rdzv.live.admission import MembershipConfig
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.view import Decoder
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 WORKERS_PER_PROCESS = 25
 TIMEOUT_S = 600.0
@@ -73,7 +74,7 @@ class _Worker:
         self.state = self.membership.register()
         threading.Thread(target=self._follow, daemon=True).start()
 
-    def _look(self, view: Outlook) -> None:
+    def _look(self, view: WorkerView) -> None:
         if view.round is not None and view.round.number not in self.seen:
             self.seen[view.round.number] = time.monotonic()
             self._news.set()
@@ -128,13 +129,14 @@ class _Host:
 
     def saw(self, number: int) -> float:
         """Time at which the last worker knew of a round."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while any(number not in worker.seen for worker in self._workers):
-            if errors := [worker.error for worker in self._workers if worker.error]:
-                raise BenchmarkError(f"{len(errors)} workers failed, the first with {errors[0]}")
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"not all workers knew of round {number} within {TIMEOUT_S:g} s")
-            time.sleep(0.01)
+
+        def failed() -> str:
+            errors = [worker.error for worker in self._workers if worker.error]
+            return f"{len(errors)} workers failed, the first with {errors[0]}" if errors else ""
+
+        what = f"all workers to know of round {number}"
+        known = lambda: all(number in worker.seen for worker in self._workers)  # noqa: E731
+        eventually(known, what, TIMEOUT_S, ended=failed, error=BenchmarkError)
         return max((worker.seen[number] for worker in self._workers), default=0.0)
 
 

@@ -30,8 +30,6 @@ from lightning_dlrover.rdzv.etcd.server import (
 )
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
-__all__ = ["EtcdCluster", "EtcdProxy"]
-
 _START_TIMEOUT_S = 60.0
 
 

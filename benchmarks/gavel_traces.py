@@ -1,8 +1,8 @@
-"""Measured speeds of jobs alone and in pairs, and arrivals of jobs, from Gavel's artefact (Narayanan et al., OSDI 2020).
+"""Measured speeds of jobs alone and in pairs, from Gavel's artefact (Narayanan et al., OSDI 2020).
 
 `throughputs.csv` holds device, job, num_devices, steps_per_s. `pair_throughputs.csv` holds device, job_a, num_devices_a, job_b,
-num_devices_b, steps_per_s_a, steps_per_s_b, with 0 for pairs that do not fit. `jobs-N.csv` holds job, num_devices, total_steps,
-arrival_s. A job is named by its model and batch size: "ResNet-18 (batch size 16)".
+num_devices_b, steps_per_s_a, steps_per_s_b, with 0 for pairs that do not fit. A job is named by its model and batch size:
+"ResNet-18 (batch size 16)".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,6 @@ from scipy.optimize import linprog
 
 from lightning_dlrover.planner.cluster import Device, Job, Profile
 from lightning_dlrover.planner.cluster.policy import Floats
-from lightning_dlrover.planner.cluster.simulator import Arrival
-from lightning_dlrover.planner.cluster.slowdown import SlowdownModel
-
-__all__ = ["MEMORY_BYTES", "MeasuredPairs", "TraceError", "default_folder", "read_arrivals", "read_pairs"]
 
 MEMORY_BYTES = 12 * 10**9
 """Memory of a device. The traces tell which pairs fit, not how much each job needs; see `_memory_of`."""
@@ -45,24 +41,6 @@ class MeasuredPairs:
     device: Device
     jobs: Mapping[str, Job]
     speeds: Mapping[tuple[str, str], float]
-
-    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
-        """The truth for the simulator, which names jobs "MODEL (batch size N)#NUMBER".
-
-        A job of several devices is as fast as on the slowest of them, and loses nothing to their communication.
-        """
-        alone = job.profiles[self.device.kind].steps_per_s
-        return alone * min(self._relative(job, beside[device.name]) for device in devices)
-
-    def _relative(self, job: Job, others: Sequence[Job]) -> float:
-        name = job.name.split("#")[0]
-        excess = 0.0
-        for other in others:
-            known = self.speeds.get((name, other.name.split("#")[0]))
-            if known is None:  # a pair that memory allows and that was not measured
-                known = float(SlowdownModel().relative_speeds([(job, other)], self.device)[0][0])
-            excess += 1 / known - 1
-        return 1 / (1 + excess)
 
 
 def read_pairs(folder: Path, device: str) -> MeasuredPairs:
@@ -105,31 +83,6 @@ def read_pairs(folder: Path, device: str) -> MeasuredPairs:
         for name in sorted(names)
     }
     return MeasuredPairs(Device(device, device, "node", MEMORY_BYTES, places=2), jobs, speeds)
-
-
-def read_arrivals(path: Path, pairs: MeasuredPairs, num_jobs: int, first: int = 0) -> list[Arrival]:
-    """Read `num_jobs` jobs of one device from the `first` on, those of models without measured pairs left out."""
-    arrivals: list[Arrival] = []
-    seen = 0
-    for row, at in _rows(path):
-        known = pairs.jobs.get(row["job"])
-        if known is None:
-            continue
-        steps, arrival_s, num_devices = (_number(row[c], at) for c in ("total_steps", "arrival_s", "num_devices"))
-        if not steps > 0 or arrival_s < 0 or num_devices < 1:
-            raise TraceError(
-                f"{at}: {steps:g} steps on {num_devices:g} devices at {arrival_s:g} s; none of them can be below 0"
-            )
-        if num_devices > 1:
-            continue
-        seen += 1
-        if seen <= first:
-            continue
-        job = replace(known, name=f"{known.name}#{first + len(arrivals)}", submitted_s=arrival_s)
-        arrivals.append(Arrival(job, steps))
-        if len(arrivals) == num_jobs:
-            return arrivals
-    raise TraceError(f"{path} has {len(arrivals)} jobs of known models from number {first} on; {num_jobs} were asked for")
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, str], str]]:

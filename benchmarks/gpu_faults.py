@@ -31,6 +31,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from jobs import BenchmarkError, LiveJob, Step, Workspace, add_device_options, describe_machine, device_arguments, result_line
+from processes import ends_of_logs
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
@@ -142,7 +143,7 @@ def faults_of(space: Workspace, etcd: EmbeddedEtcd, num_workers: int, options: a
             failed = 1
             space.keep()
             job.save_evidence()
-            print("\n".join(job.ends_of_logs(60)), f"FAILED: {error}", sep="\n", flush=True)
+            print(ends_of_logs(job.folder, 60), f"FAILED: {error}", sep="\n", flush=True)
         steps = job.steps()
     figures: dict[str, float | int] = {f"{name}_{num_workers}_s": seconds for name, seconds in faults.pauses_s.items()}
     figures |= {"failed": failed, "lost_workers": faults.lost_workers}

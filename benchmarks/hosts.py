@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
-__all__ = ["Host", "Hosts"]
-
 INTERFACE = "eth0"
 
 

@@ -28,8 +28,13 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 import psutil
+
+# Tests and benchmarks share what starts, follows and ends processes.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from hosts import Host, Hosts
+from processes import JsonLines, children, ends_of_logs, kill_all, start_logged
 from slurm_cluster import SlurmCluster, slurm_cluster
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -46,26 +51,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import read_view
-
-__all__ = [
-    "BenchmarkError",
-    "Block",
-    "ControlledJob",
-    "Job",
-    "LiveJob",
-    "Step",
-    "Workspace",
-    "add_device_options",
-    "describe_machine",
-    "device_arguments",
-    "free_endpoint",
-    "loader_workers_of",
-    "result_line",
-    "stock_agent",
-    "use_backend",
-]
 
 T = TypeVar("T")
 
@@ -137,19 +124,13 @@ class _StepLog:
     """Steps in a folder of records, read while they are written."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.steps: list[Step] = []
-        self._offsets: dict[Path, int] = {}
+        self._folder = folder
+        self._files: dict[Path, JsonLines[Step]] = {}
 
     def refresh(self) -> list[Step]:
-        for file in sorted(self.folder.glob("*.jsonl")):
-            with file.open("rb") as opened:
-                opened.seek(self._offsets.get(file, 0))
-                raw = opened.read()
-            complete = raw[: raw.rfind(b"\n") + 1]  # the writer may be killed, or interrupted, in mid-line
-            self._offsets[file] = self._offsets.get(file, 0) + len(complete)
-            self.steps += [Step(**json.loads(line)) for line in complete.splitlines()]
-        return self.steps
+        for file in sorted(self._folder.glob("*.jsonl")):
+            self._files.setdefault(file, JsonLines(file, lambda fields: Step(**fields)))
+        return [step for lines in self._files.values() for step in lines.read()]
 
 
 class Workspace:
@@ -229,8 +210,7 @@ class Workspace:
             yield
         except Exception:
             job.save_evidence()
-            for line in job.ends_of_logs():
-                print(line, file=sys.stderr)
+            print(ends_of_logs(job.folder), file=sys.stderr)
             raise
 
 
@@ -279,16 +259,8 @@ class Job:
             **self.environment,
             **(host.environment if host else {}),
         }
-        with (self.folder / f"agent-{self._num_started}.log").open("wb") as log:
-            agent = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the benchmark alone, which then ends the job
-            )
+        log = self.folder / f"agent-{self._num_started}.log"
+        agent = start_logged(command, log, environment, self.folder)  # Ctrl-C reaches the benchmark alone, which ends the job
         self._num_started += 1
         self.agents.append(agent)
         return agent
@@ -309,7 +281,7 @@ class Job:
     def worker_pids(self, agents: Sequence[subprocess.Popen[bytes]] | None = None) -> list[int]:
         """Current training processes of all agents, or of these. Processes that are still importing are included."""
         agents = self.agents if agents is None else agents
-        return [child.pid for agent in agents for child in _children(agent.pid) if _runs_training(child)]
+        return [child.pid for agent in agents for child in children(agent.pid) if _runs_training(child)]
 
     def loader_worker_pids(self) -> list[int]:
         return [pid for worker in self.worker_pids() for pid in loader_workers_of(worker)]
@@ -321,18 +293,7 @@ class Job:
 
     def close(self) -> None:
         """End all processes of the job at once."""
-        doomed: dict[int, psutil.Process] = {}
-        for agent in [*self.agents, *self._given_up]:
-            # Agents first, because they would restart killed workers.
-            doomed.update({child.pid: child for child in _children(agent.pid, recursive=True)})
-            if agent.poll() is None:
-                agent.kill()
-        for process in doomed.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()  # checks that the pid is still the same process
-        for agent in [*self.agents, *self._given_up]:
-            agent.wait(10.0)
-        psutil.wait_procs(list(doomed.values()), timeout=10.0)
+        kill_all([*self.agents, *self._given_up])
 
     def wait_until_ended(self, timeout_s: float) -> list[int]:
         """Exit codes of all agents.
@@ -340,11 +301,9 @@ class Job:
         Raises:
             BenchmarkError: naming the agents that did not end in time.
         """
-        deadline = time.monotonic() + timeout_s
-        while (running := [i for i, agent in enumerate(self.agents) if agent.poll() is None]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if running:
-            raise BenchmarkError(f"job {self.name}: waited {timeout_s:.0f} s in vain for agents {running} to end")
+        running: Callable[[], list[int]] = lambda: [i for i, agent in enumerate(self.agents) if agent.poll() is None]  # noqa: E731
+        what = f"job {self.name}: the end of all agents"
+        eventually(lambda: not running(), what, timeout_s, error=BenchmarkError, report=lambda: f"agents {running()} run")
         return [agent.returncode for agent in self.agents]
 
     def save_evidence(self) -> None:
@@ -362,17 +321,12 @@ class Job:
             time.sleep(STACKS_S)
             return
         pids = [agent.pid for agent in self.agents if agent.poll() is None]
-        pids += [child.pid for pid in pids for child in _children(pid, recursive=True)]
+        pids += [child.pid for pid in pids for child in children(pid, recursive=True)]
         with (self.folder / "stacks.txt").open("wb") as file:
             for pid in pids:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     command = [py_spy, "dump", "--native", "--pid", str(pid)]
                     subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=20.0, check=False)
-
-    def ends_of_logs(self, num_lines: int = 15) -> Iterator[str]:
-        for file in sorted(self.folder.glob("*.log")):
-            lines = file.read_text(errors="replace").splitlines()[-num_lines:]
-            yield from (f"{self.name}/{file.stem}: {line}" for line in lines)
 
     # --- observing ----------------------------------------------------------------------------------------------------
 
@@ -381,20 +335,16 @@ class Job:
         return self._log.refresh()
 
     def wait_for(self, what: str, found: Callable[[], T | None], timeout_s: float, poll_s: float = POLL_S) -> T:
-        """Poll `found` and return its first result that is not None.
+        """Poll `found` and return its first true result.
 
         Raises:
-            BenchmarkError: no result within `timeout_s`, or every agent has ended, or one has failed, meanwhile.
+            BenchmarkError: no result within `timeout_s`, or every agent has ended, or one has failed.
         """
-        deadline = time.monotonic() + timeout_s
-        while (result := found()) is None:
-            codes = [agent.poll() for agent in self.agents]
-            if any(codes) or None not in codes:
-                raise BenchmarkError(f"job {self.name}: agents ended with {codes} while waiting for {what}")
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"job {self.name}: waited {timeout_s:.0f} s in vain for {what}")
-            time.sleep(poll_s)
-        return result
+        return eventually(found, f"job {self.name}: {what}", timeout_s, poll_s, ended=self._ended, error=BenchmarkError)
+
+    def _ended(self) -> str:
+        codes = [agent.poll() for agent in self.agents]
+        return f"agents ended with {codes}" if any(codes) or None not in codes else ""
 
     def wait_for_steps(self, num_steps: int, world_size: int, since_s: float = 0.0, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until a worker has made `num_steps` steps in a world of this size that ended after `since_s`."""
@@ -437,7 +387,7 @@ class LiveJob(Job):
         """Start one more agent with one worker."""
         return self.start_agent(self._options)
 
-    def view(self) -> View:
+    def view(self) -> JobView:
         def bad(key: str, error: RecordError) -> None:
             raise BenchmarkError(f"job {self.name}: {error}") from error
 
@@ -504,18 +454,8 @@ class ControlledJob(LiveJob):
         """
         command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--endpoint", self._endpoint, "--rdzv-id", self.name]
         command += ["--workers", f"{min_workers}:{max_workers}", "--run-dir", str(self.folder / "runs"), *options]
-        with (self.folder / "run.log").open("wb") as log:
-            self.agents.append(
-                subprocess.Popen(
-                    [*command, *self._arguments],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
-                    cwd=self.folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+        self.agents.append(start_logged([*command, *self._arguments], self.folder / "run.log", environment, self.folder))
 
     def close(self) -> None:
         for run in self.agents:
@@ -564,7 +504,6 @@ def device_arguments(options: argparse.Namespace) -> list[str]:
 def use_backend(name: str) -> None:
     """Register a backend in a worker, if torch does not know it."""
     if name == STAND_IN:
-        sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
         import nccl_stand_in
 
         nccl_stand_in.install(nccl_stand_in.Quirks(create_s=CREATE_S))
@@ -616,15 +555,7 @@ def result_line(values: Mapping[str, float | int | str]) -> str:
 
 
 def loader_workers_of(worker_pid: int) -> list[int]:
-    return [child.pid for child in _children(worker_pid) if _runs_training(child)]
-
-
-def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
-    try:
-        found: list[psutil.Process] = psutil.Process(pid).children(recursive=recursive)
-        return found
-    except psutil.NoSuchProcess:
-        return []
+    return [child.pid for child in children(worker_pid) if _runs_training(child)]
 
 
 def _runs_training(process: psutil.Process) -> bool:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from jobs import BenchmarkError, Job, Step, Workspace, describe_machine, result_line, stock_agent
 from kill_recovery import etcd_options
+from processes import ends_of_logs
 
 NUM_WORKERS = 3
 TIMEOUT_S = 120.0
@@ -106,7 +107,7 @@ def run(job: Job, agents: Sequence[list[str]], kill_after: int) -> Curve:
     killed_at_s = max(step.ended_s for step in steps)
     codes = job.wait_until_ended(TIMEOUT_S)
     if any(codes):
-        raise BenchmarkError(f"job {job.name}: agents ended with {codes}:\n" + "\n".join(job.ends_of_logs()))
+        raise BenchmarkError(f"job {job.name}: agents ended with {codes}:\n" + ends_of_logs(job.folder))
     return curve_of(job.steps(), killed_at_s)
 
 

@@ -55,6 +55,7 @@ from jobs import (
     free_endpoint,
     result_line,
 )
+from processes import ends_of_logs
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -243,7 +244,7 @@ class JobRunner:
             outcome = run(job, torchrun, scenario, deadline_s, checked=not is_stock and behaviour == "live")
             if not outcome.finished and not is_stock:
                 self.space.keep()
-                print("\n".join(job.ends_of_logs()), file=sys.stderr)
+                print(ends_of_logs(job.folder), file=sys.stderr)
         print(outcome, flush=True)
         return outcome
 

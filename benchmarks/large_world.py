@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
@@ -33,12 +32,12 @@ from typing import TypeVar
 
 import psutil
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
+from processes import JsonLines
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.job.records import AgentRecord, EventRecord, Keys, WorkerRecord, decode, encode
-
-__all__ = ["measure"]
 
 T = TypeVar("T")
 
@@ -94,8 +93,7 @@ class Workers:
         folder.mkdir()
         self._folder = folder
         self.pids: dict[int, int] = {}  # process id by index
-        self._offsets: dict[int, int] = {}
-        self._steps: dict[int, list[Made]] = {}
+        self._steps: dict[int, JsonLines[Made]] = {}
         environment = {**os.environ, **WITHOUT_NAME_SERVER, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         command = [sys.executable, str(NURSERY), str(folder)]
@@ -112,18 +110,14 @@ class Workers:
                 os.kill(pid, signal.SIGKILL)
         self._nursery.kill()
         self._nursery.wait(30.0)
-        deadline = time.monotonic() + 30.0
-        while any(map(psutil.pid_exists, self.pids.values())):
-            if time.monotonic() > deadline:
-                raise BenchmarkError("waited 30 s for killed workers to end")
-            time.sleep(0.05)
+        eventually(lambda: self.dead() == list(self.pids), "the end of killed workers", 30.0, 0.05, error=BenchmarkError)
 
     def fork(self, kind: str, index: int, *arguments: object) -> int:
         assert self._nursery.stdin is not None
         self._nursery.stdin.write(" ".join(map(str, [kind, index, *arguments])) + "\n")
         self._nursery.stdin.flush()
         self.pids[index] = int(self._answer())
-        self._steps[index], self._offsets[index] = [], 0
+        self._steps[index] = JsonLines(self._folder / f"{index}.steps", lambda fields: Made(**fields))
         return self.pids[index]
 
     def _answer(self) -> str:
@@ -131,14 +125,7 @@ class Workers:
         return self._nursery.stdout.readline().strip()
 
     def steps(self, index: int) -> list[Made]:
-        with contextlib.suppress(FileNotFoundError), open(self._folder / f"{index}.steps", "rb") as file:
-            file.seek(self._offsets[index])
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offsets[index] += len(line)
-                self._steps[index].append(Made(**json.loads(line)))
-        return self._steps[index]
+        return self._steps[index].read()
 
     def output(self, index: int) -> str:
         with contextlib.suppress(FileNotFoundError):
@@ -152,14 +139,11 @@ class Workers:
         return sum(_cpu_s(pid) for pid in self.pids.values())
 
     def wait_for(self, found: Callable[[], T | None], what: str, timeout_s: float, may_be_dead: int = -1) -> T:
-        deadline = time.monotonic() + timeout_s
-        while (result := found()) is None:
-            if ended := [index for index in self.dead() if index != may_be_dead]:
-                raise BenchmarkError(f"workers {ended} have ended while {what} was awaited: {self.output(ended[0])}")
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"waited {timeout_s:.0f} s for {what}")
-            time.sleep(0.1)
-        return result
+        def ended() -> str:
+            dead = [index for index in self.dead() if index != may_be_dead]
+            return f"workers {dead} have ended: {self.output(dead[0])}" if dead else ""
+
+        return eventually(found, what, timeout_s, 0.1, ended=ended, error=BenchmarkError)
 
 
 class LargeWorld:

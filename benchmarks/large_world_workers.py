@@ -29,8 +29,6 @@ from lightning_dlrover.rdzv import World, WorldConfig
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
 
-__all__ = ["MAX_FILES", "NO_END"]
-
 MAX_FILES = 1024
 """Open files that a worker may have, as with `ulimit -n 1024`."""
 

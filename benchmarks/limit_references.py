@@ -1,4 +1,4 @@
-"""Memory copy and matrix multiply as `dlrover characterize` measures them, against other programs in the same minutes.
+"""Memory copy and matrix multiply as `dlrover lab characterize` measures them, against other programs in the same minutes.
 
     python benchmarks/limit_references.py [--rounds N]
 

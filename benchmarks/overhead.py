@@ -175,13 +175,12 @@ def drift_check_s(step_s: float, device: str) -> float:
     optimizer.step()
     root_device = next(model.parameters()).device
     loaders = SimpleNamespace(batch_number=0)
-    fit: Any = SimpleNamespace(
-        strategy=SimpleNamespace(on_drift="end", sharded_names=set(), tables=None, root_device=root_device),
-        trainer=SimpleNamespace(lightning_module=model, optimizers=[optimizer]),
-        position=SimpleNamespace(size=2, formation=SimpleNamespace(round=SimpleNamespace(number=1))),
-        loaders=loaders,
-    )
-    check, every, took_s = DriftCheck(fit), max(1, round(CHECK_INTERVAL_S / step_s)), 0.0
+    strategy = SimpleNamespace(on_drift="end", sharded_names=set(), tables=None, root_device=root_device)
+    trainer: Any = SimpleNamespace(strategy=strategy, lightning=SimpleNamespace(lightning_module=model, optimizers=[optimizer]))
+    position: Any = SimpleNamespace(size=2, formation=SimpleNamespace(round=SimpleNamespace(number=1)))
+    batches: Any = loaders
+    nobody: Any = None  # neither events nor collectives are needed while the workers agree
+    check, every, took_s = DriftCheck(nobody, nobody, batches, trainer, position), max(1, round(CHECK_INTERVAL_S / step_s)), 0.0
     num_votes = 20 * PERIOD_STEPS // every
     for vote in range(10 + num_votes):
         loaders.batch_number += every

@@ -1,6 +1,7 @@
 """Accuracy and cost of the resource-performance model on step times that were measured on clusters.
 
     python benchmarks/perf_model.py [--data DIR] [--seeds N] [--without-sync] [--without-bytes] [--history] [--quick]
+    python benchmarks/perf_model.py --layers [--data DIR] [--seeds N] [--quick]
 
 Reads `MODEL-placements.csv` and `MODEL-scalability.csv` of each model from DIR/step_traces (DIR: $DLROVER_SHARED_DATA, else
 ../shared/data). Six splits of each:
@@ -24,25 +25,43 @@ and that of `off_node`. The table above it has the coverage of each split.
 With --history, the splits `few`, `interp`, `by_placement` and `off_node` are predicted with and without the placements of the
 other models as jobs on the same hardware. The last line then holds the mean errors with them, the largest harm to a model and
 split in points, and the coverages.
+
+--layers fits the model without one of its layers at a time, and prints by how many points the errors of each split grow. Layers
+that need other jobs are left out of a model that has them, in the splits of --history. `inside` is the coverage of `off_node`
+without the layer. The last line holds the growth of the error from 12 samples; `shapes` is that against the best single shape.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from jobs import BenchmarkError, describe_machine, result_line
 
-from lightning_dlrover.perf import Columns, StepProfile, StepTimeModel, configuration_of, population_of
+from lightning_dlrover.perf import (
+    Columns,
+    PhysicalPrior,
+    Population,
+    StepProfile,
+    StepTimeModel,
+    configuration_of,
+    population_of,
+)
 from lightning_dlrover.perf.evaluation import Evaluation, evaluate
+from lightning_dlrover.perf.shapes import Shape
+from lightning_dlrover.perf.terms import SHAPES, TERMS, terms_of
 from lightning_dlrover.perf.traces import TraceError, read_trace
 
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
@@ -177,6 +196,116 @@ def print_means(of_splits: Sequence[str], scores: Mapping[tuple[str, str], Score
         )
 
 
+# --- layers -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How to fit the model without one of its layers."""
+
+    name: str
+    left_out: Callable[[], AbstractContextManager[object]] = nullcontext
+    population: Callable[[Population], Population | None] = lambda population: population
+    model: Callable[[StepTimeModel], StepTimeModel] = lambda model: model
+
+
+def _constant(owner: type, name: str, value: object) -> AbstractContextManager[object]:
+    """Replace a constant or function of the module that holds a class."""
+    return mock.patch.object(sys.modules[owner.__module__], name, value)
+
+
+def _without_terms(names: frozenset[str]) -> AbstractContextManager[object]:
+    kept = np.array([term.name not in names for term in TERMS])
+    return _constant(Shape, "terms_of", lambda kind: terms_of(kind) & kept)
+
+
+@contextmanager
+def _one_shape(kind: int) -> Iterator[None]:
+    fit = PhysicalPrior.fit
+
+    def fitted(*measured: object, **options: object) -> PhysicalPrior:
+        prior = fit(*measured, **options)  # type: ignore[arg-type]
+        shapes = tuple(shape for shape, of_kind in zip(prior.shapes, prior.kinds, strict=True) if of_kind == kind)
+        return replace(prior, shapes=shapes, weights=np.full(len(shapes), 1 / len(shapes)), kinds=(kind,) * len(shapes))
+
+    with mock.patch.object(PhysicalPrior, "fit", staticmethod(fitted)):
+        yield
+
+
+WHOLE = Layer("nothing")
+SINGLE_SHAPES = [Layer(f"only shape {kind}", partial(_one_shape, kind)) for kind in range(len(SHAPES))]
+PAIR = Layer("pair_of_nodes", partial(_without_terms, frozenset({"pair_of_nodes"})))
+LAYERS = (
+    Layer("step_overhead", partial(_without_terms, frozenset({"step_overhead"}))),
+    Layer("neighbours", partial(_without_terms, frozenset({"neighbours", "neighbours_per_sample"}))),
+    Layer("rings", partial(_without_terms, frozenset({"ring_inside_node", "ring_between_nodes"}))),
+    Layer("network", partial(_without_terms, frozenset({"network"}))),
+    Layer("growth", partial(_without_terms, frozenset({"latency_of_workers", "stages"}))),
+    PAIR,
+    Layer("overlap", lambda: _constant(PhysicalPrior, "OVERLAPS", (1.0,))),
+    *SINGLE_SHAPES,
+    Layer("trees", lambda: _constant(StepTimeModel, "MIN_TREE_SAMPLES", math.inf)),
+    Layer("measured", model=lambda model: replace(model, evidence=())),
+)
+"""Layers of the model of a job that knows no other. `growth` is that of synchronisation with workers."""
+
+OF_HISTORY = (
+    Layer("population", population=lambda population: None),
+    Layer("residual_gp", population=lambda population: replace(population, residual_gp=None)),
+    Layer("leaving_width", population=lambda population: replace(population, leaving_width=1.0)),
+    PAIR,
+)
+"""Layers of the model of a job that knows others on the same hardware."""
+
+
+def without_layers(folder: Path, num_seeds: int) -> None:
+    """Print by how much errors grow without each layer."""
+    plain = {model: read(folder, model, "placements", True) for model in PUBLISHED}
+    scaled = {model: read(folder, model, "scalability", True) for model in PUBLISHED}
+    described = {model: with_bytes(model, samples) for model, samples in plain.items()}
+    values: dict[str, float] = {}
+    for of_splits, layers, prefix in ((SPLITS, LAYERS, ""), (WITH_HISTORY, OF_HISTORY, "history_")):
+        whole: dict[str, float] = {}
+        print(f"\n{prefix + 'without':20}" + "".join(f"{split:>13}" for split in of_splits) + f"{'inside':>9}", flush=True)
+        for layer in (WHOLE, *layers):
+            errors: dict[str, float] = {}
+            for split in of_splits:
+                jobs = described if split == "off_node" else plain
+                found = [
+                    errors_without(
+                        layer,
+                        list(splits(split, jobs[model], scaled[model], num_seeds)),
+                        [samples for other, samples in jobs.items() if other != model] if prefix else [],
+                    )
+                    for model in PUBLISHED
+                ]
+                # The last split of both is `off_node`.
+                errors[split], inside = (statistics.fmean(column) for column in zip(*found, strict=True))
+            whole = whole or errors
+            figures = errors if layer is WHOLE else {split: error - whole[split] for split, error in errors.items()}
+            print(f"{layer.name:20}" + "".join(f"{figure:13.2f}" for figure in figures.values()) + f"{inside:9.1f}", flush=True)
+            if layer in SINGLE_SHAPES:
+                values["shapes"] = min(figures["few"], values.get("shapes", math.inf))
+            elif layer is not WHOLE:
+                values[f"{prefix}{layer.name}"] = figures["few"]
+    print(result_line(values))
+
+
+def errors_without(layer: Layer, cases: Sequence[tuple[Samples, Samples]], others: Sequence[Samples]) -> tuple[float, float]:
+    """Return the mean error and the coverage over the cases, percent."""
+    errors, insides = [], []
+    with layer.left_out():
+        known = population_of(others) if others else None
+        population = layer.population(known) if known else None
+        for train, test in cases:
+            model = layer.model(StepTimeModel.fit(train, population=population))
+            found = model.predict_columns(Columns.of([configuration_of(sample) for sample in test]))
+            measured_s = np.array([sample.step_time_s for sample in test])
+            errors.append(float(100 * np.abs(found.step_time_s / measured_s - 1).mean()))
+            insides.append(float(100 * ((found.low_s <= measured_s) & (measured_s <= found.high_s)).mean()))
+    return statistics.fmean(errors), statistics.fmean(insides)
+
+
 def cost() -> tuple[float, float]:
     """Processor seconds of a fit to 2,000 samples, and of 100,000 predictions."""
     rng = random.Random(0)
@@ -207,12 +336,16 @@ def main() -> None:
     parser.add_argument("--without-sync", action="store_true", help="drop the separate measurements of synchronization")
     parser.add_argument("--without-bytes", action="store_true", help="off_node: jobs do not know their gradient bytes")
     parser.add_argument("--history", action="store_true", help="the other models are jobs on the same hardware")
+    parser.add_argument("--layers", action="store_true", help="print what each layer of the model brings")
     parser.add_argument("--quick", action="store_true", help="two seeds")
     options = parser.parse_args()
     folder, num_seeds = options.data / "step_traces", 2 if options.quick else options.seeds
     if not folder.is_dir():
         raise BenchmarkError(f"{folder} does not exist: name the folder that holds step_traces with --data")
     print(describe_machine())
+    if options.layers:
+        without_layers(folder, num_seeds)
+        return
     if options.history:
         with_history(folder, num_seeds, not options.without_sync, not options.without_bytes)
         return

@@ -27,16 +27,14 @@ from lightning_dlrover.planner.autoscale import (
     describe_change,
     plan,
 )
-from lightning_dlrover.planner.field import INTERVAL_SIGMAS
+from lightning_dlrover.planner.candidates import INTERVAL_SIGMAS
 from lightning_dlrover.planner.objective import Objective, resources_of
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.planner.situation import Situation
+from lightning_dlrover.planner.plan_request import PlanRequest
 from lightning_dlrover.planner.space import Limits, configuration, settings_of, why_not
 
-__all__ = ["PLANNERS", "Planner"]
-
-Planner = Callable[[Situation, Limits, Objective, int, float], Decision]
-"""Function from situation, limits, objective, decision id and seconds since the epoch to a decision."""
+Planner = Callable[[PlanRequest, Limits, Objective, int, float], Decision]
+"""Function from request, limits, objective, decision id and seconds since the epoch to a decision."""
 
 SIGMA = 0.15  # standard deviation of the log, for models without an estimate of their own
 
@@ -91,32 +89,32 @@ def _with_interval(step_time_s: float, c: Configuration) -> Prediction:
     return Prediction(step_time_s, step_time_s / wide, step_time_s * wide, rate)
 
 
-def _everything(situation: Situation, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
-    model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)
-    return plan(situation, model, limits, objective, decision_id=decision_id, at=at)
+def _everything(request: PlanRequest, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
+    model = StepTimeModel.fit(request.windows, node_cores=request.node_cores)
+    return plan(request, model, limits, objective, decision_id=decision_id, at=at)
 
 
-def _prior_alone(situation: Situation, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
-    model = PriorAlone.fit(situation.windows, situation.node_cores)
-    return plan(situation, model, limits, objective, decision_id=decision_id, at=at)
+def _prior_alone(request: PlanRequest, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
+    model = PriorAlone.fit(request.windows, request.node_cores)
+    return plan(request, model, limits, objective, decision_id=decision_id, at=at)
 
 
-def _trees_alone(situation: Situation, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
-    model = TreesAlone.fit(situation.windows, situation.node_cores)
-    return plan(situation, model, limits, objective, decision_id=decision_id, at=at)
+def _trees_alone(request: PlanRequest, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
+    model = TreesAlone.fit(request.windows, request.node_cores)
+    return plan(request, model, limits, objective, decision_id=decision_id, at=at)
 
 
-def _heuristics(situation: Situation, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
-    current = situation.current
+def _heuristics(request: PlanRequest, limits: Limits, objective: Objective, decision_id: int, at: float) -> Decision:
+    current = request.current
     now = settings_of(current)
-    times = _step_times_s(situation)
-    last = next((d for d in reversed(situation.past) if d.is_change), None)
-    refused = {d.chosen for d in situation.past if d.is_change and _was_in_vain(d, times)}
+    times = _step_times_s(request)
+    last = next((d for d in reversed(request.past) if d.is_change), None)
+    refused = {d.chosen for d in request.past if d.is_change and _was_in_vain(d, times)}
     if last is not None and last.chosen == now and now in refused and limits.allows(last.current):
         chosen, reason = last.current, f"back: {describe_change(last.current, now)} brought too little"
     else:
-        chosen, reason = _next(situation, limits, refused)
-    nodes = {s: configuration(s, current, limits, situation.node_cores) for s in (now, chosen)}
+        chosen, reason = _next(request, limits, refused)
+    nodes = {s: configuration(s, current, limits, request.node_cores) for s in (now, chosen)}
     candidates = tuple(
         Candidate(
             settings=each,
@@ -143,13 +141,13 @@ def _heuristics(situation: Situation, limits: Limits, objective: Objective, deci
         explored=chosen not in times,
         objective="thresholds",
         num_considered=len(candidates),
-        num_windows=len(situation.windows),
+        num_windows=len(request.windows),
     )
 
 
-def _next(situation: Situation, limits: Limits, refused: set[Settings]) -> tuple[Settings, str]:
+def _next(request: PlanRequest, limits: Limits, refused: set[Settings]) -> tuple[Settings, str]:
     """Settings and reason of the first threshold that asks for more."""
-    current, now = situation.current, settings_of(situation.current)
+    current, now = request.current, settings_of(request.current)
     waiting = current.data_wait_s / current.step_time_s
     threads = max(1, now.intra_op_threads)
     busy = current.cpu_percent / 100 / threads
@@ -162,9 +160,9 @@ def _next(situation: Situation, limits: Limits, refused: set[Settings]) -> tuple
         wishes.append((replace(now, num_workers=workers), f"the worker is busy for {100 * busy:.0f} % of the time"))
     if busy > BUSY and (more := _above(limits.intra_op_threads, now.intra_op_threads)) is not None:
         wishes.append((replace(now, intra_op_threads=more), f"the threads are busy for {100 * busy:.0f} % of the time"))
-    here = configuration_of(current, situation.node_cores)
+    here = configuration_of(current, request.node_cores)
     for wish, why in wishes:
-        there = configuration(wish, current, limits, situation.node_cores)
+        there = configuration(wish, current, limits, request.node_cores)
         if wish not in refused and not why_not(wish, here, there, current.global_batch, limits):
             return wish, f"{describe_change(now, wish)}: {why}"
     return now, "stay: no threshold asks for more"
@@ -183,11 +181,11 @@ def _above(values: Sequence[int], now: int) -> int | None:
     return min((value for value in values if value > now), default=None)
 
 
-def _step_times_s(situation: Situation) -> dict[Settings, float]:
+def _step_times_s(request: PlanRequest) -> dict[Settings, float]:
     """Median step time of each configuration that ran with this batch."""
     found: dict[Settings, list[float]] = {}
-    for window in situation.windows:
-        if window.global_batch == situation.current.global_batch:
+    for window in request.windows:
+        if window.global_batch == request.current.global_batch:
             found.setdefault(settings_of(window), []).append(window.step_time_s)
     return {settings: sorted(times)[len(times) // 2] for settings, times in found.items()}
 

@@ -34,6 +34,7 @@ import psutil
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from light_processes import LightProcesses, OtherUser, requests_to
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
@@ -115,7 +116,7 @@ class _Host:
         self._nodes += nodes
         for node in nodes:
             node.start()
-        _wait_for([node.waits for node in nodes], nodes, START_TIMEOUT_S)
+        self._wait_for(lambda: all(node.waits.is_set() for node in nodes), "all nodes to be ready", START_TIMEOUT_S)
 
     def join(self, num_nodes: int) -> float:
         """Let the newest nodes join; return the time at which they were released."""
@@ -126,43 +127,26 @@ class _Host:
 
     def joined(self, timeout_s: float) -> list[tuple[int, float]]:
         """Node rank and time of each node, once all of them have joined."""
-        deadline = time.monotonic() + timeout_s
-        while any(node.joined_at is None for node in self._nodes):
-            _raise_errors(self._nodes)
-            if time.monotonic() > deadline:
-                late = sum(node.joined_at is None for node in self._nodes)
-                raise BenchmarkError(f"{late} of {len(self._nodes)} nodes did not join within {timeout_s:g} s")
-            time.sleep(0.005)
+        self._wait_for(lambda: not any(node.joined_at is None for node in self._nodes), "all nodes to join", timeout_s)
         return [(node.node_rank, node.joined_at or 0.0) for node in self._nodes]
 
     def knew(self, timeout_s: float) -> float:
         """Time at which the last running node detected that another one waits."""
-        deadline = time.monotonic() + timeout_s
         running = [node for node in self._nodes if node.joined_at is not None]
-        while any(node.knew_at is None for node in running):
-            _raise_errors(self._nodes)
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"not all nodes learned of the new one within {timeout_s:g} s")
-            time.sleep(0.005)
+        self._wait_for(
+            lambda: not any(node.knew_at is None for node in running), "news of the new node at all others", timeout_s
+        )
         return max((node.knew_at or 0.0 for node in running), default=0.0)
 
     def cpu_s(self) -> float:
         return time.process_time()
 
+    def _wait_for(self, found: Callable[[], bool], what: str, timeout_s: float) -> None:
+        eventually(found, what, timeout_s, 0.005, ended=self._failed, error=BenchmarkError)
 
-def _wait_for(events: list[threading.Event], nodes: list[_Node], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    for event in events:
-        while not event.wait(0.05):
-            _raise_errors(nodes)
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"not all of {len(nodes)} nodes were ready within {timeout_s:g} s")
-
-
-def _raise_errors(nodes: list[_Node]) -> None:
-    errors = [node.error for node in nodes if node.error]
-    if errors:
-        raise BenchmarkError(f"{len(errors)} nodes failed, the first with {errors[0]}")
+    def _failed(self) -> str:
+        errors = [node.error for node in self._nodes if node.error]
+        return f"{len(errors)} nodes failed, the first with {errors[0]}" if errors else ""
 
 
 # -- the parent
@@ -281,12 +265,10 @@ def join(
 
 
 def wait_for_agents(etcd: EmbeddedEtcd, run_id: str, num_agents: int) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
     with EtcdClient(EtcdConfig(etcd.endpoint, timeout_s=60)) as client:
-        while (found := client.count(Keys(run_id).agents)) < num_agents:
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"{found} of {num_agents} nodes registered within {START_TIMEOUT_S:g} s")
-            time.sleep(0.1)
+        agents = Keys(run_id).agents
+        what = f"{num_agents} nodes to register"
+        eventually(lambda: client.count(agents) >= num_agents, what, START_TIMEOUT_S, 0.1, error=BenchmarkError)
     time.sleep(0.5)
 
 

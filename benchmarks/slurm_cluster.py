@@ -12,14 +12,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-
-__all__ = ["SlurmCluster", "missing_packages", "slurm_cluster"]
+from processes import ends_of_logs, start_logged
+from waiting import eventually
 
 _SBIN = "/usr/sbin:/sbin"  # folders of the daemons, which may be missing in PATH
 
@@ -79,15 +78,8 @@ class SlurmCluster:
         path = f"{os.environ.get('PATH', '')}:{_SBIN}"
         program = shutil.which(command[0], path=path)
         assert program is not None, missing_packages()
-        with (self.folder / f"{name}.out").open("ab") as output:
-            self.daemons[name] = subprocess.Popen(
-                [program, *command[1:]],
-                env={**os.environ, **self.environment, "PATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        environment = {**os.environ, **self.environment, "PATH": path}
+        self.daemons[name] = start_logged([program, *command[1:]], self.folder / f"{name}.log", environment)
 
     def start(self) -> None:
         """Start the daemons; return when all hosts are idle.
@@ -99,16 +91,15 @@ class SlurmCluster:
         self.start_controller()
         for number in range(self.num_hosts):
             self._start(f"h{number}", "slurmd", "-D", "-N", f"h{number}", "-f", self.environment["SLURM_CONF"])
-        deadline = time.monotonic() + 30.0
-        while True:
-            ended = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
-            states = self._states()
-            if not ended and states.count("idle") == self.num_hosts:
-                return
-            if ended or time.monotonic() > deadline:
-                logs = "\n".join(f"{f.name}: {f.read_text(errors='replace')[-1500:]}" for f in self.folder.glob("*.out"))
-                raise AssertionError(f"Slurm's hosts are {states}, ended: {ended}\n{logs}")
-            time.sleep(0.1)
+
+        def ended() -> str:
+            names = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
+            return f"{names} have ended" if names else ""
+
+        def report() -> str:
+            return f"hosts are {self._states()}\n{ends_of_logs(self.folder)}"
+
+        eventually(lambda: self._states().count("idle") == self.num_hosts, "idle hosts", 30.0, 0.1, ended=ended, report=report)
 
     def _states(self) -> list[str]:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):

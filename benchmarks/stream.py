@@ -20,7 +20,7 @@
     seek        time from opening a lane at a random row of a large file to its first rows, minus the decoding of a row group.
     memory      resident memory of a process that reads without loader workers, ours and the plain reader; and of one that
                 reads rows of 100 KB from tar archives and Parquet files, or a row group of 320 MB at a URL
-                (with --quick 40 MB), with what docs/data.md allows, `..._limit_mb`.
+                (with --quick 40 MB), with what docs/guide/data.md allows, `..._limit_mb`.
     auc         `examples/train_dlrm.py` on generated Parquet files through 1 -> 3 -> 2 workers with two kills, and undisturbed:
                 the difference of the test AUCs. Both run at once.
     plan        time and memory until the first rows of 100,000 files with 10^10 rows in all are located. Files are not opened.
@@ -67,6 +67,7 @@ from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from stream_readers import OTHERS, OURS, READERS, Reader, plain
 from stream_schedules import Numbered, SimulatedJob, Tally, follow, random_schedule
 from torch.utils.data import DataLoader
+from waiting import eventually
 
 from lightning_dlrover.data import Shard, files, parquet, stream
 from lightning_dlrover.data.dataset import Positions
@@ -514,11 +515,8 @@ def served(folder: Path) -> Iterator[str]:
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(str(folder), port), daemon=True)
     server.start()
     try:
-        deadline = time.monotonic() + 30
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"the HTTP server of {folder} does not listen on port {port}")
-            time.sleep(0.05)
+        what = f"the HTTP server of {folder} to listen on port {port}"
+        eventually(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), what, 30, 0.05, error=BenchmarkError)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()

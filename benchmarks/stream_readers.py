@@ -20,8 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_dlrover.data import parquet, stream
 from lightning_dlrover.data.parquet_source import ROWS_AT_ONCE
 
-__all__ = ["BATCH_SIZE", "OTHERS", "OURS", "READERS", "Entrant", "Reader", "plain"]
-
 BATCH_SIZE = 512
 
 

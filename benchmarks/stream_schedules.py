@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader
 from lightning_dlrover.data import Shard, stream
 from lightning_dlrover.live.loader import ElasticLoader, LoaderState
 
-__all__ = ["Action", "Numbered", "SimulatedJob", "Tally", "follow", "random_schedule", "rows_of"]
-
 SEED = 3
 
 
@@ -208,7 +206,9 @@ class SimulatedJob:
         layout = self.loaders[0].order.layout
         assert layout is not None
         plan = self.loaders[0].dataset.plan(SEED + epoch, layout)
-        return np.array([self.source.starts[shard] + row for shard, row in map(plan.row_at, range(plan.num_rows))])
+        shards, rows = plan.rows_between(0, plan.num_rows)
+        found: npt.NDArray[np.int64] = self.source.starts[shards] + rows
+        return found
 
     def close(self) -> None:
         for loader in self.loaders:

@@ -43,8 +43,6 @@ from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.placement import plan_to_dict
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
-__all__ = ["RoundLine", "SaveLine", "SnapshotLine", "Tables", "lines_in", "snapshot_memory"]
-
 MEMORY = SnapshotConfig().memory
 DIM = 64
 NUM_SAMPLES = 10_000_000

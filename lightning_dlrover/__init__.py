@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.packages import watch_imports
+from lightning_dlrover.packages import on_import, submodule, watch_imports
 
 if TYPE_CHECKING:
     from lightning_dlrover.callback import DLRoverCallback
@@ -21,10 +21,27 @@ __all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "__version__"
 
 _HOMES = {"DLRoverCallback": "callback", "DLRoverStrategy": "strategy", "SnapshotConfig": "tables.elastic"}
 
-watch_imports()  # `strategy="dlrover"` works from here on; imports nothing
+
+def _register_strategy(package: str) -> None:
+    """Make `strategy="dlrover"` work in Trainers of one of Lightning's packages."""
+    registry = submodule(package, "strategies").StrategyRegistry
+    if "dlrover" not in registry:
+        registry.register(
+            "dlrover",
+            _make_strategy,
+            description="Live elastic data-parallel training: workers join, leave and are replaced while the job runs",
+        )
+
+
+def _make_strategy(**kwargs: Any) -> Any:
+    return __getattr__("DLRoverStrategy")(**kwargs)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+watch_imports()
+on_import(_register_strategy)

@@ -13,36 +13,34 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError, check_no_view_of_a_stream
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.learn.analyst import Analyst, Intentions
+from lightning_dlrover.learn.analyst import Analyst
+from lightning_dlrover.learn.autotuner import TuningConfig
 from lightning_dlrover.learn.history import history_url
 from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.progress import batches_done, remaining_batches
 from lightning_dlrover.observe.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
-from lightning_dlrover.observe.gpu_memory import gpu_bytes
-from lightning_dlrover.observe.profiler import Model, Place, StepProfiler
+from lightning_dlrover.observe.profiler import Model, ProfileKey, StepProfiler
 from lightning_dlrover.observe.resources import MachineLoad
-from lightning_dlrover.observe.seat import Seat
 from lightning_dlrover.output import counted
-from lightning_dlrover.packages import on_import, submodule
+from lightning_dlrover.packages import TrainerFn, on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
 from lightning_dlrover.planner.plan import Decision, Settings, step_text
 from lightning_dlrover.planner.trial import TrialWatch
+from lightning_dlrover.plugins import CALLBACKS, CallbackPlugin, PluginError, plugins
 from lightning_dlrover.rdzv.job.records import ProgressRecord
 from lightning_dlrover.strategy import DLRoverStrategy
-from lightning_dlrover.watch.seating import keep_seat, take_seat
 from lightning_dlrover.watch.watchdog import HangPatience, Watchdog
 
 if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch import Callback
 
-    from lightning_dlrover.rdzv.live.membership import Membership
 else:
 
     class Callback:
@@ -83,6 +81,11 @@ class DLRoverCallback(Callback):
             `first_loader_workers`, as in ``tune=TUNABLE``, and the dataset holds no open file.
         hang_after_s: minimum seconds without a step before all workers report their position. The wait is also at least 20
             times as long as a usual step. 0 switches the report off.
+
+    Example:
+        >>> from lightning_dlrover.planner import Objective, Prices
+        >>> objective = Objective("cheapest", deadline_s=7200, prices=Prices(core_hour=0.04))
+        >>> callback = DLRoverCallback(objective=objective, tune=["num_workers"])  # leave threads and loader workers alone
     """
 
     def __init__(
@@ -107,23 +110,31 @@ class DLRoverCallback(Callback):
         self._window_s = window_s
         if not isinstance(objective, Objective):
             objective = Objective(aim=objective) if objective is not None else objective_from(os.environ)
-        self._intentions = Intentions(plan_every_s, objective, history_url(history))
+        self._tuning = TuningConfig(plan_every_s, objective, history_url(history))
         self._profiler: StepProfiler | None = None
         self._analyst: Analyst | None = None
         self._trial_watch = TrialWatch()
         self._strategy: DLRoverStrategy | None = None
         self._watch: ForwardWatch | None = None  # records the first step
         self._descriptors = Descriptors()
-        self._place_now: Place | None = None
+        self._place_now: ProfileKey | None = None
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
         self._has_window = False  # of this fit
         self._loss: torch.Tensor | None = None  # of the newest batch, on its device
-        self._membership: Membership | None = None  # None outside of a live job
-        self._seat: Seat | None = None  # this process's place beside other jobs of a dispatcher
-        self._is_seated = False
+        self._plugged: list[Callback] | None = None  # callbacks of other packages; None before the first fit
 
     # --- Lightning's hooks ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Let the callbacks that other packages plug in follow this one, so that Lightning calls their hooks, too."""
+        if stage != TrainerFn.FITTING:
+            return
+        if self._plugged is None:
+            self._plugged = _plugged_callbacks(trainer)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        behind = callbacks.index(self) + 1
+        callbacks[behind:behind] = [callback for callback in self._plugged if callback not in callbacks]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
@@ -134,7 +145,6 @@ class DLRoverCallback(Callback):
             )
         live = strategy.live
         membership = live.world.membership if live is not None else None
-        self._membership = membership
         if live is not None:
             live.loaders.may_add_workers = "first_loader_workers" in self._tune
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
@@ -145,12 +155,7 @@ class DLRoverCallback(Callback):
         if self._watch is not None:
             strategy.watch_next_forward(self._watch)
         self._watchdog = Watchdog(live.progress, self._patience) if live is not None else None
-        if self._seat is None:
-            self._seat = Seat.from_environment(os.environ, trainer.global_rank)
-            if self._seat is not None:
-                on_gpu = gpu_bytes(strategy.root_device)
-                self._seat.report(steps_left=None, threads=torch.get_num_threads(), gpu_bytes=on_gpu)
-        self._analyst = Analyst(membership, self._intentions, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
+        self._analyst = Analyst(membership, self._tuning, node_cores=float(os.cpu_count() or 1), load=MachineLoad())
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         combined = combined_loader(trainer.fit_loop)
@@ -174,9 +179,6 @@ class DLRoverCallback(Callback):
         elif self._batch_ended:
             # Without a loader of ours that measures it, all time between two steps counts as waiting for data.
             self._strategy.times.data_wait_s = time.perf_counter() - self._batch_ended
-        if self._seat is not None and not self._is_seated:
-            self._is_seated = True
-            take_seat(self._seat, trainer, pl_module, batch, self._membership)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -184,8 +186,6 @@ class DLRoverCallback(Callback):
         profiler, strategy = self._profiler, self._strategy
         assert profiler is not None
         assert strategy is not None
-        if self._seat is not None:
-            keep_seat(self._seat, trainer, strategy.times.data_wait_s, self._membership)
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         self._loss = loss.detach() if isinstance(loss, torch.Tensor) else None
         place = self._place(trainer, strategy)
@@ -222,7 +222,7 @@ class DLRoverCallback(Callback):
 
     # --- windows ---------------------------------------------------------------------------------------------------------
 
-    def _place(self, trainer: L.Trainer, strategy: DLRoverStrategy) -> Place:
+    def _place(self, trainer: L.Trainer, strategy: DLRoverStrategy) -> ProfileKey:
         live, loader = strategy.live, _loader(trainer)
         formation = live.formation if live is not None else None
         settings = getattr(loader, "num_workers", 0), getattr(loader, "prefetch_factor", 0) or 0, torch.get_num_threads()
@@ -231,7 +231,7 @@ class DLRoverCallback(Callback):
             self._known_by, self._place_now = known, _new_place(strategy, loader, *settings)
         return self._place_now
 
-    def _watch_trial(self, place: Place, step_s: float | None) -> None:
+    def _watch_trial(self, place: ProfileKey, step_s: float | None) -> None:
         """Give a trial up once its steps are far too slow."""
         assert self._analyst is not None
         trial = self._analyst.trial
@@ -312,6 +312,27 @@ def _derive(package: str) -> None:
 on_import(_derive)
 
 
+def _plugged_callbacks(trainer: L.Trainer) -> list[Callback]:
+    """Return the callbacks that other packages plug into this process. Those that cannot be used are left out with a warning.
+
+    Raises:
+        PluginError: a plug-in that applies to this process could not make its callback.
+    """
+    made = []
+    for plugin in plugins(CALLBACKS):
+        try:
+            plugged = plugin.load(CallbackPlugin)  # type: ignore[type-abstract]
+        except PluginError as error:
+            rank_zero_warn(str(error))
+            continue
+        try:
+            if plugged.applies(os.environ):
+                made.append(plugged.callback(trainer))
+        except Exception as error:  # of a foreign module
+            raise plugin.error(f"it failed: {type(error).__name__}: {error}") from error
+    return made
+
+
 def _loader(trainer: L.Trainer) -> object:
     combined = combined_loader(trainer.fit_loop)
     return combined.flattened[0] if combined is not None else None
@@ -344,7 +365,7 @@ def _num_watched_samples(strategy: DLRoverStrategy, loader: object) -> int:
 
 def _new_place(
     strategy: DLRoverStrategy, loader: object, loader_workers: int, prefetch_factor: int, intra_op_threads: int
-) -> Place:
+) -> ProfileKey:
     live = strategy.live
     settings = {
         "loader_workers": loader_workers,
@@ -353,7 +374,7 @@ def _new_place(
     }
     if live is not None and live.formation is not None and isinstance(loader, ElasticLoader):
         formation, by_host = live.formation, live.progress.workers_by_host
-        return Place(
+        return ProfileKey(
             round_number=formation.round.number,
             global_rank=formation.rank,
             num_workers=formation.size,
@@ -367,7 +388,7 @@ def _new_place(
             **settings,
         )
     local_batch = getattr(loader, "batch_size", None) or 1
-    return Place(
+    return ProfileKey(
         round_number=0,
         global_rank=strategy.global_rank,
         num_workers=strategy.world_size,

@@ -196,24 +196,9 @@ def when_imported(module: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def watch_imports() -> None:
-    """Register `strategy="dlrover"` with each package, whether it was imported before or is imported later."""
+    """See imports from now on, so that the actions of `on_import` and `when_imported` are called. Imports nothing."""
     if not any(isinstance(finder, _ImportWatch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ImportWatch())
-        on_import(_register_strategy)
-
-
-def _register_strategy(package: str) -> None:
-    registry = submodule(package, "strategies").StrategyRegistry
-    if "dlrover" not in registry:
-        registry.register(
-            "dlrover",
-            _make_strategy,
-            description="Live elastic data-parallel training: workers join, leave and are replaced while the job runs",
-        )
-
-
-def _make_strategy(**kwargs: Any) -> Any:
-    return importlib.import_module("lightning_dlrover.strategy").DLRoverStrategy(**kwargs)
 
 
 class _ImportWatch:

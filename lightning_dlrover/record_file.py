@@ -11,9 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightning_dlrover.codec import RecordError, from_fields, to_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["RecordFile", "RecordForm", "read_lines"]
 
@@ -45,16 +49,21 @@ class RecordForm(Generic[H]):
 
 
 class RecordFile(Generic[H]):
-    """A file that this process alone may add records to. A last line without an end is removed. Close it after use.
+    """A file that this process alone may add records to. Use as a context manager, or close it.
+
+    A last line without an end is removed. A new file gets `header`.
+
+    Attributes:
+        header: the file's own header.
+        records: all records, those of earlier processes included.
 
     Raises:
-        ValueError: another process has it open; of the form's own type.
+        ValueError: another process has it open, or a line has another form; of the form's own type.
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, form: RecordForm[H]) -> None:
+    def __init__(self, path: Path, form: RecordForm[H], header: H) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._form = form
         self._kinds = {record_type: kind for kind, record_type in form.records.items()} | {form.header: "header"}
         self._file = path.open("ab")
         try:
@@ -63,22 +72,39 @@ class RecordFile(Generic[H]):
             except OSError as busy:
                 raise form.error(f"{path} is in use by another {form.user}; wait for it, or {WAY_OUT}") from busy
             data = path.read_bytes()
-            self.content = data[: data.rfind(b"\n") + 1]
-            """The lines that the file had when it was opened."""
-            if len(self.content) < len(data):
-                os.truncate(path, len(self.content))
+            content = data[: data.rfind(b"\n") + 1]
+            if len(content) < len(data):
+                os.truncate(path, len(content))
+            found = read_lines(content, path, form)
+            self.header, self.records = found[0] or header, found[1]
+            if found[0] is None:
+                self._append(header)
         except BaseException:
             self._file.close()
             raise
 
-    def append(self, record: Any) -> None:
-        """Add the header or a record; it is on disk when this returns."""
-        self._file.write(to_json(record, kind=self._kinds[type(record)]) + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def add(self, record: Any) -> None:
+        """Add a record; it is on disk when this returns.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._append(record)
+        self.records.append(record)
 
     def close(self) -> None:
         self._file.close()
+
+    def _append(self, line: Any) -> None:
+        self._file.write(to_json(line, kind=self._kinds[type(line)]) + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def read_lines(data: bytes, path: Path, form: RecordForm[H]) -> tuple[H | None, list[Any]]:

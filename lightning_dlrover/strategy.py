@@ -37,11 +37,12 @@ from lightning_dlrover.checks.script import (
     explain_single_sample,
     warn_of_max_norm,
 )
-from lightning_dlrover.either_strategy import EitherStrategy
 from lightning_dlrover.live import listed_names
 from lightning_dlrover.live.checkpoints import (
     TABLES_FOLDER,
     WHOLE_TABLES,
+    PlainShelf,
+    Shelf,
     absolute,
     is_folder,
     saving_file,
@@ -53,13 +54,13 @@ from lightning_dlrover.live.collectives import Collectives
 from lightning_dlrover.live.ddp_names import (
     ForwardRedirection,
     apply_layer_sync,
-    comm_hook_state,
     in_ddp_on_this_stream,
     without_model,
 )
 from lightning_dlrover.live.devices import own_device
 from lightning_dlrover.live.environment import DLRoverEnvironment
-from lightning_dlrover.live.place_in_job import PlaceInJob
+from lightning_dlrover.live.live_strategy import LiveStrategy
+from lightning_dlrover.live.place_in_job import JobSession
 from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.state import random_state, trained_parameters
 from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
@@ -86,7 +87,7 @@ __all__ = ["DLRoverStrategy"]
 T = TypeVar("T")
 
 
-class DLRoverStrategy(EitherStrategy):
+class DLRoverStrategy(LiveStrategy):
     """Data-parallel training on workers that may join, leave or be lost while the job runs.
 
     Under `torchrun --rdzv-backend=etcd-v3` (or `dlrover run`) the world changes live. Started otherwise, this is Lightning's
@@ -122,6 +123,15 @@ class DLRoverStrategy(EitherStrategy):
         on_drift: consequence if weights, buffers or optimizer states differ between workers that made the same updates. "end"
             ends the job with the tensor's name, "repair" copies rank 0's values, "ignore" compares nothing. Live jobs only.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
+
+    Example:
+        The same script trains as one worker under plain ``python``, and elastically under ``dlrover run --workers 1:3``.
+
+        >>> import lightning as L
+        >>> from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+        >>> trainer = L.Trainer(strategy=DLRoverStrategy(), callbacks=[DLRoverCallback()], accelerator="cpu", logger=False)
+        >>> trainer.world_size
+        1
     """
 
     strategy_name = "dlrover"
@@ -145,16 +155,16 @@ class DLRoverStrategy(EitherStrategy):
         switches = compare_data, rerun_epoch_hooks
         check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share, on_drift)
         listed_names.check(self._package)
-        self._job: PlaceInJob | None = None  # None where the world cannot change
+        self._job: JobSession | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:
             end_with_agent(config.agent_pid)
             config = replace(config, collective_timeout_s=timeout.total_seconds())
-            self._job = PlaceInJob(config, self, check_interval_s)
+            self._job = JobSession(config, self, check_interval_s)
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self._forward_redirection: Any = ForwardRedirection(self._forward_redirection, self._users_step, self._loss_of)
-        self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
+        self.replica: Replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
         self.clock = OwnClock(self.times)
         self._watch: AbstractContextManager[Any] | None = None
@@ -212,7 +222,7 @@ class DLRoverStrategy(EitherStrategy):
         self.cluster_environment.set_world_size(world_size)
 
     @property
-    def _place(self) -> tuple[int, int]:
+    def own_place(self) -> tuple[int, int]:
         """This worker's rank, 0 if it is alone, and the number of workers."""
         return self.global_rank if self.world_size > 1 else 0, self.world_size
 
@@ -220,7 +230,7 @@ class DLRoverStrategy(EitherStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self._job is None:
             return super().distributed_sampler_kwargs
-        rank, world_size = self._place
+        rank, world_size = self.own_place
         return {"num_replicas": world_size, "rank": rank}
 
     @property
@@ -266,7 +276,7 @@ class DLRoverStrategy(EitherStrategy):
         assert self.lightning_module is not None
         if self.live is not None:
             check_optimizers(self.optimizers)
-            check_hook_state(comm_hook_state(self))
+            check_hook_state(self._ddp_comm_state)
             check_graphs(self.lightning_module)
             if self.live.world.config.max_workers > 1:
                 warn_of_max_norm(self.lightning_module)
@@ -317,9 +327,7 @@ class DLRoverStrategy(EitherStrategy):
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: object) -> object:
-        return self._loaders.replaced(
-            dataloader, self._lightning_trainer, self._job, lambda: self._place, lambda order: self.broadcast(order, 0)
-        )
+        return self._loaders.replaced(dataloader, self._lightning_trainer, self._job, self)
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         if self._job is None:
@@ -416,17 +424,15 @@ class DLRoverStrategy(EitherStrategy):
             if self.tables is None and "optimizer_states" in checkpoint:
                 checkpoint["dlrover"]["parameters"] = trained_parameters(self._lightning_trainer)
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
-        place = live.checkpoints.place if live is not None else lambda path: path
+        shelf: Shelf = live.checkpoints if live is not None else PlainShelf()
         if self.tables is None:
-            save = saving_file(filepath, write, place, lambda: self.is_global_zero, barrier)
+            save = saving_file(filepath, write, shelf, self, barrier)
             written = self.collectives.confirmed("saving a checkpoint", save)
         else:
-            number = live.checkpoints.round_number if live is not None else lambda: 0
-            save = saving_folder(self.tables.sharded, filepath, write, place, lambda: self.is_global_zero, number)
+            save = saving_folder(self.tables.sharded, filepath, write, shelf, self)
             written = self.collectives.confirmed("saving a checkpoint with tables", save)
         if live is not None and written is not None and "optimizer_states" in checkpoint:
-            step = self._lightning_trainer.global_step
-            when_written(self.checkpoint_io, written, lambda path: live.checkpoints.saved(path, step))
+            when_written(self.checkpoint_io, written, shelf, self._lightning_trainer.global_step)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.live is None or not self.is_global_zero or self.live.checkpoints.may_remove(filepath):
@@ -494,7 +500,7 @@ class DLRoverStrategy(EitherStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         run = super().barrier
-        self.collectives.barrier(lambda: run(*args, **kwargs), str(args[0] if args else kwargs.get("name") or ""))
+        self.collectives.barrier(partial(run, *args, **kwargs), str(args[0] if args else kwargs.get("name") or ""))
         if "run-stage" in args:
             trainer = self._lightning_trainer
             wrap_evaluations(trainer, self.live)

@@ -7,7 +7,7 @@ Each kind of process reads its variables in one place and passes values on:
 | worker | `rdzv/group/config.py`: its place in the job; `observe/cgroups.py`: what limits its node |
 | agent | `rdzv/agents/config.py`; `rdzv/agents/environment.py` writes what its workers read |
 | node | `components/node.py` |
-| command | `report/surroundings.py`: the etcd to use |
+| command | `report/discovery.py`: the etcd to use |
 
 Settings of the user hold for several kinds: `planner/objective.py`, `learn/history.py` and `watch/watchdog.py` read their own.
 """

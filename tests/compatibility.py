@@ -1,6 +1,6 @@
-"""Features of Lightning scripts and their fate in a job that changes: the source of docs/compatibility.md.
+"""Features of Lightning scripts in jobs that change: the source of docs/reference/compatibility.md and compatibility_models.md.
 
-`python tests/compatibility.py` writes the page. A test compares the two, and checks that each named test exists.
+`python tests/compatibility.py` writes both pages. A test compares them, and checks that each named test exists.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Literal
 
 from versions import Result, results
 
-__all__ = ["PAGE", "ROWS", "Row", "render"]
-
-PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 
 Verdict = Literal["works", "refused", "warned"]
 
@@ -168,7 +166,7 @@ ROWS: list[Row] = [
             f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[own_batches]",
         ),
         (
-            "`IterableDataset` beside another training loader",
+            "`IterableDataset` together with another training loader",
             "refused",
             f"{_UNIT}/live/test_sampler.py::test_iterable_dataset_beside_another_loader_is_refused",
         ),
@@ -188,7 +186,7 @@ ROWS: list[Row] = [
             f"{_UNIT}/checks/test_loader_checks.py::test_samplers_of_torch_are_those_of_all_workers",
         ),
         (
-            "A loader that is no `DataLoader`",
+            "A loader other than a `DataLoader`",
             "refused",
             f"{_FEATURES}::test_data_that_cannot_be_split_are_refused_at_the_start[list]",
         ),
@@ -237,7 +235,7 @@ ROWS: list[Row] = [
             "once on each host; once in the job with `prepare_data_per_node=False`",
         ),
         (
-            "Loaders made anew each epoch, with other lengths; a seed per worker",
+            "Loaders made again in each epoch, with other lengths; a seed per worker",
             "works",
             f"{_FEATURES}::test_workers_with_seeds_of_their_own_share_one_order",
         ),
@@ -298,7 +296,7 @@ ROWS: list[Row] = [
             "BaseFinetuning",
             "works",
             f"{_TABLE}[finetuning]",
-            "the model is wrapped anew when layers are unfrozen; stock DDP does not reduce their gradients",
+            "the model is wrapped again when layers are unfrozen; stock DDP does not reduce their gradients",
         ),
         ("ModelPruning", "works", f"{_TABLE}[pruning]"),
         ("Values that `on_train_epoch_start` sets by the epoch", "works", f"{_TABLE}[epoch_hooks]"),
@@ -308,7 +306,7 @@ ROWS: list[Row] = [
             "Objects in checkpoints that cannot be pickled",
             "refused",
             f"{_E2E}/test_resume.py::test_state_that_cannot_be_sent_refuses_joiners_alone",
-            "joiners are; the job goes on",
+            "joiners are; the job continues",
         ),
         (
             "A learning rate by `trainer.world_size`",
@@ -544,7 +542,7 @@ ROWS: list[Row] = [
             f"{_E2E}/test_resume.py::test_checkpoint_is_found_again_at_a_url_and_with_objects[objects]",
         ),
         (
-            "A checkpoint on record that cannot be read",
+            "A recorded checkpoint that cannot be read",
             "refused",
             f"{_E2E}/test_resume.py::test_job_does_not_begin_anew_when_its_checkpoint_is_gone",
         ),
@@ -585,7 +583,7 @@ ROWS: list[Row] = [
         ("An epoch that ends earlier on one worker", "refused", f"{_MISMATCH}[stop_iteration]"),
     ),
     *_rows(
-        "GPUs: the tests run on the CPU in their place; [gpu.md](gpu.md) has what ran on one",
+        "GPUs",
         ("Gradients after an aborted reduction", "works", f"{_UNIT}/test_gpu.py::test_gradients_of_an_ended_round_are_refused"),
         (
             '`precision="16-mixed"` after a missed update',
@@ -596,10 +594,10 @@ ROWS: list[Row] = [
             '`process_group_backend="nccl"`',
             "works",
             "tests/rdzv/group/test_backends.py::test_script_of_stock_ddp_keeps_gloo_for_the_cpu",
-            "with gloo beside it",
+            "together with gloo",
         ),
         (
-            "Backends of which nothing is known",
+            "Unknown backends",
             "refused",
             "tests/rdzv/group/test_world.py::test_unknown_backend_is_refused",
         ),
@@ -639,26 +637,45 @@ ROWS: list[Row] = [
 ]
 
 
-def render(rows: list[Row], tested: list[Result]) -> str:
-    """Return the page."""
-    lines = [
+OF_MODELS = (
+    "Optimization",
+    "Collectives that differ between workers",
+    "GPUs",
+    "Whole scripts, resized 1-3-2 and killed once",
+)
+"""Groups of the second page."""
+
+LEGEND = """
+*Works*: the result is that of an undisturbed run.
+*Refused*: the error gives the reason and the next step, when the Trainer starts or where the script does it.
+*Warned*: one line in the log.
+"""
+MARK = "<!-- Written by `python tests/compatibility.py` from the table in that file. -->"
+
+
+def render(rows: list[Row], tested: list[Result]) -> dict[str, str]:
+    """Return the pages by the names of their files."""
+    groups = list(dict.fromkeys(row.group for row in rows))
+    scripts = [
         "# What scripts may contain",
-        "<!-- Written by `python tests/compatibility.py` from the table in that file. -->",
-        "",
-        "Each row was tried in jobs whose workers join, leave and die.",
-        "*Works*: the result is that of an undisturbed run.",
-        "*Refused*: the error gives the reason and the next move, when the Trainer starts or where the script does it.",
-        "*Warned*: one line in the log.",
+        MARK,
+        "Features of Lightning scripts, each tried in jobs whose workers join, leave and die.",
+        "[compatibility_models.md](compatibility_models.md) continues with optimization, collectives, GPUs, whole scripts and "
+        "versions.",
+        LEGEND.rstrip(),
+        *(line for group in groups if group not in OF_MODELS for line in _table(group, rows)),
     ]
-    for group in dict.fromkeys(row.group for row in rows):
-        lines += ["", f"## {group}", "| feature | | shown by |", "| --- | --- | --- |"]
-        for row in (row for row in rows if row.group == group):
-            verdict = f"{row.verdict}: {row.note}" if row.note else row.verdict
-            lines.append(f"| {row.feature} | {verdict} | `{row.test}` |")
-    lines += [
+    models = [
+        "# What models may contain",
+        MARK,
+        "Optimization, collectives, GPUs and whole scripts, each tried in jobs whose workers join, leave and die.",
+        "[compatibility.md](compatibility.md) has packages, data, callbacks, metrics and validation.",
+        LEGEND.rstrip(),
+        *(line for group in OF_MODELS for line in _table(group, rows)),
         "",
         "## Versions",
         "`make test-versions` runs a core of the tests with each row's versions, on CPU.",
+        "",
         "| environment | Python | torch | Lightning | torchrec | passed | on |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *(
@@ -666,8 +683,21 @@ def render(rows: list[Row], tested: list[Result]) -> str:
             for r in tested
         ),
     ]
-    return "\n".join(lines) + "\n"
+    pages = {"compatibility.md": scripts, "compatibility_models.md": models}
+    return {name: "\n".join(lines) + "\n" for name, lines in pages.items()}
+
+
+def _table(group: str, rows: list[Row]) -> list[str]:
+    lines = ["", f"## {group}"]
+    if group == "GPUs":
+        lines += ["The tests run on the CPU in their place; [gpu.md](../guide/gpu.md) has what ran on one.", ""]
+    lines += ["| feature | | shown by |", "| --- | --- | --- |"]
+    for row in (row for row in rows if row.group == group):
+        verdict = f"{row.verdict}: {row.note}" if row.note else row.verdict
+        lines.append(f"| {row.feature} | {verdict} | `{row.test}` |")
+    return lines
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(ROWS, results()))
+    for name, text in render(ROWS, results()).items():
+        (FOLDER / name).write_text(text)

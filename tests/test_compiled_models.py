@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from quiet_trainer import quiet_trainer
 from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,17 +81,7 @@ def trained(place: Place, callbacks: list[L.Callback]) -> int:
     model: Any = Model(place, backend)
     if place == "model":
         model = torch.compile(model, backend=backend)
-    trainer = L.Trainer(
-        strategy=DLRoverStrategy(),
-        accelerator="cpu",
-        callbacks=callbacks,
-        max_steps=NUM_STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(strategy=DLRoverStrategy(), callbacks=callbacks, max_steps=NUM_STEPS)
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8))
     assert trainer.global_step == NUM_STEPS
     return backend.num_graphs

@@ -14,7 +14,7 @@ from lightning_dlrover import variables
 
 PACKAGE = Path(lightning_dlrover.__file__).parent
 
-WORKER, AGENT, NODE, COMMAND = "rdzv/group/config.py", "rdzv/agents/config.py", "components/node.py", "report/surroundings.py"
+WORKER, AGENT, NODE, COMMAND = "rdzv/group/config.py", "rdzv/agents/config.py", "components/node.py", "report/discovery.py"
 READERS = {
     "ENDPOINT": {WORKER, COMMAND},
     "PREFIX": {WORKER, COMMAND},
@@ -42,8 +42,10 @@ WRITERS = {
     "components/targets/kubernetes_pod.py",
     "components/targets/local.py",
     "components/targets/machine/shares.py",
-    "characterize/crew.py",
+    "characterize/worker_pool.py",
     "colocate/dispatcher.py",
+    "cli/pool_admission.py",
+    "cli/run.py",
     "cli/run_options.py",
     "doctor/script.py",
 }

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from lightning_dlrover.live.state import seed_for
 from lightning_dlrover.live.update import Update, apply, capture
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import wait_for_device
-from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, OutsideOfLoops
 from lightning_dlrover.rdzv.group.purpose import (
     Purpose,
     shown,
@@ -67,11 +67,13 @@ def collectives(world: Any) -> ResilientCollectives:
     """Those of one of two workers on a GPU. Without a GPU, on a device that has computed everything at once."""
     formation: Any = SimpleNamespace(size=2, rank=0)
 
-    def recover() -> bool:
-        world.broken = False
-        return False
+    class Survivors:
+        def meet_survivors(self) -> bool:
+            world.broken = False
+            return False
 
-    return ResilientCollectives(world, FitPosition(formation, has_entered=True), lambda: torch.device("cuda"), recover)
+    trainer: Any = SimpleNamespace(device=torch.device("cuda"))
+    return ResilientCollectives(world, FitPosition(formation, has_entered=True), trainer, Survivors())
 
 
 # --- aborted collectives ------------------------------------------------------------------------------------------------------
@@ -220,7 +222,16 @@ def test_vote_does_not_wait_for_the_stream(device: str) -> None:
 
     def vote(rank: int) -> list[int]:
         group = dist.ProcessGroupGloo(store, rank, 2)  # type: ignore[call-arg]
-        meeting = Meeting(group, rank, 2, 16, lambda: 0, lambda: None, lambda: "", lambda: True, lambda: None)
+        meeting = CollectiveMonitor(
+            group,
+            rank,
+            2,
+            16,
+            lambda: 0,
+            lambda: None,
+            cast(Any, SimpleNamespace(place=OutsideOfLoops(is_computing=True))),
+            lambda: None,
+        )
         try:
             purpose = Purpose("the vote between two steps", "step 1", shown(sys._getframe()))
             ballot = [5 + rank, -rank]

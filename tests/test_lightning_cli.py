@@ -54,7 +54,7 @@ def test_configuration_sets_strategy_and_callback(tmp_path: Path) -> None:
     assert isinstance(strategy, DLRoverStrategy)
     assert strategy._global_batch_size == 16
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
-    assert [callback._intentions.plan_every_s for callback in trainer.callbacks if isinstance(callback, DLRoverCallback)] == [0]  # type: ignore[attr-defined]
+    assert [callback._tuning.plan_every_s for callback in trainer.callbacks if isinstance(callback, DLRoverCallback)] == [0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_configuration_is_written_again_only_by_a_job_that_comes_back(
     saving = next(each for each in cli.trainer.callbacks if isinstance(each, SaveConfigCallback))  # type: ignore[attr-defined]
     first_round = a_formation("w0", hellos(BETWEEN), number=number)
     monkeypatch.setattr(place_in_job, "World", lambda *_: SimpleNamespace(start=lambda: first_round))
-    monkeypatch.setattr(place_in_job.PlaceInJob, "_take_over_world", lambda *_: None)
+    monkeypatch.setattr(place_in_job.JobSession, "_take_over_world", lambda *_: None)
     etcd = SimpleNamespace(endpoints="127.0.0.1:2379")
     config: Any = SimpleNamespace(
         workers_per_node=1, node_workers=1, min_workers=1, max_workers=2, pool="", etcd=etcd, prefix="/dlrover", run_id="job"
     )
     strategy: Any = cli.trainer.strategy
-    place_in_job.PlaceInJob(config, strategy, 0.1)._start(cli.trainer, "gloo")
+    place_in_job.JobSession(config, strategy, 0.1)._start(cli.trainer, "gloo")
     with pytest.raises(RuntimeError, match="to NOT exist") if number == 1 else nullcontext():
         saving.setup(cli.trainer, cli.model, "fit")
     assert ((tmp_path / "config.yaml").read_text() == "of an earlier life\n") == (number == 1)

@@ -13,13 +13,14 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
+from quiet_trainer import quiet_trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live.place_in_job import PlaceInJob
+from lightning_dlrover.live.place_in_job import JobSession
 from lightning_dlrover.observe.step_times import HostMark
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
@@ -42,17 +43,7 @@ class Model(L.LightningModule):
 
 
 def trainer_of(folder: Path, strategy: Any) -> L.Trainer:
-    return L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    return quiet_trainer(strategy=strategy, max_epochs=2, default_root_dir=folder)
 
 
 def train(folder: Path, strategy: Any, model: Model | None = None) -> Model:
@@ -192,18 +183,9 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     live = SimpleNamespace(fits=SimpleNamespace(begin_later=leave))
     former = SimpleNamespace(live=live, world=object(), continue_after_error=lambda: None)
-    monkeypatch.setattr(PlaceInJob, "newest", former)
+    monkeypatch.setattr(JobSession, "newest", former)
     alarm = Alarm()
-    trainer = L.Trainer(
-        strategy=DLRoverStrategy(),
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[alarm],
-    )
+    trainer = quiet_trainer(strategy=DLRoverStrategy(), default_root_dir=tmp_path, callbacks=[alarm])
     with pytest.raises(SystemExit):
         trainer.fit(Model(), DataLoader(TensorDataset(torch.zeros(4, 4), torch.zeros(4, 1))))
     assert not alarm.was_raised

@@ -26,7 +26,7 @@ from lightning_dlrover.rdzv.job.pool_records import BrainRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys
 from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
-__all__ = ["Brain", "BrainBusyError", "Patience", "run_brain"]
+__all__ = ["Brain", "BrainBusyError", "PoolTimeouts", "run_brain"]
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class BrainBusyError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Patience:
+class PoolTimeouts:
     """Seconds that a brain grants others.
 
     Args:
@@ -59,9 +59,9 @@ class Patience:
     gone_s: float = LEASE_S * SETTLING_LEASES
 
     @staticmethod
-    def of_lease(lease_s: float) -> Patience:
-        """Return the patience with a pool in which each process counts as lost after this silence."""
-        return Patience(lease_s, lease_s * SETTLING_LEASES, lease_s * SETTLING_LEASES)
+    def of_lease(lease_s: float) -> PoolTimeouts:
+        """Return the timeouts of a pool in which each process counts as lost after this silence."""
+        return PoolTimeouts(lease_s, lease_s * SETTLING_LEASES, lease_s * SETTLING_LEASES)
 
 
 class Brain:
@@ -81,12 +81,12 @@ class Brain:
         pool: PoolKeys,
         rules: Rules,
         show: Callable[[str], None] = lambda _: None,
-        patience: Patience | None = None,
+        timeouts: PoolTimeouts | None = None,
     ) -> None:
         self._pool = pool
         self._rules = rules
         self._show = show
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or PoolTimeouts()
         client.share_lifetime(pool.root, HISTORY_TTL_S)
         owners = rules.owners
         record = BrainRecord(
@@ -99,7 +99,7 @@ class Brain:
             {owner: quota.limits for owner, quota in owners.quotas.items()},
         )
         journal = Journal(client, Keys(pool.pool, pool.prefix))
-        self._tenure = Tenure(journal, pool.brain, lambda: record, self._busy, self._patience.lease_s)
+        self._tenure = Tenure(journal, pool.brain, lambda: record, self._busy, self._timeouts.lease_s)
         self._watch = Watch(client, pool, rules.counts_others)
         self._writer = Writer(client, pool, self._tenure)
         self._others: list[str] = []  # jobs in no pool, as published
@@ -119,7 +119,7 @@ class Brain:
 
     def was_cut_off(self) -> None:
         """Note that etcd did not answer: leases of processes that live may have expired, and records be missing."""
-        self._trusts_from = time.monotonic() + self._patience.settle_s
+        self._trusts_from = time.monotonic() + self._timeouts.settle_s
         self._absent_since.clear()
 
     def step(self) -> bool:
@@ -133,7 +133,7 @@ class Brain:
             self._others = []  # gone with the former lease
             self.was_cut_off()
         began = time.monotonic()
-        if began - self._looked_at > max(self._patience.lease_s, self._patience.gone_s / 2):
+        if began - self._looked_at > max(self._timeouts.lease_s, self._timeouts.gone_s / 2):
             self._absent_since.clear()  # this process stood still, and has missed changes
         now = time.time()
         view = self._watch.look(now)
@@ -144,7 +144,7 @@ class Brain:
         if self._trusts_from is None:
             # A predecessor may have been cut off together with the jobs.
             has_jobs = any(job.held for job in view.pool_jobs)
-            self._trusts_from = began + (self._patience.settle_s if has_jobs else 0.0)
+            self._trusts_from = began + (self._timeouts.settle_s if has_jobs else 0.0)
         is_sure = began >= self._trusts_from
         self._publish_others(view)
         choice = choose(view.pool_jobs, self._rules, now, may_grow=is_sure)
@@ -191,7 +191,7 @@ class Brain:
         self._absent_since = {name: self._absent_since.get(name, now) for name in choice.gone}
         has_written = False
         for name, since in self._absent_since.items():
-            if is_sure and now - since >= self._patience.gone_s and view.jobs[name].grant is not None:
+            if is_sure and now - since >= self._timeouts.gone_s and view.jobs[name].grant is not None:
                 self._writer.forget(view.jobs[name])
                 self._show(f"pool {self._pool.pool}: {name} is gone, its place is free")
                 has_written = True
@@ -224,7 +224,7 @@ def run_brain(
     every_s: float,
     show: Callable[[str], None],
     stop: threading.Event | None = None,
-    patience: Patience | None = None,
+    timeouts: PoolTimeouts | None = None,
 ) -> None:
     """Decide on a pool, or stand by while another process does, until `stop` is set or a signal raises an exception.
 
@@ -238,7 +238,7 @@ def run_brain(
     with Mirror(client, pool.root) as mirror:
         while not stop.is_set():
             try:
-                with Brain(client, pool, rules, show, patience) as brain:
+                with Brain(client, pool, rules, show, timeouts) as brain:
                     show(f"pool {pool.pool}: this process decides, by policy {rules.policy}, on {rules.budget.text}")
                     _decide(brain, mirror, every_s, stop, pool, show)
             except BrainBusyError as error:

@@ -14,11 +14,12 @@ from lightning_dlrover.planner.cluster.pool.owners import Owners, queue_in_order
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.planner.cluster.pool.sizes import Divider, wanted_sizes, why_never
 from lightning_dlrover.planner.cluster.pool.waits import Wait, queue_of
+from lightning_dlrover.planner.cluster.queue_order import turn_of
 
 __all__ = ["Choice", "Rules", "choose", "reason_of"]
 
 DEFAULT_MAX_WAIT_S = 3600.0
-DEFAULT_POLICY = "ours"
+DEFAULT_POLICY = "jct"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def choose(jobs: Sequence[PoolJob], rules: Rules, now_s: float, may_grow: bool) 
     able = [job for job in jobs if job.name not in refused]
     wanted = wanted_sizes(able, budget, rules.divide, now_s, rules.max_wait_s, owners)
     queue = queue_in_order(able, budget, owners, now_s, rules.max_wait_s)
-    running = sorted((job for job in able if not job.is_waiting), key=lambda job: (-job.priority, job.submitted_s, job.name))
+    running = sorted((job for job in able if not job.is_waiting), key=turn_of)
     moves = next_moves([*queue.jobs, *queue.beyond_quota, *running], budget, wanted, may_grow)
     started = {move.name for move in moves}
     waits = queue_of([job for job in able if job.name not in started], budget, now_s, rules.max_wait_s, owners)

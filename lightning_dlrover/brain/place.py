@@ -182,7 +182,7 @@ class Place:
         name, pool = self._keys.run_id, self._pool.pool
         if brain is None:
             return (
-                f"job {name} waits for a place in pool {pool}, and no process decides on that pool: start `dlrover brain "
+                f"job {name} waits for a place in pool {pool}, and no process decides on that pool: start `dlrover pool run "
                 f"--pool {pool} --budget ...` with the same etcd"
             )
         if grant is None or grant.state != "waiting":

@@ -50,7 +50,8 @@ def next_point(ordered: Sequence[Point], visits: Sequence[Visit], left_s: float,
     able = [point for point in ordered if costs[point] <= left_s and not _is_hopeless(made.get(point, ()))]
     for count in range(aim.min_visits):
         for point in able:
-            if len(made.get(point, ())) <= count and _wants_more(point, count):
+            # The same seeds give the same loss.
+            if len(made.get(point, ())) <= count and (count == 0 or not point.measures_loss):
                 return point
     results = results_of(visits)
     wide = [
@@ -68,19 +69,11 @@ def seconds_left(ordered: Sequence[Point], visits: Sequence[Visit], budget_left_
     """Return the estimated time until every point has its least visits, within the budget."""
     made = _by_point(visits)
     needed = sum(
-        max(0, _least(point, aim) - len(made.get(point, ()))) * _cost_s(made.get(point, ()), visits)
+        max(0, (1 if point.measures_loss else aim.min_visits) - len(made.get(point, ()))) * _cost_s(made.get(point, ()), visits)
         for point in ordered
         if not _is_hopeless(made.get(point, ()))
     )
     return min(needed, max(0.0, budget_left_s))
-
-
-def _least(point: Point, aim: Aim) -> int:
-    return 1 if point.measures_loss else aim.min_visits
-
-
-def _wants_more(point: Point, count: int) -> bool:
-    return count == 0 or not point.measures_loss  # the same seeds give the same loss
 
 
 def _is_hopeless(visits: Sequence[Visit]) -> bool:

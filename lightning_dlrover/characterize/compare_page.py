@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.characterize.compare import Comparison, compared
 from lightning_dlrover.characterize.figures import roofline_figure, study_figure
 from lightning_dlrover.characterize.point import Point
@@ -12,7 +13,6 @@ from lightning_dlrover.characterize.results import Result, limit_values, results
 from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.characterize.studies import Scope, Study, all_studies
 from lightning_dlrover.report.page import render_page
-from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["write_comparison"]
 
@@ -30,7 +30,7 @@ def write_comparison(path: Path, one: Measurements, other: Measurements) -> None
         OSError: `path` cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, _page(one, other, compared(one, other)))
+    atomic_write(path, _page(one, other, compared(one, other)))
 
 
 def _page(one: Measurements, other: Measurements, found: Comparison) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.characterize.compare import differences
 from lightning_dlrover.characterize.figures import loss_figure, roofline_figure, study_figure
 from lightning_dlrover.characterize.findings import Finding
@@ -17,7 +18,6 @@ from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.characterize.studies import Scope, Study
 from lightning_dlrover.output import counted
 from lightning_dlrover.report.page import render_page
-from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["write_page"]
 
@@ -40,7 +40,7 @@ def write_page(path: Path, measured: Measurements, studies: Sequence[Study], fou
     Raises:
         OSError: `path` cannot be written.
     """
-    write_whole(path, _page(measured, studies, found, scope))
+    atomic_write(path, _page(measured, studies, found, scope))
 
 
 def _page(measured: Measurements, studies: Sequence[Study], found: Sequence[Finding], scope: Scope) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dlrover.characterize.budget import Aim, in_order, next_point, seconds_left
-from lightning_dlrover.characterize.crew import Crew
 from lightning_dlrover.characterize.limits import GPU, LIMITS
 from lightning_dlrover.characterize.measure import Effort
 from lightning_dlrover.characterize.point import Point
 from lightning_dlrover.characterize.store import Store
 from lightning_dlrover.characterize.studies import Scope, Study
+from lightning_dlrover.characterize.worker_pool import WorkerPool
 
 __all__ = ["AIMS", "BUDGETS_S", "EFFORTS", "Progress", "measure_studies"]
 
@@ -65,11 +65,11 @@ def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget
     progress = Progress(len(points))
     with (
         tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=store.path.parent) as work,
-        Crew(Path(work), EFFORTS[scope.size]) as crew,
+        WorkerPool(Path(work), EFFORTS[scope.size]) as pool,
     ):
         share_s = LIMITS_SHARE * budget_s
         later_s = seconds_left(points, store.found.visits, budget_s - share_s, aim)
-        took_s = min(share_s, _measure_limits(store, scope, crew, progress, 1, deadline - budget_s + share_s, later_s))
+        took_s = min(share_s, _measure_limits(store, scope, pool, progress, 1, deadline - budget_s + share_s, later_s))
         while True:
             left_s = deadline - time.monotonic() - took_s
             visits = store.found.visits
@@ -78,13 +78,13 @@ def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget
                 break
             progress.done = len({visit.point for visit in visits} & {*points})
             progress.show(_brief(point), seconds_left(points, visits, left_s, aim))
-            store.add(crew.visit(point))
-        _measure_limits(store, scope, crew, progress, 2, deadline, 0.0)  # minutes later: their better visit is the limit
+            store.add(pool.visit(point))
+        _measure_limits(store, scope, pool, progress, 2, deadline, 0.0)  # minutes later: their better visit is the limit
         progress.end()
 
 
 def _measure_limits(
-    store: Store, scope: Scope, crew: Crew, progress: Progress, visits: int, deadline: float, later_s: float
+    store: Store, scope: Scope, pool: WorkerPool, progress: Progress, visits: int, deadline: float, later_s: float
 ) -> float:
     """Measure the limits that have fewer visits. Return the seconds that it took.
 
@@ -96,7 +96,7 @@ def _measure_limits(
         if time.monotonic() >= deadline:
             break
         progress.show(LIMITS[name][0], deadline - time.monotonic() + later_s)
-        store.add(crew.limit(name, threads))
+        store.add(pool.limit(name, threads))
     return time.monotonic() - began
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.characterize.machine import Machine
@@ -38,6 +38,13 @@ class Measurements:
     visits: list[Visit] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
 
+    @staticmethod
+    def of(header: Header, records: Iterable[Visit | Limit]) -> Measurements:
+        found = Measurements(header)
+        for record in records:
+            found.add(record)
+        return found
+
     def add(self, record: Visit | Limit) -> None:
         if isinstance(record, Visit):
             self.visits.append(record)
@@ -51,12 +58,12 @@ FORM = RecordForm(
     format=FORMAT,
     file_of="a characterization",
     line_of="a measurement",
-    user="`dlrover characterize`",
+    user="`dlrover lab characterize`",
     error=StoreError,
 )
 
 
-class Store:
+class Store(RecordFile[Header]):
     """The measurements of one folder, which this process alone may add to. Use as a context manager.
 
     Raises:
@@ -66,28 +73,18 @@ class Store:
 
     def __init__(self, folder: Path, machine: Machine) -> None:
         self.path = folder / FILE_NAME
-        self._file = RecordFile(self.path, FORM)
+        super().__init__(self.path, FORM, Header(FORMAT, __version__, machine))
+        self.found = Measurements.of(self.header, self.records)
         try:
-            if self._file.content:
-                self.found = _measurements(self._file.content, self.path)
-                self._check(machine)
-            else:
-                self.found = Measurements(Header(FORMAT, __version__, machine))
-                self._file.append(self.found.header)
-        except BaseException:
-            self._file.close()
+            self._check(machine)
+        except StoreError:
+            self.close()
             raise
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
 
     def add(self, record: Visit | Limit) -> None:
         """Append a measurement."""
+        super().add(record)
         self.found.add(record)
-        self._file.append(record)
 
     def _check(self, machine: Machine) -> None:
         header = self.found.header
@@ -114,15 +111,8 @@ def read_store(folder: Path) -> Measurements:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise StoreError(f"{folder} has no {FILE_NAME}: `dlrover characterize --out {folder}` makes one") from error
-    return _measurements(data, path)
-
-
-def _measurements(data: bytes, path: Path) -> Measurements:
+        raise StoreError(f"{folder} has no {FILE_NAME}: `dlrover lab characterize --out {folder}` makes one") from error
     read = read_lines(data, path, FORM)
     if read[0] is None:
         raise StoreError(f"{path} is empty; remove it, or give another folder")
-    found = Measurements(read[0])
-    for record in read[1]:
-        found.add(record)
-    return found
+    return Measurements.of(read[0], read[1])

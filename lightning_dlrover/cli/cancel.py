@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_dlrover.brain.place import member_key
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
+from lightning_dlrover.cli.run_hooks import ticket_key
 from lightning_dlrover.components.targets.kubernetes_api import ApiError
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.output import counted, show
@@ -46,8 +46,8 @@ def cancel_command(options: argparse.Namespace) -> int:
         return EXIT_OK
     with client:
         journal = Journal(client, place.keys)
-        if (member := member_key(client, place.keys)) and client.get(place.keys.job) is None:
-            return _cancel_in_queue(journal, client, member, deadline)
+        if (ticket := ticket_key(client, place.keys)) and client.get(place.keys.job) is None:
+            return _cancel_waiting(journal, client, ticket, deadline)
         view = read_job(client, place.keys).view  # raises an error if there is no such job
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
         nodes = _ask_all_to_end(journal, CANCELLED)
@@ -62,19 +62,22 @@ def cancel_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _cancel_in_queue(journal: Journal, client: EtcdClient, member: str, deadline: float) -> int:
-    """End a `dlrover run` that waits for its job's place in a pool, or has just got it.
+def _cancel_waiting(journal: Journal, client: EtcdClient, ticket: str, deadline: float) -> int:
+    """End a `dlrover run` that waits until its job may run, or may do so since a moment ago.
+
+    Args:
+        ticket: key in etcd that exists until it has ended.
 
     Raises:
         UsageError: it has not ended in time.
     """
     run_id = journal.keys.run_id
     _ask_all_to_end(journal, CANCELLED)
-    while client.get(member) is not None:
+    while client.get(ticket) is not None:
         if time.monotonic() > deadline:
             raise UsageError(
-                f"job {run_id!r} was asked to end, but its `dlrover run` still has or wants its place in the pool; see its "
-                "output, or kill it"
+                f"job {run_id!r} was asked to end, but its `dlrover run` still waits for its permission to run, or has it; see "
+                "its output, or kill it"
             )
         time.sleep(0.2)
     client.delete(journal.keys.nodes)  # where the run was killed; a later job of this name is another one

@@ -1,4 +1,4 @@
-"""`dlrover characterize`: where a DLRM's training time goes on this machine."""
+"""`dlrover lab characterize`: where a DLRM's training time goes on this machine."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from lightning_dlrover.report.streams import ReadStreams, Standing, described, g
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_dlrover.data.ledger import Ledger
+    from lightning_dlrover.data.lineage import Lineage
     from lightning_dlrover.rdzv.job.events import StreamOpened
     from lightning_dlrover.rdzv.job.records import EventRecord
 
@@ -90,23 +90,23 @@ def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None, Se
     return found, standing(found, profiles, events, time.time(), is_training), events, max_epochs
 
 
-def _ledger(stream: StreamOpened, options: argparse.Namespace) -> Ledger:
-    from lightning_dlrover.data.ledger import Ledger, listed_shards
+def _lineage(stream: StreamOpened, options: argparse.Namespace) -> Lineage:
+    from lightning_dlrover.data.lineage import Lineage, listed_shards
 
-    return Ledger(stream, listed_shards(stream, options.files))
+    return Lineage(stream, listed_shards(stream, options.files))
 
 
 def _progress(stream: StreamOpened, found: ReadStreams, where: Standing | None, options: argparse.Namespace) -> dict[str, Any]:
-    from lightning_dlrover.data.ledger import Ledger
+    from lightning_dlrover.data.lineage import Lineage
     from lightning_dlrover.data.source import DataError
 
     problem = ""
     try:
-        ledger = _ledger(stream, options)
+        lineage = _lineage(stream, options)
     except DataError as error:
         if options.files:
             raise
-        ledger, problem = Ledger(stream), str(error)
+        lineage, problem = Lineage(stream), str(error)
     answer: dict[str, Any] = {
         "source": stream.source,
         "text": described(stream),
@@ -119,14 +119,14 @@ def _progress(stream: StreamOpened, found: ReadStreams, where: Standing | None, 
     }
     if where is None:
         return answer
-    epoch, batches = ledger.place_in_epoch(where.batches, found.finished_step is not None)
-    files = ledger.files_progress(epoch, batches)
+    epoch, batches = lineage.place_in_epoch(where.batches, found.finished_step is not None)
+    files = lineage.files_progress(epoch, batches)
     rate = where.batches_per_s if found.finished_step is None else None
     return answer | {
         "epoch": epoch,
         "batches_done": batches,
         "num_batches": stream.epoch_batches,
-        "rows_done": ledger.rows_done(batches),
+        "rows_done": lineage.rows_done(batches),
         "files_done": files.done if files else None,
         "files_in_work": files.in_work if files else None,
         "files_left": files.left if files else None,
@@ -189,13 +189,13 @@ def _step(
     if stream.accumulate and found.finished_step is not None and options.step > found.finished_step:
         raise UsageError(f"job {options.job!r} has finished with step {found.finished_step}: there is no step {options.step}")
     newest, stream = stream, found.window_of(stream, options.step)
-    ledger = _ledger(stream, options)
-    epoch, batches = ledger.batches_of_step(options.step)
+    lineage = _lineage(stream, options)
+    epoch, batches = lineage.batches_of_step(options.step)
     if max_epochs and epoch >= max_epochs:
         raise UsageError(
             f"job {options.job!r} trains {counted(max_epochs, 'epoch')}, and step {options.step} would be in number {epoch + 1}"
         )
-    is_done = epoch < newest.epoch or (where is not None and ledger.is_done(epoch, batches[-1], where.batches))
+    is_done = epoch < newest.epoch or (where is not None and lineage.is_done(epoch, batches[-1], where.batches))
     return {
         "source": stream.source,
         "step": options.step,
@@ -203,7 +203,7 @@ def _step(
         "epoch": epoch,
         "batches": list(batches),
         "is_done": is_done,
-        "rows": [dataclasses.asdict(each) for each in ledger.rows_of(epoch, batches)],
+        "rows": [dataclasses.asdict(each) for each in lineage.rows_of(epoch, batches)],
     }
 
 
@@ -227,13 +227,13 @@ def _row(found: ReadStreams, where: Standing | None, options: argparse.Namespace
     answers, problems = [], []
     for stream in found.streams:
         try:
-            ledger = _ledger(stream, options)
-            newest = ledger.place_in_epoch(where.batches, found.finished_step is not None)[0] if where else stream.epoch
+            lineage = _lineage(stream, options)
+            newest = lineage.place_in_epoch(where.batches, found.finished_step is not None)[0] if where else stream.epoch
             if stream.grows:
                 windows = next(each for each in found.windows if stream in each)
-                places = [x for w in windows for x in _ledger(w, options).places_of(file, row, range(w.epoch, w.epoch + 1))]
+                places = [x for w in windows for x in _lineage(w, options).places_of(file, row, range(w.epoch, w.epoch + 1))]
             else:
-                places = ledger.places_of(file, row, range(max(stream.epoch, newest - MAX_EPOCHS + 1), newest + 1))
+                places = lineage.places_of(file, row, range(max(stream.epoch, newest - MAX_EPOCHS + 1), newest + 1))
         except DataError as error:
             problems.append(error)
             continue
@@ -246,7 +246,7 @@ def _row(found: ReadStreams, where: Standing | None, options: argparse.Namespace
                     {
                         **dataclasses.asdict(each),
                         "is_done": each.epoch < stream.epoch
-                        or (where is not None and ledger.is_done(each.epoch, each.batch, where.batches)),
+                        or (where is not None and lineage.is_done(each.epoch, each.batch, where.batches)),
                     }
                     for each in places
                 ],

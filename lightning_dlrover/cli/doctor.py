@@ -15,7 +15,7 @@ from lightning_dlrover.doctor.report import Case, as_json, examine, lines, summa
 from lightning_dlrover.finding import worst
 from lightning_dlrover.output import show
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.report.surroundings import Surroundings
+from lightning_dlrover.report.discovery import EtcdDefaults
 
 _ETCD_S = 5.0
 
@@ -24,10 +24,10 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 def doctor_command(options: argparse.Namespace) -> int:
     """Show each check as it ends. The exit code is 1 if one of them has found an error."""
-    around = Surroundings.of_this_process()
+    defaults = EtcdDefaults.of_this_process()
     case = Case(
-        etcd=_etcd(options, around),
-        prefix=checked_prefix(options.key_prefix or around.prefix),
+        etcd=_etcd(options, defaults),
+        prefix=checked_prefix(options.key_prefix or defaults.prefix),
         script=checked_script(options.script[0]) if options.script else None,
         arguments=options.script[1:],
         deadline_s=options.timeout,
@@ -48,11 +48,11 @@ def doctor_command(options: argparse.Namespace) -> int:
     return EXIT_FAILED if worst(findings) == "error" else EXIT_OK
 
 
-def _etcd(options: argparse.Namespace, around: Surroundings) -> EtcdConfig | None:
-    endpoint = options.endpoint or around.endpoint
+def _etcd(options: argparse.Namespace, defaults: EtcdDefaults) -> EtcdConfig | None:
+    endpoint = options.endpoint or defaults.endpoint
     access = etcd_access(options)
     if endpoint is None:
         if access:
             raise UsageError(f"{', '.join(map(flag, access))}: only with --endpoint, which names the etcd that they are for")
         return None
-    return EtcdConfig(endpoint, timeout_s=_ETCD_S, **(access or around.access))
+    return EtcdConfig(endpoint, timeout_s=_ETCD_S, **(access or defaults.access))

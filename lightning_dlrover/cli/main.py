@@ -15,19 +15,18 @@ from urllib.parse import unquote
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError
 from lightning_dlrover.cli.options import flag
 from lightning_dlrover.cli.parser import build_parser
+from lightning_dlrover.cli.plugin_commands import Command
 from lightning_dlrover.cli.signals import quiet_start
 from lightning_dlrover.components.escaped import ESCAPED
 from lightning_dlrover.home import give_home
 from lightning_dlrover.output import complain, escape_what_cannot_be_encoded, flush
+from lightning_dlrover.plugins import PluginError
 
 __all__ = ["command_function", "main"]
 
 _HOMES = {
     "run": "run",
     "doctor": "doctor",
-    "characterize": "characterize",
-    "colocate": "colocate",
-    "simulate": "simulate",
     "scale": "resize",
     "status": "show",
     "report": "reports",
@@ -37,14 +36,10 @@ _HOMES = {
     "logs": "logs",
     "stacks": "stacks",
     "data": "data",
-    "divide": "resize",
-    "brain": "brain",
-    "queue": "brain",
-    "what-if": "what_if",
     "list": "show",
     "history": "history",
 }
-"""Module of each command. Its function is named after the command, with the suffix `_command`."""
+"""Module of each built-in command. Its function is named after the command, with the suffix `_command`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,13 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(given: list[str], started: Callable[[], None]) -> int:
     if given[:2] == ["run", ESCAPED]:
         given[1:] = map(unquote, given[2:])
-    options = build_parser(given).parse_args(given)
+    try:
+        options = build_parser(given).parse_args(given)
+    except PluginError as error:
+        complain(str(error))
+        return EXIT_USAGE
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     try:
         give_home()
-        command = command_function(options.command)
+        plugin: Command | None = getattr(options, "plugin", None)
+        command = plugin.run if plugin is not None else command_function(options.command)
         if options.command != "run":  # its start takes longer, and then it installs handlers of its own
             started()
         return command(options)
@@ -98,7 +98,7 @@ def _text(error: Exception, options: argparse.Namespace) -> str:
 
 
 def command_function(command: str) -> Callable[[argparse.Namespace], int]:
-    """Import a command's module, and return the function that runs the command."""
+    """Import the module of a built-in command, and return the function that runs the command."""
     module = importlib.import_module(f"lightning_dlrover.cli.{_HOMES[command]}")
     function: Callable[[argparse.Namespace], int] = getattr(module, f"{command.replace('-', '_')}_command")
     return function
@@ -106,7 +106,6 @@ def command_function(command: str) -> Callable[[argparse.Namespace], int]:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """Return the errors whose message suffices for the user, without a traceback."""
-    from lightning_dlrover.brain.place import PlaceError
     from lightning_dlrover.components.control.office import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.learn.history import HistoryError
@@ -120,7 +119,6 @@ def _refusals() -> tuple[type[Exception], ...]:
         HistoryError,
         JobNotFoundError,
         ControllerBusyError,
-        PlaceError,
         EtcdError,
         EtcdServerError,
         RecordError,

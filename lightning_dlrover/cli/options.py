@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.cli import values
+from lightning_dlrover.cli.former_names import add_renamed_option
 from lightning_dlrover.output import counted
-from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR
+from lightning_dlrover.report.discovery import DEFAULT_RUN_DIR
 
 TARGETS = ("local", "slurm", "kubernetes")
 
@@ -145,7 +146,7 @@ def add_objective_options(parser: argparse.ArgumentParser) -> None:
 def add_node_options(parser: argparse.ArgumentParser) -> None:
     """Add the resources of each node, for any target."""
     title = "resources of each node"
-    text = "Default: the cluster's. With --target local, nodes share the whole machine (docs/local.md)."
+    text = "Default: the cluster's. With --target local, nodes share the whole machine (docs/start/local.md)."
     group = parser.add_argument_group(title, text)
     _add_texts(group, NODE_OPTIONS)
     within = "with MAX, a plan may raise it up to MAX and replaces smaller nodes one at a time"
@@ -159,7 +160,9 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         help="memory per node, such as 16G or 16G:64G; MAX as for --cpus",
     )
     group.add_argument("--etcd-host", metavar="HOST", help="address of this host at which nodes reach the embedded etcd")
-    group.add_argument(
+    add_renamed_option(
+        group,
+        "--preemption-notice",
         "--notice",
         type=int,
         metavar="S",
@@ -178,7 +181,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of Slurm alone."""
-    group = parser.add_argument_group("Slurm", "Only with --target slurm; see docs/slurm.md.")
+    group = parser.add_argument_group("Slurm", "Only with --target slurm; see docs/start/slurm.md.")
     _add_texts(group, SLURM_OPTIONS)
     group.add_argument(
         "--sbatch-arg",
@@ -191,7 +194,7 @@ def add_slurm_options(parser: argparse.ArgumentParser) -> None:
 
 def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of Kubernetes alone."""
-    group = parser.add_argument_group("Kubernetes", "Only with --target kubernetes; see docs/kubernetes.md.")
+    group = parser.add_argument_group("Kubernetes", "Only with --target kubernetes; see docs/start/kubernetes.md.")
     _add_texts(group, KUBERNETES_OPTIONS)
     for name, (value, text) in REPEATED_OPTIONS.items():
         group.add_argument(flag(name), action="append", default=[], metavar=value, help=f"{text}; repeatable")

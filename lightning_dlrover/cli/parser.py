@@ -23,50 +23,32 @@ from lightning_dlrover.cli.options import (
     flag,
     option_of,
 )
-from lightning_dlrover.cli.pool_options import add_brain, add_place_in_pool, add_queue, add_what_if
-
-POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "rmixer_mixed", "muri")
-"""Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
-
-ELASTIC_POLICIES = (
-    *(
-        "as-requested",
-        "srtf",
-        "elastic-srtf",
-        "las",
-        "dlrover",
-        "dlrover-rm",
-        "autopilot",
-        "optimus",
-        "afs",
-        "hesrpt",
-        "pollux",
-    ),
-    *("sia", "ours"),
-)
-"""Policies of `dlrover simulate`, as `planner/cluster/elastic` has them."""
+from lightning_dlrover.cli.plugin_commands import Command, command_plugins
+from lightning_dlrover.cli.run_hooks import add_hook_options
+from lightning_dlrover.plugins import PluginError
 
 if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Build the parser of all commands; parsed options hold the command's name in `command`.
+    """Build the parser of all commands; parsed options hold the command's name in `command`, and its plug-in in `plugin`.
 
     Args:
         given: the command line to parse. Building the options of all commands takes longer than parsing it, so only those of
-            its command are built. None: all are.
+            its command are built, and the commands of other packages are added only where it needs them. None: all are.
+
+    Raises:
+        PluginError: the command is one of another package, and cannot be used.
     """
-    parser = _Command(prog="dlrover", description="Live elastic training: start a job, watch it, resize it while it trains.")
+    text = "Live elastic training: start a job, watch it, resize it while it trains."
+    parser = _CommandParser(prog="dlrover", description=text)
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
-    made: Any = _Command if given is None else _made_if_in(given)  # argparse calls it as it would the class
+    made: Any = _CommandParser if given is None else _made_if_in(given)  # argparse calls it as it would the class
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=made)
     _add_run(commands)
     _add_doctor(commands)
-    _add_characterize(commands)
-    _add_colocate(commands)
-    _add_simulate(commands)
     _add_scale(commands)
     _add_status(commands)
     _add_report(commands)
@@ -76,16 +58,52 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
     _add_logs(commands)
     _add_stacks(commands)
     _add_data(commands)
-    _add_divide(commands)
-    add_brain(commands)
-    add_queue(commands)
-    add_what_if(commands)
     _add_list(commands)
     _add_history(commands)
+    if problems := _add_plugins(commands, given):
+        parser.epilog = "Not available: " + "; ".join(map(str, problems)).replace("%", "%%")
     return parser
 
 
-class _Command(argparse.ArgumentParser):
+def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[PluginError]:
+    """Add the commands of other packages; return why some of them cannot be used.
+
+    Raises:
+        PluginError: that is so of the given command.
+    """
+    built_in = list(commands.choices)
+    command = _command_in(given) if given is not None else ""
+    is_alone = given is not None and command and not {"-h", "--help"} & {*given[: given.index(command)]}
+    if is_alone and command in built_in:
+        return []
+    found = command_plugins(built_in)
+    if is_alone and any(plugin.name == command for plugin in found):
+        found = [plugin for plugin in found if plugin.name == command]
+    problems = []
+    for plugin in found:
+        try:
+            plugged = plugin.load(Command)  # type: ignore[type-abstract]
+            text = plugged.summary
+            listed: dict[str, Any] = {"help": text.replace("%", "%%"), "description": text} if text else {}
+            parser = commands.add_parser(plugin.name, **listed)
+            parser.set_defaults(plugin=plugged)
+            try:
+                plugged.add_options(parser)
+            except Exception as error:  # of a foreign module
+                raise plugin.error(f"its options: {type(error).__name__}: {error}") from error
+        except PluginError as error:
+            if is_alone and plugin.name == command:
+                raise
+            problems.append(error)
+    return problems
+
+
+def _command_in(given: Sequence[str]) -> str:
+    """Return the command of a command line; empty if it has none."""
+    return next((word for word in given if not word.startswith("-")), "")
+
+
+class _CommandParser(argparse.ArgumentParser):
     """Parser of a command, which answers wrong usage with one line, and takes arguments between options, too."""
 
     hint = ""  # ends the error about unknown arguments
@@ -128,10 +146,10 @@ class _Unused(argparse.ArgumentParser):
 
 def _made_if_in(given: Sequence[str]) -> Callable[..., argparse.ArgumentParser]:
     """Return a maker of parsers for the command in a command line, whose other commands get none."""
-    command = next((word for word in given if not word.startswith("-")), "")
+    command = _command_in(given)
 
     def make(prog: str, **texts: Any) -> argparse.ArgumentParser:
-        return _Command(prog, **texts) if prog.split()[-1] == command else _Unused()
+        return _CommandParser(prog, **texts) if prog.split()[-1] == command else _Unused()
 
     return make
 
@@ -195,7 +213,8 @@ def _add_run(commands: Commands) -> None:
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
     )
     add_objective_options(run)
-    add_place_in_pool(run)
+    if not isinstance(run, _Unused):
+        add_hook_options(run)
     add_place_options(run)
     add_node_options(run)
     add_slurm_options(run)
@@ -228,227 +247,6 @@ def _add_doctor(commands: Commands) -> None:
         help="training script with a Lightning Trainer, then -- and its arguments",
     )
     doctor.hint = "; arguments of a script go after --, as in: dlrover doctor train.py -- --epochs 2"  # type: ignore[attr-defined]
-
-
-def _add_colocate(commands: Commands) -> None:
-    command = commands.add_parser("colocate", help="run a queue of training commands side by side on this machine")
-    command.description = (
-        "Run the jobs of a file to their ends, several at once: jobs whose needs complement each other run side by side, and "
-        "their memory never exceeds the machine's. Every start and end is recorded, so the same command continues with the "
-        "rest after an interruption. Exit code: 0 if all jobs are done, 1 if one has failed, 2 for wrong usage."
-    )
-    command.add_argument("jobs", type=Path, metavar="JOBS.yaml", help="the jobs: a list `jobs` with a `command` each")
-    command.add_argument(
-        "--policy", choices=POLICIES, default=POLICIES[0], help=f"policy of co-location (default {POLICIES[0]})"
-    )
-    command.add_argument(
-        "--devices",
-        nargs="+",
-        default=["cpu"],
-        metavar="DEVICE",
-        help="`cpu`, sets of cores such as cpu:0-3 cpu:4-7, or GPUs such as gpu:0 or, with cores, gpu:0:0-7 (default cpu)",
-    )
-    command.add_argument(
-        "--memory", type=values.memory, metavar="SIZE", help="host memory for all jobs (default: most of what is free)"
-    )
-    command.add_argument(
-        "--at-once",
-        type=values.count,
-        default=0,
-        metavar="N",
-        help="maximum of jobs at once on a device (default: twice its cores, on a GPU no more than 8; complementary: twice "
-        "as many)",
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("colocation"),
-        metavar="DIR",
-        help="folder of the queue: journal, output, report (default colocation)",
-    )
-    command.add_argument(
-        "--learn-from",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="DIR",
-        help="folders of earlier queues, whose measurements count",
-    )
-    _add_patience(command)
-    command.add_argument(
-        "--seed", type=values.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)"
-    )
-
-
-def _add_patience(command: argparse.ArgumentParser) -> None:
-    """Add the times after which `dlrover colocate` acts."""
-    command.add_argument(
-        "--longest-wait",
-        type=values.duration,
-        default=3600.0,
-        metavar="TIME",
-        help="a job that waits longer goes first (default 1h)",
-    )
-    command.add_argument(
-        "--probe",
-        type=values.duration,
-        default=20.0,
-        metavar="TIME",
-        help="a command without DLRoverCallback is measured for this long (default 20s)",
-    )
-    command.add_argument(
-        "--grace", type=values.duration, default=10.0, metavar="TIME", help="from SIGTERM to SIGKILL (default 10s)"
-    )
-    command.add_argument(
-        "--hang-after",
-        type=values.duration,
-        default=600.0,
-        metavar="TIME",
-        help="a job that is idle for this long has failed (default 10m)",
-    )
-
-
-def _add_simulate(commands: Commands) -> None:
-    command = commands.add_parser("simulate", help="replay traces of jobs on a simulated cluster, under several policies")
-    command.description = (
-        "Replay traces of elastic jobs on a simulated cluster, once for each policy, cost of a resize and seed. Jobs run at "
-        "measured speeds; policies learn them from the jobs that have run. Print a table and write an HTML report with "
-        "pictures. Each finished simulation is recorded, so the same command continues after an interruption. Exit code: 0 if "
-        "all have ended, 2 for wrong use or a bad trace."
-    )
-    command.add_argument(
-        "traces",
-        nargs="+",
-        type=Path,
-        metavar="TRACE",
-        help="CSV file of jobs with the columns time, application, num_replicas, batch_size (Pollux's form), or job_id, "
-        "submission_time, duration, num_gpu (ElasticFlow's form, whose models are drawn)",
-    )
-    command.add_argument(
-        "--speeds",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder of measured step times, NAME-placements.csv and NAME-scalability.csv for each application",
-    )
-    command.add_argument(
-        "--policy",
-        nargs="+",
-        choices=ELASTIC_POLICIES,
-        default=list(ELASTIC_POLICIES),
-        metavar="NAME",
-        help=f"how devices are divided: {', '.join(ELASTIC_POLICIES)} (default: each of them)",
-    )
-    _add_simulation_options(command)
-
-
-def _add_simulation_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--resize-cost",
-        nargs="+",
-        type=values.resize_cost,
-        default=[30.0],
-        metavar="S",
-        help="seconds without a step when a running job's devices change (default 30); by-model: 15 to 250 s, as restarts of "
-        "each model take; live: 0.5 s, after new devices have idled for the cost of a start",
-    )
-    command.add_argument(
-        "--start-cost",
-        type=values.start_cost,
-        default=30.0,
-        metavar="S",
-        help="seconds without a step when a job starts, under every policy, or by-model (default 30)",
-    )
-    command.add_argument(
-        "--nodes", type=values.cluster, default=(16, 4), metavar="NxD", help="nodes and devices of each (default 16x4)"
-    )
-    command.add_argument(
-        "--seeds",
-        type=values.count,
-        default=1,
-        metavar="N",
-        help="simulations of each combination: the first as in the trace, the others with shaken arrivals (default 1)",
-    )
-    command.add_argument(
-        "--shake",
-        type=values.setting,
-        default=0,
-        metavar="SEED",
-        help="first seed; each moves arrivals by up to a minute, seed 0 moves none (default 0)",
-    )
-    command.add_argument(
-        "--every",
-        type=values.duration,
-        default=60.0,
-        metavar="TIME",
-        help="time between decisions; others follow each start and end of a job (default 60)",
-    )
-    command.add_argument(
-        "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
-    )
-    command.add_argument(
-        "--lengths",
-        choices=("known", "unknown", "wrong"),
-        default="known",
-        help="what policies know of the steps of a job; wrong: times a random factor, log-normal with a deviation of ln 2 "
-        "(default known)",
-    )
-    command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
-    command.add_argument("--processes", type=values.processes, default=1, metavar="N", help="simulations at a time (default 1)")
-    command.add_argument(
-        "--out", type=Path, default=Path("simulation"), metavar="DIR", help="folder of records and report (default simulation)"
-    )
-
-
-def _add_characterize(commands: Commands) -> None:
-    command = commands.add_parser("characterize", help="measure where a DLRM's training time goes on this machine")
-    command.description = (
-        "Measure a reference DLRM on this machine in nine studies, write figures and findings, and record the samples in "
-        "the job history, from which later jobs start. Each measurement is stored at once: the same command continues after an "
-        "interruption. Leave the machine idle until it ends."
-    )
-    size = command.add_mutually_exclusive_group()
-    size.add_argument(
-        "--quick", dest="size", action="store_const", const="quick", help="coarse sweeps, about five minutes (default)"
-    )
-    size.add_argument("--full", dest="size", action="store_const", const="full", help="fine sweeps, about an hour")
-    command.set_defaults(size="quick")
-    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the model (default cpu)")
-    command.add_argument(
-        "--study",
-        nargs="+",
-        metavar="NAME",
-        help="studies to run: features, batch, rows, mlp, lookups, placement, workers, loader, devices (default: all)",
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("characterization"),
-        metavar="DIR",
-        help="folder of measurements, tables and report (default ./characterization)",
-    )
-    command.add_argument(
-        "--budget",
-        type=float,
-        metavar="MINUTES",
-        help="time for measurements, spent where it brings most (default 4; with --full 60)",
-    )
-    command.add_argument(
-        "--compare",
-        nargs=2,
-        type=Path,
-        metavar=("A", "B"),
-        help="show the results of two folders side by side, write comparison.html to --out, and measure nothing",
-    )
-    command.add_argument(
-        "--model",
-        metavar="MODULE:CLASS",
-        help="your own LightningModule, or FILE.py:CLASS, which takes no arguments and has a train_dataloader; measured in the "
-        "study devices",
-    )
-    command.add_argument(
-        "--history", metavar="PLACE", help="job history, or off (default: DLROVER_HISTORY, else the user's own history)"
-    )
 
 
 def _add_scale(commands: Commands) -> None:
@@ -545,20 +343,6 @@ def _add_data(commands: Commands) -> None:
         "--files", nargs="+", default=[], metavar="PATH", help="paths or patterns of the files on this host, if others"
     )
     data.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_divide(commands: Commands) -> None:
-    divide = commands.add_parser("divide", help="divide cores or GPUs among running jobs by their predicted gains")
-    divide.description = (
-        "Divide a budget of cores, or of GPUs for jobs that train on GPUs, among running jobs. Each unit goes to the job with "
-        "the largest gain. The gains are the latest predictions of the jobs' own planners."
-    )
-    divide.add_argument(
-        "jobs", nargs="+", type=values.weighted, metavar="JOB[=WEIGHT]", help="job, and the weight of its gains (default 1)"
-    )
-    divide.add_argument("--budget", required=True, type=values.budget, metavar="N", help="cores or GPUs of all jobs together")
-    divide.add_argument("--apply", action="store_true", help="change the jobs' plans (default: print the division only)")
-    add_place_options(divide)
 
 
 def _add_list(commands: Commands) -> None:

@@ -19,7 +19,7 @@ from lightning_dlrover.report.page import summary_text, write_report
 from lightning_dlrover.report.pictures import plans_picture
 from lightning_dlrover.report.sizes import given_sizes, sizes_text
 from lightning_dlrover.report.status import connect
-from lightning_dlrover.report.story import tell
+from lightning_dlrover.report.timeline import timeline_of
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.job.records import EventRecord
@@ -41,14 +41,14 @@ def explain_command(options: argparse.Namespace) -> int:
     if options.output is not None and options.output.suffix not in (".png", ".svg"):
         raise UsageError(f"--output {options.output}: a picture is written as .png or .svg")
     events = _events_of(options) or _events_of_history(options)
-    story = tell(options.job, events)
-    show(explain_text(story, options.plan))
-    if options.plan is None and (given := given_sizes(events, story.profiles)):
-        show("\n" + sizes_text(given, story.started_at))
-    if story.decisions:
+    timeline = timeline_of(options.job, events)
+    show(explain_text(timeline, options.plan))
+    if options.plan is None and (given := given_sizes(events, timeline.profiles)):
+        show("\n" + sizes_text(given, timeline.started_at))
+    if timeline.decisions:
         output = options.output or options.run_dir / options.job / "plans.png"
         output.parent.mkdir(parents=True, exist_ok=True)
-        plans_picture(story).savefig(output, dpi=130)
+        plans_picture(timeline).savefig(output, dpi=130)
         show(f"picture: {output}")
     return EXIT_OK
 

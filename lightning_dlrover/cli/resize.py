@@ -1,9 +1,8 @@
-"""`dlrover scale`, `divide` and `drain`: change the workers of a job and their settings by hand."""
+"""`dlrover scale` and `drain`: change the workers of a job and their settings by hand."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import socket
 import time
 from collections.abc import Mapping
@@ -11,20 +10,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
-from lightning_dlrover.cli.lookup import connected_job, find_place, tell_problems
-from lightning_dlrover.cli.options import COUNTED, SETTINGS, counted_field, option_of
-from lightning_dlrover.output import counted, number_text, show
-from lightning_dlrover.planner.cluster.division import ClusterJob, divide, options_of
-from lightning_dlrover.planner.plan import Decision
-from lightning_dlrover.rdzv.job.events import DecisionMade, SizeRequested, events_of, record_of
+from lightning_dlrover.cli.lookup import connected_job, tell_problems
+from lightning_dlrover.cli.options import COUNTED, counted_field, option_of
+from lightning_dlrover.output import counted, show
+from lightning_dlrover.rdzv.job.events import SizeRequested, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, PlanRecord, encode
-from lightning_dlrover.report.status import connect_to_job, read_job
+from lightning_dlrover.report.status import read_job
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.rdzv.job.records import Keys, NodesRecord
-    from lightning_dlrover.rdzv.live.rounds import View
+    from lightning_dlrover.rdzv.live.rounds import JobView
     from lightning_dlrover.report.status import JobPlace
 
 
@@ -33,7 +30,7 @@ def scale_command(options: argparse.Namespace) -> int:
     with connected_job(options) as (place, client):
         found = read_job(client, place.keys)
         tell_problems(found.problems)
-        _check_can_be_planned(place, found.view, options.num_workers)
+        check_can_be_planned(place, found.view, options.num_workers)
         settings = {name: value for name in COUNTED if (value := getattr(options, name)) is not None}
         if options.auto:
             return _leave_to_planner(client, place, asks_for_more=bool(settings) or options.num_workers is not None)
@@ -41,10 +38,10 @@ def scale_command(options: argparse.Namespace) -> int:
             asked = ", ".join(f"--{option_of(name)}" for name in COUNTED)
             raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
         _check_node_size(place, found.nodes, settings)
-        wanted = _wanted_text(options.num_workers, settings)
+        wanted = wanted_text(options.num_workers, settings)
         if options.num_workers is not None and (why := _forgive(client, place.keys, options.num_workers)):
             show(f"job {place.run_id}: tried again by hand, after {why}")
-        _plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
+        plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
     show(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows how far they are")
     return EXIT_OK
 
@@ -61,50 +58,6 @@ def _leave_to_planner(client: EtcdClient, place: JobPlace, asks_for_more: bool) 
 
     Journal(client, place.keys).swap(PlanRecord, place.keys.plan, automatic, read=readable)
     show(f"job {place.run_id}: its planner, or the brain of its pool, decides on its size again")
-    return EXIT_OK
-
-
-def divide_command(options: argparse.Namespace) -> int:
-    """Share a budget of cores or GPUs among running jobs."""
-    with contextlib.ExitStack() as stack:
-        jobs, running, devices = [], {}, {}
-        for name, weight in options.jobs:
-            place = find_place(name, options)
-            client = stack.enter_context(connect_to_job(place, options.run_dir))
-            view = read_job(client, place.keys).view
-            _check_can_be_planned(place, view, None)
-            events = Journal(client, place.keys).events()
-            newest = next((made for _, made in events_of(reversed(events), DecisionMade)), None)
-            if newest is None:
-                raise UsageError(
-                    f"job {name!r} has not published any prediction: its planner, which needs a DLRoverCallback in the Trainer "
-                    "and so never predicts for a loop of your own, decides for the first time after some steps"
-                )
-            decision = Decision.from_data(newest.document)
-            able = options_of(decision)
-            if not able:
-                raise UsageError(f"job {name!r} does not know how many cores its workers have; it cannot share a budget")
-            jobs.append(ClusterJob(name, able, weight))
-            running[name] = place, client, view, decision.current
-            devices[name] = "GPUs" if any(c.gpus for c in decision.candidates) else "cores"
-        if len(set(devices.values())) > 1:
-            listed = ", ".join(f"{name} {unit}" for name, unit in devices.items())
-            raise UsageError(f"these jobs do not compete for the same: {listed}; divide those of one kind at a time")
-        shares = divide(jobs, options.budget)
-        for name, share in shares.items():
-            _check_can_be_planned(running[name][0], running[name][2], share.settings.num_workers)
-        for job in jobs:
-            share, (place, client, view, current) = shares[job.name], running[job.name]
-            settings = {name: getattr(share.settings, name) for name in SETTINGS}
-            wanted, unit = _wanted_text(share.settings.num_workers, settings), devices[job.name]
-            now = next((o for o in job.options if o.settings == current), None)
-            beside = f", {share.samples_per_s / now.samples_per_s:.2f} times as many as now" if now else ""
-            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {number_text(share.samples_per_s)} samples/s{beside}")
-            if options.apply:
-                reason = f"its share of {options.budget:g} {unit} among {counted(len(jobs), 'job')}: {wanted}"
-                _plan_by_hand(client, place, view, share.settings.num_workers, settings, reason)
-    if not options.apply:
-        show("nothing was changed; --apply makes these the jobs' plans")
     return EXIT_OK
 
 
@@ -140,7 +93,7 @@ def drain_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _workers_of(view: View, name: str) -> list[str]:
+def _workers_of(view: JobView, name: str) -> list[str]:
     """Return the workers that leave together when a worker or a node, such as node1, is named; none if there is none."""
     agents = {agent.agent_id for agent in view.agents.values() if agent.labels.get("node") == name}
     of_node = [worker for worker, record in view.workers.items() if record.agent_id in agents]
@@ -149,7 +102,7 @@ def _workers_of(view: View, name: str) -> list[str]:
     return [worker for worker in view.workers if view.nodes[worker] == view.nodes[name]]
 
 
-def _wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
+def wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
     wanted = ", ".join(counted_field(name, value) for name, value in settings.items())
     return wanted if num_workers is None else counted(num_workers, "worker") + (f", {wanted} each" if wanted else "")
 
@@ -180,7 +133,7 @@ def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[
             )
 
 
-def _check_can_be_planned(place: JobPlace, view: View, num_workers: int | None) -> None:
+def check_can_be_planned(place: JobPlace, view: JobView, num_workers: int | None) -> None:
     """Refuse a plan that no worker would carry out.
 
     Raises:
@@ -215,8 +168,8 @@ def _forgive(client: EtcdClient, keys: Keys, num_workers: int) -> str:
     return why
 
 
-def _plan_by_hand(
-    client: EtcdClient, place: JobPlace, view: View, num_workers: int | None, settings: dict[str, Any], reason: str
+def plan_by_hand(
+    client: EtcdClient, place: JobPlace, view: JobView, num_workers: int | None, settings: dict[str, Any], reason: str
 ) -> None:
     """Write a plan that the job's own planner leaves alone; fields that are not given keep their planned values."""
     assert view.job is not None

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dlrover import variables
-from lightning_dlrover.brain.gpus import GpuClaims
-from lightning_dlrover.brain.place import MEMBER_LEASES, MEMBER_TTL_S, Place
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, UsageError
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
 from lightning_dlrover.cli.own_etcd import EtcdLostError, own_etcd, without_etcd
 from lightning_dlrover.cli.run_folder import run_folder
+from lightning_dlrover.cli.run_hooks import requested_ticket
 from lightning_dlrover.cli.run_options import (
     check_target,
     checked_command,
@@ -33,7 +32,6 @@ from lightning_dlrover.cli.run_options import (
     node_sizes,
     objective,
     pairs,
-    place_in_pool,
     settle_workers,
     surrounding_target,
 )
@@ -41,7 +39,7 @@ from lightning_dlrover.cli.run_output import Announcer, ProgressLine, write_fina
 from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.office import ControllerBusyError
-from lightning_dlrover.components.control.reconcile import Give, Limits, Patience
+from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
 from lightning_dlrover.output import complain, counted, say
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
@@ -51,23 +49,18 @@ from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
 from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
+from lightning_dlrover.report.discovery import EtcdDefaults
 from lightning_dlrover.report.event_log import EVENTS_FILE, EventLog, JobNotFoundError, first_traceback
 from lightning_dlrover.report.status import JOB_FILE, JobPlace, connect, read_job
-from lightning_dlrover.report.surroundings import Surroundings
 
 if TYPE_CHECKING:
+    from lightning_dlrover.cli.run_hooks import Ticket, TicketRequest
+    from lightning_dlrover.components.targets.machine.shares import Claims
     from lightning_dlrover.components.targets.target import Target
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
-    from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
-
-SURPLUS_IN_POOL_S = 5.0
-"""Seconds that a node of a job in a pool may outlast its place there. Another job waits for its resources."""
 
 POLL_S = 2.0
 """Seconds between two questions to a scheduler, unless --poll-interval sets others."""
-
-PLACE_TIMEOUT_S = 7 * 24 * 3600.0
-"""Seconds to wait for a place in a pool, unless --place-timeout sets another limit."""
 
 
 @dataclass
@@ -92,16 +85,16 @@ def run_command(options: argparse.Namespace) -> int:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
     pairs(options, "env", "NAME=VALUE")
-    around = Surroundings.of_this_process()
-    endpoint = options.endpoint or around.endpoint
+    defaults = EtcdDefaults.of_this_process()
+    endpoint = options.endpoint or defaults.endpoint
     if endpoint is None and (access := etcd_access(options)):
         raise UsageError(
             f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone makes its own "
             "password, and has no TLS"
         )
     check_target(options, endpoint)
-    prefix = checked_prefix(options.key_prefix or around.prefix)
-    asked = place_in_pool(options, endpoint, prefix)
+    prefix = checked_prefix(options.key_prefix or defaults.prefix)
+    asked = requested_ticket(options, endpoint, prefix)
     hurry = threading.Event()
     course = _Course()
     with signals_as_exceptions(hurry):
@@ -116,7 +109,7 @@ def run_command(options: argparse.Namespace) -> int:
                     server = own.server
                     place = JobPlace(run_id, server.endpoint, prefix, own.access)
                 else:
-                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or around.access)
+                    place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or defaults.access)
                 return _run_job(options, command, place, folder, server, hurry, asked, course)
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
@@ -156,27 +149,27 @@ def _run_job(
     folder: Path,
     server: EmbeddedEtcd | None,
     hurry: threading.Event,
-    asked: tuple[PoolKeys, MemberRecord] | None,
+    asked: TicketRequest | None,
     course: _Course,
 ) -> int:
     """Run the job to its end; all nodes but those that `course` names have ended when this returns or raises."""
-    end: Give | None = None
+    end: FinishJob | None = None
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
-    spec = _node_spec(options, command, place)
+    spec = _node_spec(options, command, place, asked)
     # A node may be without a worker while one is restarted.
-    patience = Patience(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else Patience()
+    policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
     if asked is not None:
-        patience = dataclasses.replace(patience, surplus_s=SURPLUS_IN_POOL_S)
+        policy = dataclasses.replace(policy, surplus_s=asked.surplus_s)
     if options.target != "local":
-        patience = dataclasses.replace(patience, show_s=_poll_s(options))
+        policy = dataclasses.replace(policy, show_s=_poll_s(options))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
         _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
-        # Before the target: its nodes end before the place is given back.
-        seat = stack.enter_context(_seat(client, place, *asked, options)) if asked is not None else None
-        gpus = seat.gpus if seat is not None else None
+        # Before the target: its nodes end before the ticket is given back.
+        ticket = stack.enter_context(asked.wait(client, place.keys)) if asked is not None else None
+        gpus = ticket.gpus if ticket is not None else None
         target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None, claims=gpus)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
@@ -184,7 +177,7 @@ def _run_job(
         progress = ProgressLine(stack.enter_context(Mirror(client, place.keys.progress)))
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
-        controller = Controller(client, place.keys, target, limits, str(folder), say, patience, hurry)
+        controller = Controller(client, place.keys, target, limits, str(folder), say, policy, hurry)
         stack.callback(lambda: course.left.extend(controller.left_nodes()))  # after the controller's end
         stack.enter_context(controller)
         if server is None:  # the embedded one compacts by itself, and has a quota of its own
@@ -201,7 +194,7 @@ def _run_job(
             f"files in {folder}"
         )
         try:
-            end = _steer(controller, server, options.target, [announce, progress], seat)
+            end = _steer(controller, server, options.target, [announce, progress], ticket)
         finally:
             progress.end()
             controller.end_nodes()
@@ -238,8 +231,10 @@ def _how_to_continue(run_id: str, checkpoint: CheckpointRecord, same_command: bo
     return f"newest checkpoint of job {run_id}: {checkpoint.path} (step {checkpoint.global_step}); {move}"
 
 
-def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPlace) -> NodeSpec:
+def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPlace, asked: TicketRequest | None) -> NodeSpec:
     fewest, most = options.workers
+    # This command may run inside of another job, which others decide on.
+    decided = {variables.POOL: "", **(asked.environment if asked is not None else {})}
     return NodeSpec(
         script=command[0],
         script_args=(*command[1:], *options.script_args),
@@ -251,28 +246,9 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         max_restarts=options.max_restarts,
         workers_per_node=options.workers_per_node,
         access=place.access,
-        environment={**objective(options), **pairs(options, "env", "NAME=VALUE")},
+        environment={**objective(options), **decided, **pairs(options, "env", "NAME=VALUE")},
         timeouts={name: value for name in TIMEOUTS if (value := getattr(options, name)) is not None},
     )
-
-
-def _seat(
-    client: EtcdClient, place: JobPlace, pool: PoolKeys, asked: MemberRecord, options: argparse.Namespace
-) -> contextlib.AbstractContextManager[Place]:
-    """Return the job's place in a pool, once it has one.
-
-    Raises:
-        PlaceError: the pool can never have room for the job, or had none in time.
-    """
-    ttl_s = MEMBER_LEASES * options.lease_ttl if options.lease_ttl else MEMBER_TTL_S
-    seat = Place(client, pool, place.keys, asked, say, ttl_s)
-    try:
-        num_workers = seat.wait(options.place_timeout or PLACE_TIMEOUT_S)
-    except BaseException:
-        seat.leave()
-        raise
-    say(f"job {place.run_id}: has a place in pool {pool.pool}, with {num_workers} of {asked.max_workers} workers at first")
-    return seat
 
 
 def _steer(
@@ -280,8 +256,8 @@ def _steer(
     server: EmbeddedEtcd | None,
     target: str,
     shows: Sequence[Callable[[], None]],
-    seat: Place | None = None,
-) -> Give:
+    ticket: Ticket | None = None,
+) -> FinishJob:
     """Let the controller act until the job is over; return how it has ended.
 
     Args:
@@ -298,8 +274,8 @@ def _steer(
                 raise EtcdLostError(without_etcd(server, target))
             for show in shows:
                 show()
-            if seat is not None:
-                seat.keep()
+            if ticket is not None:
+                ticket.keep()
             controller.wait(0.2)
     except (Interrupted, EtcdLostError) as error:
         if isinstance(error, Interrupted):
@@ -334,7 +310,7 @@ def _make_target(
     log_dir: Path,
     hurry: threading.Event,
     has_own_etcd: bool,
-    claims: GpuClaims | None = None,
+    claims: Claims | None = None,
 ) -> Target:
     if options.log_dir is not None:
         # TorchX gives each run a folder of its own. At a scheduler, nodes of several jobs would overwrite each other's files.
@@ -351,7 +327,7 @@ def _make_target(
     from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in (*SLURM_OPTIONS, *NODE_OPTIONS)}
-    asked |= {"notice_s": options.notice} if options.notice is not None else {}
+    asked |= {"notice_s": options.preemption_notice} if options.preemption_notice is not None else {}
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir, _poll_s(options))
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-import getpass
 import importlib.util
 import itertools
 import os
 import re
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -34,7 +30,6 @@ from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.learn.history import history_url
 from lightning_dlrover.output import counted, say
 from lightning_dlrover.planner.objective import objective_from
-from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.kubernetes_pod import KubernetesOptions
@@ -43,12 +38,9 @@ LOCAL_WORKERS_PER_CORE = 4
 LEAST_LOCAL_WORKERS = 16
 """Workers that any machine may run, however few cores it has."""
 
-_OF_POOLS = ("priority", "weight", "owner", "place_timeout")
-"""Options that need a pool."""
-
 _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
-    **dict.fromkeys(["work_dir", "notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
+    **dict.fromkeys(["work_dir", "preemption_notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
     **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
 }
@@ -78,7 +70,7 @@ def settle_workers(options: argparse.Namespace) -> None:
     Raises:
         UsageError: nodes of so many workers do not fit the other options.
     """
-    gpus = _num_gpus(options)
+    gpus = num_gpus(options)
     if not options.workers_per_node and not gpus:
         raise UsageError("--workers-per-node gpu: --gpus N sets the number of GPUs of each node, and so of its workers")
     each = options.workers_per_node = options.workers_per_node or gpus
@@ -97,11 +89,6 @@ def settle_workers(options: argparse.Namespace) -> None:
             f"--workers-per-node {each} with --gpus {options.gpus}: each worker has one GPU of its own; give --gpus {each}, or "
             "--workers-per-node gpu"
         )
-    if options.pool is not None:
-        raise UsageError(
-            f"--pool {options.pool} with --workers-per-node {each}: a pool counts single workers and cannot give whole nodes; "
-            "leave one of them out"
-        )
     for name, unit in (("cpus", ""), ("mem", "M")):
         low, high = getattr(options, name) or (0, 0)
         if low < high:
@@ -111,7 +98,7 @@ def settle_workers(options: argparse.Namespace) -> None:
             )
 
 
-def _num_gpus(options: argparse.Namespace) -> int:
+def num_gpus(options: argparse.Namespace) -> int:
     """Return the GPUs of each node; 0 if none were asked for, or the number is malformed."""
     number = re.search(r"\d+$", options.gpus or "")
     return int(number[0]) if number else 0
@@ -126,11 +113,11 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
     """
     if given := _meant_for_others(options, options.target):
         raise UsageError(f"{', '.join(map(flag, given))}: only with --target {' or '.join(_MEANT_FOR[given[0]])}")
-    if options.notice is not None and options.notice < 0:
-        raise UsageError(f"--notice is {options.notice}; it must be at least 0")
+    if options.preemption_notice is not None and options.preemption_notice < 0:
+        raise UsageError(f"--preemption-notice is {options.preemption_notice}; it must be at least 0")
     if options.etcd_host and endpoint is not None:
         raise UsageError(f"--etcd-host is for an etcd of the job's own; this job uses the one at {endpoint}")
-    if _num_gpus(options) > 1 and options.workers_per_node == 1:
+    if num_gpus(options) > 1 and options.workers_per_node == 1:
         say(
             f"--gpus {options.gpus}: each node runs one worker, which trains on one of its GPUs unless its model uses more; "
             "`--workers-per-node gpu` runs one worker for each"
@@ -148,8 +135,8 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         if endpoint is None and not options.etcd_host and not is_in_pod():
             raise UsageError(
                 "pods cannot reach an etcd that is started here; name one that they reach with --endpoint HOST:PORT "
-                "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/kubernetes.md), or, if they can reach "
-                "this host, its address with --etcd-host"
+                "(examples/kubernetes/etcd.yaml starts one in the cluster, see docs/start/kubernetes.md), or, if they can "
+                "reach this host, its address with --etcd-host"
             )
 
 
@@ -228,7 +215,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         endpoint=options.pod_endpoint,
         work_dir=options.work_dir,
         python=options.python or "python",
-        **({"grace_s": options.notice} if options.notice is not None else {}),
+        **({"grace_s": options.preemption_notice} if options.preemption_notice is not None else {}),
         template={name: template[name] for name in ("metadata", "spec") if name in template},
         queue=options.queue,
         plain_jobs=bool(options.plain_jobs),
@@ -255,7 +242,7 @@ def node_sizes(options: argparse.Namespace) -> tuple[NodeSize, NodeSize]:
 
 
 def objective(options: argparse.Namespace) -> dict[str, str]:
-    """Return checked environment variables that carry the user's objective, and who decides on it, to the nodes' workers.
+    """Return checked environment variables that carry the user's objective to the nodes' workers.
 
     Raises:
         ValueError: the options contradict each other.
@@ -265,46 +252,7 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
     objective_from({**os.environ, **exported})
     if options.history is not None:
         exported[variables.HISTORY] = history_url(options.history) or "off"  # nodes may run in another folder
-    exported[variables.POOL] = options.pool or ""  # also if this command runs inside of a job of a pool
     return exported
-
-
-def place_in_pool(options: argparse.Namespace, endpoint: str | None, prefix: str) -> tuple[PoolKeys, MemberRecord] | None:
-    """Return the pool that the job asks for a place in, and the job as the pool sees it; None without a pool.
-
-    Raises:
-        UsageError: the options need a pool, or a pool's etcd.
-    """
-    if options.pool is None:
-        if given := [name for name in _OF_POOLS if getattr(options, name) is not None]:
-            raise UsageError(f"{', '.join(map(flag, given))}: only with --pool NAME")
-        return None
-    if endpoint is None:
-        raise UsageError(
-            f"--pool {options.pool}: a pool is in an etcd that all its jobs share; name it with --endpoint HOST:PORT, or "
-            "DLROVER_ENDPOINT"
-        )
-    now = time.time()
-    fewest, most = options.workers
-    _, size = node_sizes(options)
-    owner = options.owner
-    if owner is None:
-        with contextlib.suppress(KeyError, OSError):  # a container may have no user of this number
-            owner = getpass.getuser()
-    return PoolKeys(options.pool, prefix), MemberRecord(
-        socket.gethostname(),
-        os.getpid(),
-        fewest,
-        most,
-        submitted_at=now,
-        cores=float(max(1, size.cpus)),  # nodes on this machine share its cores, and compute with one thread each
-        gpus=_num_gpus(options),
-        memory_mb=size.memory_mb,
-        priority=options.priority or 0,
-        weight=options.weight or 1.0,
-        owner=owner or "",
-        deadline_at=now + options.deadline if options.deadline is not None else 0.0,
-    )
 
 
 def checked_command(options: argparse.Namespace) -> tuple[str, ...]:

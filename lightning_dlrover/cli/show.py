@@ -18,6 +18,7 @@ from lightning_dlrover.rdzv.etcd.caller import full_text
 from lightning_dlrover.rdzv.etcd.inspection import alarms_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
 from lightning_dlrover.rdzv.job.records import ProgressRecord
+from lightning_dlrover.report.discovery import EtcdDefaults
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobEndedError, read_event_file
 from lightning_dlrover.report.status import (
     JOB_FILE,
@@ -29,7 +30,6 @@ from lightning_dlrover.report.status import (
     read_nodes,
     show_status,
 )
-from lightning_dlrover.report.surroundings import Surroundings
 from lightning_dlrover.report.text_table import text_table
 
 WATCH_S = 2.0
@@ -190,7 +190,7 @@ def _clock(at: float) -> str:
 
 def list_command(options: argparse.Namespace) -> int:
     """List the jobs of a folder, or of an etcd."""
-    endpoint = options.endpoint or Surroundings.of_this_process().endpoint
+    endpoint = options.endpoint or EtcdDefaults.of_this_process().endpoint
     jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, etcd_access(options))
     if options.json:
         show(json.dumps([dataclasses.asdict(job) for job in jobs], indent=2))

@@ -1,4 +1,4 @@
-"""`dlrover simulate`: replay traces of jobs on a simulated cluster, under one policy after the other."""
+"""`dlrover lab simulate`: replay traces of jobs on a simulated cluster, under one policy after the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def simulate_command(options: argparse.Namespace) -> int:
         options.speeds,
         Cluster(*options.nodes),
         samples={**SAMPLES, **work},
-        every_s=options.every,
+        every_s=options.interval,
         oracle=options.oracle,
         start_cost=options.start_cost,
         lengths=options.lengths,
@@ -36,7 +36,7 @@ def simulate_command(options: argparse.Namespace) -> int:
     if unknown := sorted({*work} - {*inputs.applications}):
         known = ", ".join(sorted(inputs.applications))
         raise UsageError(f"--work {options.work}: {options.speeds} has no speeds of {', '.join(unknown)}, only of {known}")
-    seeds = range(options.shake, options.shake + options.seeds)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     asked = questions(traces, options.policy, options.resize_cost, seeds)
     keys = {question.key(inputs) for question in asked}
     try:

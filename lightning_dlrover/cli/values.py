@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import re
-from collections.abc import Callable, Sequence
 
 MAX_COUNT = 999_999
 """Largest count of anything: more is a typing error."""
@@ -16,9 +15,6 @@ MAX_WORKERS = 100_000
 
 MAX_AMOUNT = 1e9
 """Largest number of cores, of seconds, or of any other amount."""
-
-MAX_COST_S = 1e6
-"""Largest cost of a resize in a simulation, which decides again every minute meanwhile."""
 
 
 def cpus(text: str) -> tuple[int, int]:
@@ -67,36 +63,6 @@ def lease(text: str) -> float:
     if (ttl_s := duration(text)) < 2 or ttl_s != int(ttl_s):
         raise argparse.ArgumentTypeError(f"{text!r} is not a lease of etcd: give whole seconds, at least 2, such as 5s")
     return ttl_s
-
-
-def cluster(text: str) -> tuple[int, int]:
-    """Nodes and devices of each, from `16x4`."""
-    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NODESxDEVICES, such as 16x4 for 16 nodes with 4 devices each; up to 999999 nodes of 9999"
-        )
-    return int(match[1]), int(match[2])
-
-
-def resize_cost(text: str) -> float | str:
-    """Seconds from 0 on, `by-model`, or `live`."""
-    return _cost(text, ("by-model", "live"))
-
-
-def start_cost(text: str) -> float | str:
-    """Seconds from 0 on, or `by-model`."""
-    return _cost(text, ("by-model",))
-
-
-def _cost(text: str, words: tuple[str, ...]) -> float | str:
-    if text in words:
-        return text
-    with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) <= MAX_COST_S:
-            return seconds
-    limit = f"{MAX_COST_S:,.0f}"
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds from 0 to {limit} nor {' or '.join(words)}")
 
 
 def count(text: str) -> int:
@@ -153,22 +119,6 @@ def setting(text: str) -> int:
     return int(text)
 
 
-def budget(text: str) -> float:
-    """A number of cores or GPUs above 0."""
-    return positive(text, "a number of cores or GPUs")
-
-
-def weighted(text: str) -> tuple[str, float]:
-    """A job and the weight of its gains, from `JOB` or `JOB=WEIGHT`."""
-    name, given, weight = text.rpartition("=")
-    if not given:
-        return text, 1.0
-    try:
-        return name, float(weight)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: {weight!r} is not a weight, such as 2 or 0.5") from None
-
-
 def workers(text: str) -> tuple[int, int]:
     """Minimum and maximum workers, from `2` or `1:3`."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
@@ -199,49 +149,3 @@ def positive(text: str, meaning: str = "a number") -> float:
         if 0 < (number := float(text)) <= MAX_AMOUNT:
             return number
     raise argparse.ArgumentTypeError(f"{text!r} is not {meaning} above 0 and up to {MAX_AMOUNT:,.0f}")
-
-
-def owner_weight(text: str) -> tuple[str, float]:
-    """An owner and the weight of its jobs, from `OWNER=WEIGHT`."""
-    owner, given, weight = text.rpartition("=")
-    if not given or not owner:
-        raise argparse.ArgumentTypeError(f"{text!r} is not OWNER=WEIGHT, such as ads=2")
-    return owner, positive(weight)
-
-
-def pool_policy(names: Sequence[str]) -> Callable[[str], str]:
-    """The name of a policy of a pool."""
-
-    def policy(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} cannot divide a pool: choose {', '.join(names)}; `dlrover simulate --policy` has others to compare "
-                "with"
-            )
-        return text
-
-    return policy
-
-
-def quota(text: str) -> tuple[str, dict[str, float]]:
-    """An owner and the maximum of its jobs together, from `OWNER=LIST` with a list as `pool_budget` takes it."""
-    owner, given, amounts = text.partition("=")
-    if not given or not owner or "=" not in amounts:
-        raise argparse.ArgumentTypeError(f"{text!r} is not OWNER=LIST, such as ads=cores=16,gpus=4")
-    return owner, pool_budget(amounts)
-
-
-def pool_budget(text: str) -> dict[str, float]:
-    """Amounts of `Resources` by name, from `cores=64,gpus=8,memory=256G`; those left out are infinite."""
-    amounts = {"cores": math.inf, "gpus": math.inf, "memory_mb": math.inf}
-    for part in text.split(","):
-        name, given, amount = part.partition("=")
-        if name not in ("cores", "gpus", "memory"):
-            raise argparse.ArgumentTypeError(f"{part!r} is not part of a budget: give cores=N, gpus=N or memory=SIZE")
-        if not given or not amount:
-            raise argparse.ArgumentTypeError(f"{part!r} has no value: give {name}={'SIZE' if name == 'memory' else 'N'}")
-        key = "memory_mb" if name == "memory" else name
-        if amounts[key] != math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} names {name} twice")
-        amounts[key] = memory(amount) if name == "memory" else budget(amount)
-    return amounts

@@ -1,15 +1,14 @@
-"""`dlrover what-if`: time, money and their intervals, before anything is done."""
+"""`dlrover pool what-if`: time, money and their intervals, before anything is done."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.brain.learned import Learned
 from lightning_dlrover.brain.seen import SeenJob
-from lightning_dlrover.brain.standing import rules_of
+from lightning_dlrover.brain.snapshot import rules_of
 from lightning_dlrover.brain.watch import PoolView, Watch
 from lightning_dlrover.brain.what_if import prospect, sizes_if
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 def what_if_command(options: argparse.Namespace) -> int:
     """Show the effects of another number of workers, another budget, or the absence of a job, on a job and its pool."""
-    if options.workers is None and options.cluster is None and options.without is None:
-        raise UsageError("nothing is asked: give --workers N, --cluster +16 cores, or --without JOB")
+    if options.workers is None and options.add is None and options.without is None:
+        raise UsageError("nothing is asked: give --workers N, --add cores=16, or --without JOB")
     now = time.time()
     with connected_job(options) as (place, client):
         view = Watch(client, PoolKeys(options.pool, place.prefix)).look(now)
@@ -36,7 +35,7 @@ def what_if_command(options: argparse.Namespace) -> int:
         if seen is None:
             Learned.update_all(client, {place.keys: learned})
     lines = _of_job(place, seen, learned, options.workers, now) if options.workers is not None else []
-    if options.cluster is not None or options.without is not None or (seen is not None and view.brain is not None):
+    if options.add is not None or options.without is not None or (seen is not None and view.brain is not None):
         lines += ["", *_of_pool(place, view, options, now)]
     show("\n".join(lines).strip("\n"))
     return EXIT_OK
@@ -105,17 +104,19 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
     if rules is None:
         if place.run_id not in view.jobs:
             raise UsageError(
-                f"job {place.run_id!r} is not in pool {options.pool!r}: --cluster and --without are about one pool; "
-                "ask with --workers, or name the job's --pool"
+                f"job {place.run_id!r} is not in pool {options.pool!r}: --add and --without are about one pool; ask with "
+                "--workers, or name the job's --pool"
             )
-        raise UsageError(f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover brain` first")
+        raise UsageError(
+            f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover pool run` first"
+        )
     if options.without is not None and options.without not in view.jobs:
         raise UsageError(f"pool {options.pool!r} has no job {options.without!r}; its jobs are {', '.join(view.jobs) or 'none'}")
     budget = rules.budget
     by_hand = place.run_id if options.workers is not None and place.run_id in view.jobs else ""
-    more = cluster_change(options.cluster) if options.cluster is not None else Resources()
+    more = Resources(**(options.add or {}))
     if min(vars(budget + more).values()) < 0:
-        raise UsageError(f"--cluster {' '.join(options.cluster)} takes more than the pool has: its budget is {budget.text}")
+        raise UsageError(f"--add takes away more than pool {options.pool!r} has: its budget is {budget.text}")
     jobs = view.pool_jobs
     before, after = sizes_if(jobs, rules, now, budget + more, options.without or "", by_hand, options.workers or 0)
     rows: list[tuple[str, ...]] = [("job", "workers now", "then", "to the end now", "then")]
@@ -131,22 +132,3 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
         has = (budget + more).text
         lines.append(f"  together they need {needed.text}, more than the budget of {has}: sizes set by hand may exceed it")
     return lines
-
-
-def cluster_change(words: list[str]) -> Resources:
-    """Return the change of a budget from `+16 cores`, `-2 gpus` or `+64G memory`.
-
-    Raises:
-        UsageError: it has another form.
-    """
-    from lightning_dlrover.cli.values import memory
-
-    amount, unit = words
-    with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
-        sign = -1 if amount.startswith("-") else 1
-        size = amount.lstrip("+-")
-        if unit == "memory":
-            return Resources(memory_mb=sign * memory(size))
-        if unit in ("cores", "gpus"):
-            return Resources(**{unit: sign * float(size)})
-    raise UsageError(f"--cluster {amount} {unit} is not a change of a budget, such as +16 cores, -2 gpus or +64G memory")

@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dlrover import variables
-from lightning_dlrover.colocate import keeper
-from lightning_dlrover.colocate.company import Companion, Company
+from lightning_dlrover.colocate import supervisor
 from lightning_dlrover.colocate.gpus import VISIBLE, GpuWatch, JobOnGpu, bytes_of_jobs
+from lightning_dlrover.colocate.interference import CoRunner, InterferenceMeter
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Journal, Opened, Record, Span, Started
-from lightning_dlrover.colocate.kept_job import KeptJob, Outcome, read_outcome
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import GROWTH, memory_actions
-from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.places import LocalDevice
 from lightning_dlrover.colocate.schedule import Scheduler
+from lightning_dlrover.colocate.supervised_job import Outcome, SupervisedJob, read_outcome
 from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting, Where
 from lightning_dlrover.colocate.usage import Families, families, is_program, marked
 from lightning_dlrover.colocate.watched import WatchedJob
@@ -87,7 +87,7 @@ class Dispatcher:
         self,
         folder: Path,
         journal: Journal,
-        places: Sequence[Place],
+        places: Sequence[LocalDevice],
         scheduler: Scheduler,
         knowledge: Knowledge,
         rules: Rules | None = None,
@@ -118,7 +118,7 @@ class Dispatcher:
         self._families = Families()
         self._gpu_watch = gpu_watch
         self._settled_s = 0.0  # moment of the last end of a job
-        self._companies = {place.name: Company(place.name, place.kind) for place in places}
+        self._meters = {place.name: InterferenceMeter(place.name, place.kind) for place in places}
         for record in journal.records:
             self._recall(record)
 
@@ -209,8 +209,8 @@ class Dispatcher:
         """Wait for the next look: until a job ends or asks for its memory, or for `timeout_s`."""
         ends = select.poll()
         for job in self.running.values():
-            if job.kept.end_descriptor is not None:
-                ends.register(job.kept.end_descriptor, select.POLLIN)
+            if job.supervised.end_descriptor is not None:
+                ends.register(job.supervised.end_descriptor, select.POLLIN)
         starting = [job.seat for job in self.running.values() if job.phase == "starting" and not job.has_reported]
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
@@ -235,12 +235,12 @@ class Dispatcher:
     def look(self) -> None:
         """Look at all jobs once, decide, and act."""
         now = self._clock()
-        below = self._families.below([job.kept.keeper_pid for job in self.running.values()], now)
+        below = self._families.below([job.supervised.supervisor_pid for job in self.running.values()], now)
         for job in list(self.running.values()):
-            if (outcome := job.kept.outcome()) is not None:
+            if (outcome := job.supervised.outcome()) is not None:
                 self._settle(job, outcome, now)
                 continue
-            job.look(now, below[job.kept.keeper_pid])
+            job.look(now, below[job.supervised.supervisor_pid])
         if self._gpu_watch is not None:
             _look_at_gpus(self._gpu_watch, self._settled_s, self.places, self.running.values(), below)
         for job in self.running.values():
@@ -273,7 +273,7 @@ class Dispatcher:
                 job.charges[memory] = job.probed[memory] = found
             job.guessed = set()
         if job.phase == "ending" and now > job.grace_over_s + END_S:
-            log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
+            log.warning("job %s does not end: its supervisor is killed, too", job.spec.name)
             job.grace_over_s = now
             _kill(job)
         if job.phase in ("starting", "running") and now - job.moved_s > self._rules.hang_s:
@@ -294,15 +294,15 @@ class Dispatcher:
             if job.phase in ("starting", "running", "ending"):
                 step_bytes = job.reports[0].step_bytes if job.reports else 0
                 reports = bool(job.reports) or job.phase == "starting"
-                companion = Companion(job.spec.name, job.spec.kind, job.moment(), step_bytes, reports)
-                by_device[job.device].append(companion)
-        for name, company in self._companies.items():
+                co_runner = CoRunner(job.spec.name, job.spec.kind, job.moment(), step_bytes, reports)
+                by_device[job.device].append(co_runner)
+        for name, meter in self._meters.items():
             alone = self.knowledge.alone(self.places[name].kind)
-            for record in company.look(now, by_device[name], alone):
+            for record in meter.look(now, by_device[name], alone):
                 if self.knowledge.learn(record):
                     self.journal.add(record)
 
-    def _tenants(self, place: Place) -> list[Tenant]:
+    def _tenants(self, place: LocalDevice) -> list[Tenant]:
         return [
             job.tenant(
                 {
@@ -339,12 +339,12 @@ class Dispatcher:
                 job.short_of.add(memory)
                 job.charges[memory] = job.resident_bytes(memory)
             if job.phase != "paused":
-                job.kept.pause()
+                job.supervised.pause()
                 job.paused_from = job.phase
                 job.enter("paused", now)
         elif isinstance(action, Resume):
             job.short_of.clear()
-            job.kept.resume()
+            job.supervised.resume()
             job.enter(job.paused_from, now)
         elif isinstance(action, End) and job.phase != "ending":
             job.end_result, job.end_reason = action.result, action.reason
@@ -353,7 +353,7 @@ class Dispatcher:
     def _end(self, job: WatchedJob, now: float) -> None:
         """Ask a job's processes to end. One that has made no step has nothing to save."""
         grace_s = min(self._rules.grace_s, GRACE_WITHOUT_STEPS_S) if job.phase == "asks" else self._rules.grace_s
-        job.kept.end(grace_s)
+        job.supervised.end(grace_s)
         job.grace_over_s = now + grace_s
         job.enter("ending", now)
 
@@ -380,13 +380,13 @@ class Dispatcher:
             variables.QUEUE: self.journal.queue,
         }
         try:
-            kept = KeptJob(spec.command, folder.resolve(), spec.folder, environment, place.cores)
+            supervised = SupervisedJob(spec.command, folder.resolve(), spec.folder, environment, place.cores)
         except (OSError, ValueError) as error:  # its folder is gone, or its arguments are too long
             reason = f"its command cannot be started in {spec.folder}: {error}"
             self._record(Ended(start.job, attempt, "failed", 127, reason, self.now_epoch(), 0.0, 0.0, 0.0, 0))
             return
         self.running[start.job] = WatchedJob(
-            spec, attempt, start.device, kept, seat, self._added_s[start.job], now, {**start.charges}, threads=threads
+            spec, attempt, start.device, supervised, seat, self._added_s[start.job], now, {**start.charges}, threads=threads
         )
 
     def _share_threads(self) -> None:
@@ -413,7 +413,7 @@ class Dispatcher:
         """Record how a job has ended. An evicted one waits again."""
         job.enter("ending", now)
         self._settled_s = now
-        job.kept.close()
+        job.supervised.close()
         del self.running[job.spec.name]
         self.past.append(job)
         if outcome.code is None:
@@ -454,18 +454,18 @@ class Dispatcher:
 
     def _result(self, job: WatchedJob, outcome: Outcome) -> tuple[str, str]:
         if outcome.code is not None and not outcome.asked_to_end:
-            return self._own_result(outcome, job.kept)
+            return self._own_result(outcome, job.supervised)
         if job.end_result == "evicted" and self._evictions[job.spec.name] >= self._rules.max_evictions:
             return "failed", f"{job.end_reason}; it had to give its memory back {self._rules.max_evictions} times before"
         if job.end_result:
             return job.end_result, job.end_reason
-        return self._own_result(outcome, job.kept)
+        return self._own_result(outcome, job.supervised)
 
     @staticmethod
-    def _own_result(outcome: Outcome, kept: KeptJob) -> tuple[str, str]:
+    def _own_result(outcome: Outcome, supervised: SupervisedJob) -> tuple[str, str]:
         if outcome.succeeded:
             return "done", ""
-        last = kept.last_words()
+        last = supervised.last_words()
         return "failed", outcome.text + (f": {last}" if last else "")
 
     def _stop(self) -> None:
@@ -481,39 +481,39 @@ class Dispatcher:
             if self._hurry.is_set():
                 self._hurry.clear()
                 for job in self.running.values():
-                    job.kept.end(0.0)
+                    job.supervised.end(0.0)
             for job in list(self.running.values()):
-                if (outcome := job.kept.outcome()) is not None:
+                if (outcome := job.supervised.outcome()) is not None:
                     try:
                         self._settle(job, outcome, self._clock())
                     except OSError as error:  # the others must end, too
                         failed = failed or error
             time.sleep(0.02)
         for job in list(self.running.values()):
-            log.warning("job %s does not end: its keeper is killed, too", job.spec.name)
+            log.warning("job %s does not end: its supervisor is killed, too", job.spec.name)
             _kill(job)
-            job.kept.close()
+            job.supervised.close()
         self.running.clear()
         self._end_leftovers()
         if failed is not None:
             raise failed
 
     def _end_leftovers(self, of: WatchedJob | None = None) -> None:
-        """Kill processes of this queue, or of a job, that have no keeper: it was killed, or a former dispatcher was."""
+        """Kill processes of this queue, or of a job, that have no supervisor: it was killed, or a former dispatcher was."""
         variable, value = (variables.SEAT, str(of.seat.resolve())) if of is not None else (variables.QUEUE, self.journal.queue)
-        _end_marked(variable, value, {job.kept.keeper_pid for job in self.running.values()})
+        _end_marked(variable, value, {job.supervised.supervisor_pid for job in self.running.values()})
 
 
 def end_former(queue: str) -> None:
     """End the processes of a queue's former dispatcher, if it was killed.
 
-    Its keepers give their jobs a grace period, to save their state, and are waited for.
+    Its supervisors give their jobs a grace period, to save their state, and are waited for.
 
     Args:
         queue: the mark in the environment of its processes.
     """
-    deadline = time.monotonic() + keeper.GRACE_WITHOUT_DISPATCHER_S + 1.0
-    while any(is_program(pid, keeper.__file__) for pid in marked(variables.QUEUE, queue)):
+    deadline = time.monotonic() + supervisor.GRACE_WITHOUT_DISPATCHER_S + 1.0
+    while any(is_program(pid, supervisor.__file__) for pid in marked(variables.QUEUE, queue)):
         if time.monotonic() > deadline:
             log.warning("jobs of the former dispatcher do not end, and are killed")
             break
@@ -521,9 +521,9 @@ def end_former(queue: str) -> None:
     _end_marked(variables.QUEUE, queue)
 
 
-def _end_marked(variable: str, value: str, keepers: Collection[int] = ()) -> None:
-    """Kill the processes with a variable of this value that are not below one of these keepers."""
-    spared = {*keepers} | {pid for below in families(keepers).values() for pid in below}
+def _end_marked(variable: str, value: str, supervisors: Collection[int] = ()) -> None:
+    """Kill the processes with a variable of this value that are not below one of these supervisors."""
+    spared = {*supervisors} | {pid for below in families(supervisors).values() for pid in below}
     deadline = time.monotonic() + END_S
     while left := [pid for pid in marked(variable, value) if pid not in spared]:
         for pid in left:
@@ -540,7 +540,7 @@ def _end_marked(variable: str, value: str, keepers: Collection[int] = ()) -> Non
 def _look_at_gpus(
     watch: GpuWatch,
     settled_s: float,
-    places: Mapping[str, Place],
+    places: Mapping[str, LocalDevice],
     jobs: Iterable[WatchedJob],
     below: Mapping[int, Sequence[int]],
 ) -> None:
@@ -548,7 +548,7 @@ def _look_at_gpus(
 
     Args:
         settled_s: moment of the last end of a job, whose memory must not be counted any more.
-        below: ids of the processes of each keeper.
+        below: ids of the processes of each supervisor.
     """
     by_device: dict[str, list[WatchedJob]] = defaultdict(list)
     for job in jobs:
@@ -559,7 +559,7 @@ def _look_at_gpus(
             use = watch.use(gpu.index, settled_s)
             known = [
                 JobOnGpu(
-                    below[job.kept.keeper_pid],
+                    below[job.supervised.supervisor_pid],
                     sum(each.gpu_bytes for each in job.reports) if job.reports else None,
                     job.charges["gpu"],
                 )
@@ -570,7 +570,7 @@ def _look_at_gpus(
 
 
 def _kill(job: WatchedJob) -> None:
-    """Kill a job's keeper and all processes below it: they have ignored everything else."""
-    for pid in [job.kept.keeper_pid, *families([job.kept.keeper_pid])[job.kept.keeper_pid]]:
+    """Kill a job's supervisor and all processes below it: they have ignored everything else."""
+    for pid in [job.supervised.supervisor_pid, *families([job.supervised.supervisor_pid])[job.supervised.supervisor_pid]]:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

@@ -43,6 +43,11 @@ class JobSpec:
         gpu_memory_bytes: the same of its GPU's memory.
         declared_kind: jobs with the same one share their measurements; empty: those with the same command, folder and
             variables do.
+
+    Example:
+        >>> job = JobSpec("small", ("python", "train.py", "--epochs", "3"), folder="/work", priority=1)
+        >>> job.kin == JobSpec("large", ("python", "train.py", "--epochs", "9"), folder="/work").kin  # the same script
+        True
     """
 
     name: str
@@ -111,6 +116,15 @@ def read_jobs(path: Path) -> list[JobSpec]:
 
     Raises:
         JobsFileError: the file cannot be read, or a job in it cannot be run; the message names the job and the field.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "jobs.yaml")
+        ...     _ = path.write_text("jobs:\\n- {name: ctr, command: python train.py, copies: 2}\\n")
+        ...     [job.name for job in read_jobs(path)]
+        ['ctr-1', 'ctr-2']
     """
     import yaml
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias
 
 from lightning_dlrover.colocate.jobs_file import JobSpec
@@ -161,7 +160,7 @@ FORM = RecordForm(
 )
 
 
-class Journal:
+class Journal(RecordFile[Header]):
     """The journal of one folder, which this process alone may add to. Use as a context manager.
 
     Raises:
@@ -169,33 +168,11 @@ class Journal:
         OSError: the folder cannot be written.
     """
 
+    records: list[Record]
+
     def __init__(self, folder: Path) -> None:
-        path = folder / FILE_NAME
-        self._file = RecordFile(path, FORM)
-        try:
-            header, self.records = _read(self._file.content, path)
-            if header is None:
-                header = Header(FORMAT, uuid.uuid4().hex)
-                self._file.append(header)
-            self.queue = header.queue
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-
-    def add(self, record: Record) -> None:
-        """Append a record; it is on disk when this returns.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        self._file.append(record)
-        self.records.append(record)
+        super().__init__(folder / FILE_NAME, FORM, Header(FORMAT, uuid.uuid4().hex))
+        self.queue = self.header.queue
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -209,8 +186,4 @@ def read_records(folder: Path) -> list[Record]:
         data = path.read_bytes()
     except OSError as error:
         raise JournalError(f"{folder} holds no queue: {error}") from error
-    return _read(data, path)[1]
-
-
-def _read(data: bytes, path: Path) -> tuple[Header | None, list[Record]]:
-    return read_lines(data, path, FORM)
+    return read_lines(data, path, FORM)[1]

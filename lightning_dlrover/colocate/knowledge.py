@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_dlrover.colocate.company import Alone
+from lightning_dlrover.colocate.interference import Alone
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Ended, Profiled, Rates, Record, read_records
 from lightning_dlrover.colocate.memory import GROWTH, MEMORIES

@@ -22,6 +22,7 @@ from lightning_dlrover.colocate.tenants import (
     Tenant,
     after,
 )
+from lightning_dlrover.planner.cluster.queue_order import turn_of
 
 __all__ = ["GROWTH", "MEMORIES", "START_BYTES", "free_bytes", "memory_actions"]
 
@@ -48,7 +49,7 @@ def memory_actions(sizes: Sizes, tenants: Sequence[Tenant]) -> list[Action]:
         tenants: all jobs on it, each with a holding of each of its memories.
     """
     actions: list[Action] = []
-    left = {tenant.name: tenant for tenant in sorted(tenants, key=lambda t: (-t.priority, t.submitted_s, t.name))}
+    left = {tenant.name: tenant for tenant in sorted(tenants, key=turn_of)}
 
     def decide(found: Sequence[Admit | Charge | Pause | Resume | Shrink | End]) -> None:
         for action in found:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.colocate.figures import gantt_figure
 from lightning_dlrover.colocate.journal import Added, Opened, Profiled, Rates, Record
 from lightning_dlrover.colocate.summary import Summary, cells, summarize
 from lightning_dlrover.report.page import render_page
-from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["write_report"]
 
@@ -23,7 +23,7 @@ def write_report(path: Path, records: Sequence[Record]) -> None:
     Raises:
         OSError: `path` cannot be written.
     """
-    write_whole(path, _page(records))
+    atomic_write(path, _page(records))
 
 
 def _page(records: Sequence[Record]) -> str:

@@ -13,7 +13,7 @@ from lightning_dlrover.colocate.memory import START_BYTES
 from lightning_dlrover.colocate.tenants import Sizes, Where
 from lightning_dlrover.observe.resources import available_bytes, available_cores
 
-__all__ = ["CPU", "Place", "gpus_of", "places_of"]
+__all__ = ["CPU", "LocalDevice", "gpus_of", "places_of"]
 
 CPU = "cpu"
 """Kind of all devices without a GPU. To a policy, each device is a kind of its own, as jobs stay where they are."""
@@ -25,7 +25,7 @@ FORMS = "`cpu`, `cpu:CORES` such as cpu:0-3, `gpu:NUMBER`, or `gpu:NUMBER:CORES`
 
 
 @dataclass(frozen=True)
-class Place:
+class LocalDevice:
     """One device for jobs.
 
     Args:
@@ -91,7 +91,7 @@ def places_of(
     num_cores: float | None = None,
     available: int | None = None,
     gpus: Mapping[int, Gpu] | None = None,
-) -> list[Place]:
+) -> list[LocalDevice]:
     """Return the places that a command line names: `cpu` for all cores of this process, `cpu:0-3` for some, `gpu:0` for a GPU.
 
     A GPU has cores, too, for its jobs' own code and input. Devices that name no cores share those that no other names.
@@ -115,7 +115,7 @@ def places_of(
     cores_of = _divided([_Asked.of(device) for device in devices], usable)
     total = sum(map(len, cores_of.values()))
     share = min(1.0, num_cores / total)
-    places: list[Place] = []
+    places: list[LocalDevice] = []
     for asked, cores in cores_of.items():
         gpu = _gpu(asked, gpus or {})
         gpu_bytes = 0 if gpu is None else int((1 - RESERVE) * gpu.free_bytes)
@@ -125,7 +125,7 @@ def places_of(
             )
         most = jobs_per_core * math.ceil(share * len(cores))
         places.append(
-            Place(
+            LocalDevice(
                 name=asked.name,
                 kind=CPU if gpu is None else gpu.name,
                 cores=cores,

@@ -33,9 +33,9 @@ def run_queue(
     policy: str = "complementary",
     devices: Sequence[str] = ("cpu",),
     memory_bytes: int = 0,
-    at_once: int = 0,
-    learn_from: Sequence[Path] = (),
-    longest_wait_s: float = 3600.0,
+    max_parallel: int = 0,
+    profiles: Sequence[Path] = (),
+    max_wait_s: float = 3600.0,
     seed: int = 0,
     rules: Rules | None = None,
     shown: Callable[[Dispatcher], None] = lambda _: None,
@@ -51,10 +51,10 @@ def run_queue(
         policy: a name in `planner/cluster/policies`.
         devices: `cpu`, sets of cores such as `cpu:0-3`, or GPUs such as `gpu:0` or, with its cores, `gpu:0:0-7`.
         memory_bytes: host memory for all jobs; 0: most of the free memory.
-        at_once: most jobs of a device that run at once; 0: twice its cores, or four times with `complementary`; on a GPU no
-            more than 8, or 16.
-        learn_from: folders of earlier queues; their measurements count, too.
-        longest_wait_s: a job that waits longer goes first.
+        max_parallel: most jobs of a device at once; 0: twice its cores, or four times with `complementary`; on a GPU
+            no more than 8, or 16.
+        profiles: folders of earlier queues; their measurements count, too.
+        max_wait_s: a job that waits longer goes first.
         seed: for the policy `random_sets`.
         shown: called after each look at the jobs.
         hurry: when set, jobs that end get no more grace period.
@@ -62,6 +62,12 @@ def run_queue(
     Raises:
         ValueError: a device, the policy, a folder of an earlier queue or a changed job cannot be used.
         OSError: the folder cannot be written.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from lightning_dlrover.colocate import read_jobs
+        >>> jobs = read_jobs(Path("jobs.yaml"))  # doctest: +SKIP
+        >>> summary = run_queue(jobs, Path("queue"), devices=["cpu:0-3"])  # starts the jobs' processes  # doctest: +SKIP
     """
     wanted = gpus_of(devices)
     nvml = load_nvml() if wanted else None
@@ -70,15 +76,15 @@ def run_queue(
         end_former(journal.queue)  # their memory is free for this queue
         gpus = find_gpus(nvml, wanted) if nvml is not None else {}
         devices = _used_devices(devices, [*jobs, *(record.spec for record in journal.records if isinstance(record, Added))])
-        places = places_of(devices, memory_bytes, at_once, jobs_per_core(policy), gpus=gpus)
+        places = places_of(devices, memory_bytes, max_parallel, jobs_per_core(policy), gpus=gpus)
         _refuse_too_large(jobs, places)
         knowledge = Knowledge(device_kinds={place.name: place.kind for place in places})
-        for earlier in learn_from:
+        for earlier in profiles:
             knowledge.read(earlier)
         shared = [place.gpu for place in places if place.gpu is not None]
         watch = stack.enter_context(GpuWatch(nvml, shared)) if shared else None
         knowledge.recall(journal.records)
-        scheduler = Scheduler(policy, knowledge, seed, longest_wait_s, max(place.most_jobs for place in places))
+        scheduler = Scheduler(policy, knowledge, seed, max_wait_s, max(place.most_jobs for place in places))
         dispatcher = Dispatcher(folder, journal, places, scheduler, knowledge, rules, shown, hurry, gpu_watch=watch)
         dispatcher.add(jobs)
         try:

@@ -13,13 +13,14 @@ from statistics import fmean
 
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.memory import START_BYTES, free_bytes
-from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.places import LocalDevice
 from lightning_dlrover.colocate.tenants import Action, Memory, Pause, Resume, Sizes, Start, Tenant, Waiting
 from lightning_dlrover.planner.cluster import Allocation, Device, Job, PolicySettings, Profile, Running, State
 from lightning_dlrover.planner.cluster.cores import LEAST_IDLE, CoreUse, Expected, equal_shares, expected, thread_shares
 from lightning_dlrover.planner.cluster.mixed import Left, for_cores
 from lightning_dlrover.planner.cluster.policies import make_policy
 from lightning_dlrover.planner.cluster.policies.turns import turns
+from lightning_dlrover.planner.cluster.queue_order import is_overdue, turn_of
 from lightning_dlrover.planner.cluster.waiting import with_bounded_wait
 
 __all__ = ["AHEAD", "Scheduler", "jobs_per_core"]
@@ -99,13 +100,13 @@ class Scheduler:
         self._alone: dict[str, _Alone] = {}
         self._given_up: set[str] = set()  # kinds that could not be measured alone
 
-    def threads(self, place: Place, num_jobs: int) -> int:
+    def threads(self, place: LocalDevice, num_jobs: int) -> int:
         """Return the threads of each process of a job that runs beside others, so that all together use each core once."""
         if self.policy_name == "sequential":
             num_jobs = 1
         return max(1, round(place.num_cores / max(1, num_jobs)))
 
-    def thread_shares(self, place: Place, kinds: Sequence[str]) -> list[int]:
+    def thread_shares(self, place: LocalDevice, kinds: Sequence[str]) -> list[int]:
         """Return the threads of each process of jobs that run side by side, by their measured use or in equal parts.
 
         Args:
@@ -114,14 +115,14 @@ class Scheduler:
         cores = [self._use(kind, place)["cores"] if kind else START["cores"] for kind in kinds]
         return self._shares(cores, place.num_cores)
 
-    def _use(self, kind: str, place: Place) -> Mapping[str, float]:
+    def _use(self, kind: str, place: LocalDevice) -> Mapping[str, float]:
         """Return what a kind of job uses alone on a device: as measured, else as its kin or a usual job does."""
         if known := self._knowledge.use(kind, place.kind):
             return {"cores": 1.0, **known}
         return {"cores": max(1.0, UNKNOWN_PART * place.num_cores), **({} if place.gpu is None else {"gpu": 1.0})}
 
     def actions(
-        self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
+        self, now: float, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
     ) -> list[Action]:
         """Return the starts, pauses and resumptions that are due."""
         self._side_by_side = float(max((self.threads(place, 2) for place in places), default=1))
@@ -140,12 +141,12 @@ class Scheduler:
                 else:
                     num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in here)
                     wanted_here = [job for job in for_here if place.name in wanted.get(job.name, ())]
-                    chosen = sorted(wanted_here, key=_in_order)[: max(0, place.most_jobs - num_running)]
+                    chosen = sorted(wanted_here, key=turn_of)[: max(0, place.most_jobs - num_running)]
                 actions += _starts(place, here, chosen)
         return _once(actions)
 
     def _wanted(
-        self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant], are_last: bool
+        self, now: float, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant], are_last: bool
     ) -> Allocation:
         """Return the policy's answer. One that may pause jobs is asked only when its choice has changed, or is old."""
         if not self._may_pause:
@@ -159,13 +160,13 @@ class Scheduler:
         quantum_s = LAST_QUANTUM_S if are_last and are_equal else QUANTUM_S
         is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > quantum_s
         # A job that has waited too long and now runs is not overdue any more. It keeps its place for the quantum.
-        overdue = {t.name for t in able if t.phase == "paused" and now - t.since_s > self._wait_s}
+        overdue = {t.name for t in able if t.phase == "paused" and is_overdue(t.since_s, now, self._wait_s)}
         if self._chosen is None or is_old or not overdue <= self._chosen.jobs.keys():
             policy = self._policy_at_end if are_last else self._policy
             self._chosen = _Chosen(policy(self._state_of_able(now, places, able, starting)), among, now)
         return self._chosen.jobs
 
-    def _of_tenants(self, now: float, place: Place, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
+    def _of_tenants(self, now: float, place: LocalDevice, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
         """Return the pauses and resumptions of a device's jobs."""
         if not self._may_pause:
             return []
@@ -182,7 +183,7 @@ class Scheduler:
                 actions.append(Resume(tenant.name))
         return actions
 
-    def _measured_alone(self, now: float, place: Place, tenants: Sequence[Tenant]) -> str | None:
+    def _measured_alone(self, now: float, place: LocalDevice, tenants: Sequence[Tenant]) -> str | None:
         """Return the job that has the device to itself at the moment, to be measured; None if none has."""
         current = self._alone.get(place.name)
         by_name = {tenant.name: tenant for tenant in tenants}
@@ -206,12 +207,17 @@ class Scheduler:
                 return tenant.name
         return None
 
-    def _knows(self, kind: str, place: Place) -> bool:
+    def _knows(self, kind: str, place: LocalDevice) -> bool:
         """Whether a kind need not be measured alone on a device."""
         return self._knowledge.is_profiled(kind, place.kind) or self._knowledge.is_as_its_kin(kind, place.kind)
 
     def _ahead(
-        self, now: float, place: Place, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
+        self,
+        now: float,
+        place: LocalDevice,
+        places: Sequence[LocalDevice],
+        waiting: Sequence[Waiting],
+        tenants: Sequence[Tenant],
     ) -> list[Waiting]:
         """Return the job that starts next, so that a policy has a choice; none with enough of them, or without a free core."""
         here = [tenant for tenant in tenants if tenant.device == place.name]
@@ -219,19 +225,19 @@ class Scheduler:
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in here)
         # A start keeps one core busy. One is always under way.
         busy = num_starting + sum(self._cores_beside_others(self._use(t.kind, place)) for t in here if t.phase == "running")
-        overdue = [job for job in waiting if now - job.submitted_s > self._wait_s]
+        overdue = [job for job in waiting if is_overdue(job.submitted_s, now, self._wait_s)]
         if num_starting and busy + LEAST_IDLE > place.num_cores:
             return []
         if len(here) >= place.most_jobs + AHEAD or (num_paused >= AHEAD and not overdue):
             return []
         if overdue:
-            return sorted(overdue, key=_in_order)[:1]
+            return sorted(overdue, key=turn_of)[:1]
         ranks = self._ranks(place, places, waiting, tenants)
         able = [job for job in waiting if job.name in ranks]
         return sorted(able, key=lambda job: (-job.priority, ranks[job.name], job.submitted_s, job.name))[:1]
 
     def _ranks(
-        self, place: Place, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
+        self, place: LocalDevice, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
     ) -> dict[str, float]:
         """Return the order in which jobs start on a device, those of the lowest rank first. Jobs that should not are absent.
 
@@ -263,7 +269,7 @@ class Scheduler:
         only = {job.name: left[job.name].price for job in waiting if len(job.expected) == 1}
         return only | {free[index].name: left[free[index].name].price for index in chosen}
 
-    def _left(self, kind: str, steps: int, gpu: Place, cores: Place, usual_s: float) -> Left:
+    def _left(self, kind: str, steps: int, gpu: LocalDevice, cores: LocalDevice, usual_s: float) -> Left:
         """Return what is left of a job, on a GPU and on cores.
 
         Args:
@@ -277,7 +283,7 @@ class Scheduler:
         cores_s = gpu_s * speed / self._knowledge.speed(kind, cores.kind) / float(beside.speeds[0])
         return Left(gpu_s, busy, cores_s, float(beside.use[0]))
 
-    def _seconds(self, kind: str, steps: int, gpu: Place) -> float | None:
+    def _seconds(self, kind: str, steps: int, gpu: LocalDevice) -> float | None:
         """Return the time of steps alone on a GPU; None where their number or speed is unknown."""
         return steps / self._knowledge.speed(kind, gpu.kind) if steps and self._knowledge.has_speed(kind) else None
 
@@ -292,7 +298,7 @@ class Scheduler:
 
     # --- as policies see it --------------------------------------------------------------------------------------------------
 
-    def _state(self, now: float, places: Sequence[Place], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
+    def _state(self, now: float, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
         """Return the state for a policy that starts jobs and lets them run to their ends."""
         by_name = {place.name: place for place in places}
         jobs = []
@@ -306,7 +312,9 @@ class Scheduler:
             running.append(Running(self._job(tenant, {place.kind: (place, held)}, None), (tenant.device,), tenant.started_s))
         return State(now, tuple(_device(place) for place in places), tuple(jobs), tuple(running))
 
-    def _state_of_able(self, now: float, places: Sequence[Place], able: Sequence[Tenant], starting: Sequence[Tenant]) -> State:
+    def _state_of_able(
+        self, now: float, places: Sequence[LocalDevice], able: Sequence[Tenant], starting: Sequence[Tenant]
+    ) -> State:
         """Return the state for a policy that chooses among jobs that could all run at once: each has its memory.
 
         Those that start run in any case. Each keeps one core busy.
@@ -327,7 +335,7 @@ class Scheduler:
         )
         return State(now, tuple(replace(_device(place), kind=place.name) for place in places), jobs, running)
 
-    def _job(self, of: Waiting | Tenant, needs: Mapping[str, tuple[Place, Sizes]], waiting_since_s: float | None) -> Job:
+    def _job(self, of: Waiting | Tenant, needs: Mapping[str, tuple[LocalDevice, Sizes]], waiting_since_s: float | None) -> Job:
         """Return a job as policies see it.
 
         Args:
@@ -354,12 +362,12 @@ class Scheduler:
         )
 
 
-def _device(place: Place) -> Device:
+def _device(place: LocalDevice) -> Device:
     memory_bytes = place.memory_bytes if place.gpu is None else place.gpu_bytes
     return Device(place.name, place.kind, place.name, memory_bytes, place.limits, place.most_jobs)
 
 
-def _suitable(job: Waiting, places: Sequence[Place]) -> list[Place]:
+def _suitable(job: Waiting, places: Sequence[LocalDevice]) -> list[LocalDevice]:
     """Return the devices that a job may start on: those large enough, or all if none is. It then fails with the reason."""
     able = [place for place in places if place.where in job.expected]
     large = [
@@ -368,13 +376,13 @@ def _suitable(job: Waiting, places: Sequence[Place]) -> list[Place]:
     return large or able
 
 
-def _charges(job: Waiting, place: Place) -> dict[Memory, int]:
+def _charges(job: Waiting, place: LocalDevice) -> dict[Memory, int]:
     """Return what is set aside for a job that starts."""
     expected = job.expected[place.where]
     return {memory: min(expected.get(memory, 0) or START_BYTES[memory], size) for memory, size in place.sizes.items()}
 
 
-def _starts(place: Place, tenants: Sequence[Tenant], chosen: Sequence[Waiting]) -> list[Action]:
+def _starts(place: LocalDevice, tenants: Sequence[Tenant], chosen: Sequence[Waiting]) -> list[Action]:
     """Return the starts of jobs for which a device has memory, in their order."""
     free = {memory: free_bytes(memory, size, tenants) for memory, size in place.sizes.items()}
     actions: list[Action] = []
@@ -386,10 +394,6 @@ def _starts(place: Place, tenants: Sequence[Tenant], chosen: Sequence[Waiting]) 
         free = {memory: free[memory] - charge for memory, charge in charges.items()}
         actions.append(Start(job.name, place.name, charges))
     return actions
-
-
-def _in_order(job: Waiting) -> tuple[int, float, str]:
-    return -job.priority, job.submitted_s, job.name
 
 
 def _once(actions: Sequence[Action]) -> list[Action]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_dlrover.colocate.gpus import GpuSums
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Span
-from lightning_dlrover.colocate.kept_job import KeptJob
+from lightning_dlrover.colocate.supervised_job import SupervisedJob
 from lightning_dlrover.colocate.tenants import Holding, Memory, Phase, Tenant, Where
 from lightning_dlrover.colocate.usage import TreeUse, tree_use
 from lightning_dlrover.observe.seat import SeatReport, has_reported, read_reports
@@ -50,7 +50,7 @@ class WatchedJob:
     spec: JobSpec
     attempt: int
     device: str
-    kept: KeptJob
+    supervised: SupervisedJob
     seat: Path
     submitted_s: float
     at_s: float

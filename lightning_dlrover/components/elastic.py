@@ -1,7 +1,7 @@
 """TorchX components: a live job, as one app that starts and ends its nodes, and a single node of such a job.
 
 `torchx run -s local_cwd components/elastic.py:train --script train.py --workers 1:4 -- ARGS`, or by name: `dlrover.train`. See
-docs/torchx.md for Slurm and Kubernetes.
+docs/start/torchx.md for Slurm and Kubernetes.
 """
 
 # No `from __future__ import annotations`: TorchX reads parameter types from the signature and supports only these.

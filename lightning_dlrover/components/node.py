@@ -26,15 +26,13 @@ from types import FrameType
 import psutil
 
 from lightning_dlrover import variables
-from lightning_dlrover.whole_files import write_whole
+from lightning_dlrover.atomic_files import atomic_write
+from lightning_dlrover.components.escaped import LEAVE_SIGNAL
 
 __all__ = ["AGENTS_OPTION", "main", "notice_file"]
 
 AGENTS_OPTION = "--agents="
 """Start of the first argument of a node that runs several agents, each with one worker; their number follows."""
-
-LEAVE_SIGNAL = signal.SIGUSR1
-"""Makes several agents' parent let all workers hand over and leave."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -135,7 +133,7 @@ def _stay_beside(command: list[str], settings: _Settings, has_several: bool) -> 
     code = 128 - code if code < 0 else code
     if file is not None:
         with contextlib.suppress(OSError):  # a full disk: the scheduler reports the exit code while it remembers the job
-            write_whole(file, f"{code}\n")
+            atomic_write(file, f"{code}\n")
     return code
 
 

@@ -90,6 +90,18 @@ class Stream(Dataset[Any]):
         shuffle_rows: rows that are shuffled together, counted over all workers; 0: no shuffling.
         keep_order: whether rows come in the order of the shards.
         threads: threads of each reading process that read blocks of rows ahead.
+
+    Example:
+        >>> from lightning_dlrover.data import Shard, stream
+        >>> class Numbers:
+        ...     def shards(self):
+        ...         return [Shard("a", rows=3), Shard("b", rows=5)]
+        ...
+        ...     def read(self, shard, row):
+        ...         yield from range(row, shard.rows)
+        >>> rows = stream(Numbers())
+        >>> len(rows), [shard.key for shard in rows.shards]
+        (8, ['a', 'b'])
     """
 
     def __init__(
@@ -485,6 +497,18 @@ def stream(
     Raises:
         TypeError: `source` lacks a method.
         ValueError: an argument is out of range, or `source` cannot be read in threads.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from lightning_dlrover.data import Shard, stream
+        >>> class Squares:
+        ...     def shards(self):
+        ...         return [Shard("squares", rows=6)]
+        ...
+        ...     def read(self, shard, row):
+        ...         yield from (number * number for number in range(row, shard.rows))
+        >>> list(DataLoader(stream(Squares(), keep_order=True), batch_size=3))
+        [tensor([0, 1, 4]), tensor([ 9, 16, 25])]
     """
     return Stream(source, transform, shuffle_rows, keep_order, seed, threads)
 

@@ -244,6 +244,15 @@ def files(
         TypeError: `paths` or `columns` is of another type.
         ValueError: there is no such format, or no path or column is given.
         ModuleNotFoundError: pyarrow is missing.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from lightning_dlrover.data import stream
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pathlib.Path(folder, "log.txt").write_text("first\\nsecond\\n")
+        ...     rows = stream(files(f"{folder}/*.txt"), keep_order=True)
+        ...     len(rows), rows[1]
+        (2, 'second')
     """
     check_extra()
     return Files(paths, format, columns, types, header)

@@ -29,7 +29,7 @@ PARTITIONS_WEIGHED, TOPICS_WEIGHED = 2, 8
 
 NO_MESSAGE = "these offsets have no message: the topic is compacted, or they ended or aborted a transaction"
 
-Place = str | datetime | Mapping[int, int] | Mapping[str, int]
+TopicPosition = str | datetime | Mapping[int, int] | Mapping[str, int]
 """Where reading starts or stops: a word, a time, or offsets by partition."""
 
 
@@ -60,8 +60,8 @@ class Kafka:
         self,
         topics: Sequence[str],
         servers: str,
-        start: Place,
-        stop: Place | None,
+        start: TopicPosition,
+        stop: TopicPosition | None,
         config: Mapping[str, Any],
         value: Callable[[bytes], Any] | None,
         on_error: str,
@@ -89,7 +89,7 @@ class Kafka:
         return self._text(lambda _: "a time")
 
     def _text(self, of_time: Callable[[datetime], str]) -> str:
-        def said(place: Place | None) -> str:
+        def said(place: TopicPosition | None) -> str:
             return repr(of_time(place) if isinstance(place, datetime) else dict(place) if isinstance(place, Mapping) else place)
 
         # Without `config`, which may hold passwords: this text goes on record.
@@ -171,7 +171,9 @@ class Kafka:
                 )
         return {partition: (starts[partition], stops[partition]) for partition in bounds}
 
-    def _placed(self, topic: str, place: Place, name: str, lows: Mapping[int, int], highs: Mapping[int, int]) -> dict[int, int]:
+    def _placed(
+        self, topic: str, place: TopicPosition, name: str, lows: Mapping[int, int], highs: Mapping[int, int]
+    ) -> dict[int, int]:
         """Return the offset of each partition at which reading starts or stops."""
         if isinstance(place, str):
             return dict(lows if place == "earliest" else highs)
@@ -243,8 +245,8 @@ class Kafka:
 def kafka(
     topics: str | Sequence[str],
     servers: str,
-    start: Place = "earliest",
-    stop: Place | None = "latest",
+    start: TopicPosition = "earliest",
+    stop: TopicPosition | None = "latest",
     config: Mapping[str, Any] | None = None,
     value: Callable[[bytes], Any] | None = None,
     on_error: str = "raise",
@@ -271,6 +273,10 @@ def kafka(
         TypeError: `topics`, `servers`, `start` or `stop` is of another kind.
         ValueError: an argument is out of range, or `config` sets what this source needs otherwise.
         ModuleNotFoundError: confluent-kafka is missing.
+
+    Example:
+        >>> import json
+        >>> clicks = kafka("clicks", servers="broker:9092", value=json.loads)  # connects when a job first reads it
     """
     if find_spec("confluent_kafka") is None:
         raise ModuleNotFoundError(

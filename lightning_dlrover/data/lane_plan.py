@@ -24,10 +24,10 @@ __all__ = [
     "CYCLES",
     "MIN_SLOTS",
     "STRIDE_OF_LAPS",
+    "BatchPosition",
     "LanePlan",
     "Layout",
     "Piece",
-    "Place",
     "rows_of_block",
     "share",
 ]
@@ -97,7 +97,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchPosition:
     """A row's place in an epoch."""
 
     batch: int  # number of the global batch
@@ -225,11 +225,6 @@ class LanePlan:
                 row = upto
             place += 1
 
-    def row_at(self, position: int) -> tuple[int, int]:
-        """Return the shard and the row at one of the epoch's positions."""
-        shards, rows = self.rows_between(position, position + 1)
-        return int(shards[0]), int(rows[0])
-
     def rows_between(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Return the shards and the rows at the epoch's positions from `start` to `stop`, shape ``(stop - start,)`` each."""
         found = [np.empty(0, dtype=np.int64)]
@@ -272,8 +267,8 @@ class LanePlan:
         found[self.shards] = np.diff(upto)
         return found
 
-    def place_of(self, shard: int, row: int) -> Place:
-        """Return where in the epoch a row of a shard is, the inverse of `row_at`."""
+    def place_of(self, shard: int, row: int) -> BatchPosition:
+        """Return where in the epoch a row of a shard is, the inverse of `rows_between`."""
         (at,) = np.flatnonzero(self.shards == shard)
         if not 0 <= row < self._shard_starts[at + 1] - self._shard_starts[at]:
             raise IndexError(f"row {row} of a shard with {self._shard_starts[at + 1] - self._shard_starts[at]} rows")
@@ -288,7 +283,7 @@ class LanePlan:
         phase, slot = divmod(lane, self.layout.slots)
         begin, after = self._slot_bounds[slot : slot + 2]
         turn, offset = divmod(in_lane, after - begin)
-        return Place(turn * self.layout.cycle + phase, begin + offset)
+        return BatchPosition(turn * self.layout.cycle + phase, begin + offset)
 
 
 def _generator(seed: int, *numbers: int) -> np.random.RandomState:

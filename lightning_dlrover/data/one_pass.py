@@ -24,7 +24,7 @@ from lightning_dlrover.data.own_copies import own_copies
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.rdzv.group import transfer
 
-__all__ = ["Limit", "OnePass", "OwnRandom", "Place", "Snapshot", "has_state"]
+__all__ = ["EpochKey", "Limit", "OnePass", "OwnRandom", "Snapshot", "has_state"]
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ MIN_ROWS_FOR_SPEED = 64
 
 
 @dataclass(frozen=True)
-class Place:
-    """The order of rows in one pass: a dataset that shuffles gives others in each epoch."""
+class EpochKey:
+    """What the order of rows in one pass depends on: a dataset that shuffles gives another one in each epoch."""
 
     seed: int
     epoch: int
@@ -97,7 +97,7 @@ class OwnRandom:
         )
 
     @staticmethod
-    def of(place: Place) -> OwnRandom:
+    def of(place: EpochKey) -> OwnRandom:
         """Return the generators at the beginning of an epoch."""
         digest = hashlib.sha256(f"{place.seed}/{place.epoch}".encode()).digest()
         number = int.from_bytes(digest[:7], "big")
@@ -179,7 +179,7 @@ class OnePass:
     def __init__(
         self,
         dataset: Any,
-        place: Place,
+        place: EpochKey,
         batch_size: int,
         describe: Callable[[Any], Any],
         snapshot: Snapshot | None = None,

@@ -281,6 +281,16 @@ def parquet(
         TypeError: `paths` or `columns` is of another type.
         ValueError: `on_error` is neither, there is no such type, or no path or column is given.
         ModuleNotFoundError: pyarrow is missing.
+
+    Example:
+        >>> import tempfile
+        >>> import pyarrow as pa, pyarrow.parquet as pq
+        >>> from lightning_dlrover.data import stream
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pq.write_table(pa.table({"item": [7, 9], "price": [2.5, 4.0]}), f"{folder}/part-0.parquet")
+        ...     rows = stream(parquet(folder, columns=["price"]), keep_order=True)
+        ...     len(rows), rows[1]
+        (2, {'price': 4.0})
     """
     check_extra()
     return Parquet(paths, columns, on_error, types)

@@ -41,7 +41,13 @@ T = TypeVar("T")
 
 
 class Row(dict[str, Any]):
-    """One row: values by column."""
+    """One row: values by column.
+
+    Example:
+        >>> row = Row(item=7, price=2.5)
+        >>> row["price"]
+        2.5
+    """
 
 
 class Block:
@@ -194,6 +200,19 @@ class Rows(Sequence[Row]):
 
     Args:
         parts: blocks, with the first row of each and the row after the last.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from torch.utils.data import DataLoader
+        >>> from lightning_dlrover.data import files, stream
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = pathlib.Path(folder.name, "prices.csv")
+        >>> _ = path.write_text("item,price\\n7,2.5\\n9,4.0\\n")
+        >>> def collate(rows):  # `rows` is a `Rows`
+        ...     return len(rows), rows.names, rows.tensor("price"), rows[1]["item"]
+        >>> next(iter(DataLoader(stream(files(str(path)), keep_order=True), batch_size=2, collate_fn=collate)))
+        (2, ['item', 'price'], tensor([2.5000, 4.0000], dtype=torch.float64), 9)
+        >>> folder.cleanup()
     """
 
     def __init__(self, parts: Sequence[tuple[Block, int, int]]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_dlrover.data.lane_plan import share
-from lightning_dlrover.data.one_pass import Limit, OnePass, OwnRandom, Place, Snapshot, has_state
+from lightning_dlrover.data.one_pass import EpochKey, Limit, OnePass, OwnRandom, Snapshot, has_state
 from lightning_dlrover.data.source import DataError
 
 __all__ = [
@@ -46,7 +46,7 @@ _LEFT_TO_PARENT: list[object] = []
 class BatchShare:
     """Request for one worker's share of a global batch."""
 
-    place: Place
+    place: EpochKey
     first_row: int  # number of the global batch
     batch_size: int
     global_rank: int
@@ -63,7 +63,7 @@ class BatchShare:
 class RowRanges:
     """Request for rows by their numbers, in half-open ranges that ascend."""
 
-    place: Place
+    place: EpochKey
     ranges: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class RowRanges:
 class RowCount:
     """Request for the number of rows."""
 
-    place: Place
+    place: EpochKey
     limit: int | None  # number at which to stop counting
 
 
@@ -241,7 +241,7 @@ class SequenceReader(Dataset[Any]):
         """Return a pass that has the request's first row, or reads it next."""
         current, wanted, start, began = self._pass, request.first_row, request.start, time.monotonic()
         if start is not None and (
-            Place(start.seed, start.epoch) != request.place or start.row > wanted or not isinstance(start.random, dict)
+            EpochKey(start.seed, start.epoch) != request.place or start.row > wanted or not isinstance(start.random, dict)
         ):
             start = None
         fits = current is not None and current.place == request.place and current.first <= wanted
@@ -287,7 +287,7 @@ class SequenceReader(Dataset[Any]):
             "DLRoverStrategy(compare_data=False)"
         )
 
-    def _begin(self, place: Place, batch_size: int) -> OnePass:
+    def _begin(self, place: EpochKey, batch_size: int) -> OnePass:
         """Begin a pass with the epoch's first row."""
         last, self._pass = self._pass, None
         if last is None or last.end is None or last.place == place or self._is_touched:
@@ -295,7 +295,7 @@ class SequenceReader(Dataset[Any]):
         self._pass = OnePass(self.dataset, place, batch_size, self._describe)
         return self._pass
 
-    def _resumed(self, place: Place, batch_size: int, start: Snapshot) -> OnePass | None:
+    def _resumed(self, place: EpochKey, batch_size: int, start: Snapshot) -> OnePass | None:
         """Return a pass that begins at a snapshot; None if the dataset then has other rows than it had."""
         self._pass = None
         if not self._has_begun:

@@ -15,7 +15,13 @@ Ranges = dict[str, tuple[int, int]]
 
 
 class DataError(RuntimeError):
-    """Data cannot be read, or have changed since the job began."""
+    """Data cannot be read, or have changed since the job began.
+
+    Example:
+        >>> Shard("part-0.parquet", rows=-1)
+        Traceback (most recent call last):
+        lightning_dlrover.data.source.DataError: shard 'part-0.parquet' has -1 rows: a stream needs the number of rows ...
+    """
 
 
 def check_extra() -> None:
@@ -33,7 +39,12 @@ def check_extra() -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a source that is read from its first row to its last, such as a file."""
+    """A part of a source that is read from its first row to its last, such as a file.
+
+    Example:
+        >>> Shard("part-0", rows=1000, version="etag-1")
+        Shard(key='part-0', rows=1000, version='etag-1')
+    """
 
     key: str  # names it in errors and records; unique in its source
     rows: int
@@ -59,7 +70,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Rows that `read` leaves out because they cannot be read; it yields this in their place."""
+    """Rows that `read` leaves out because they cannot be read; it yields this in their place.
+
+    Example:
+        >>> def read(lines):
+        ...     for number, line in enumerate(lines):
+        ...         yield float(line) if line else Skipped(1, f"line {number} is empty")
+        >>> list(read(["1.5", ""]))
+        [1.5, Skipped(rows=1, reason='line 1 is empty', are_rows=True)]
+    """
 
     rows: int
     reason: str
@@ -72,6 +91,16 @@ class Source(Protocol):
 
     With an attribute ``reads_in_threads = True``, `read` may run in several threads at once, each for another place.
     An attribute ``block_rows`` is the number of rows of a lane that a process keeps in memory, if they are not shuffled.
+
+    Example:
+        >>> class Squares:
+        ...     def shards(self):
+        ...         return [Shard("squares", rows=100)]
+        ...
+        ...     def read(self, shard, row):
+        ...         yield from (number * number for number in range(row, shard.rows))
+        >>> isinstance(Squares(), Source)
+        True
     """
 
     def shards(self) -> Sequence[Shard]:

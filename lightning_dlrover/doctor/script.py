@@ -1,4 +1,4 @@
-"""Start the rehearsal of a script in a process of its own, and turn its notes into findings."""
+"""Start the dry run of a script in a process of its own, and turn its notes into findings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlrover import variables
-from lightning_dlrover.doctor.rehearsal import NOTES
+from lightning_dlrover.doctor.dry_run import NOTES
 from lightning_dlrover.finding import Finding, error, ok
 from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
@@ -75,8 +75,8 @@ def _environment(environ: Mapping[str, str], endpoint: str) -> dict[str, str]:
 
 
 def _run(script: Path, arguments: Sequence[str], deadline_s: float, environ: Mapping[str, str], folder: Path) -> int | None:
-    """Run the rehearsal; return its exit code, None if it had to be ended."""
-    module = "lightning_dlrover.doctor.rehearsal"
+    """Run the dry run; return its exit code, None if it had to be ended."""
+    module = "lightning_dlrover.doctor.dry_run"
     recorded_at = time.monotonic() + deadline_s - _MARGIN_S  # one clock for all processes of a host
     with (folder / _OUTPUT).open("wb") as output:
         process = subprocess.Popen(
@@ -134,7 +134,7 @@ def _findings(script: Path, returned: int | None, deadline_s: float, folder: Pat
     findings = _without_repeats(notes.findings)
     again = f"`python {script}` must reach its first batch; its arguments follow `--`"
     how, text = (notes.end["how"], notes.end["text"]) if notes.end is not None else ("", "")
-    if how == "rehearsed":
+    if how == "dry run ended":
         return [ok("script", f"{script.name} has trained its first batch after {notes.stages['batch']:.1f} s"), *findings]
     if how == "refused":
         return findings

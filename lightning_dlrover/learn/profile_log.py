@@ -2,7 +2,7 @@
 
 Each worker of a job produces a window every two seconds, for weeks. Writing all of them would fill an etcd that many jobs
 share. On a machine with other load the windows of an unchanged job differ as well, so a change counts only if two windows in a
-row show it, and `allowance.py` bounds what is left of the noise. Pure: no clock, no connection.
+row show it, and `write_budget.py` bounds what is left of the noise. Pure: no clock, no connection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_dlrover.codec import to_json
-from lightning_dlrover.learn.allowance import FIRST_WINDOWS, PROFILES, WINDOWS, Allowance, stored_bytes
+from lightning_dlrover.learn.write_budget import FIRST_WINDOWS, PROFILES, WINDOWS, WriteBudget, stored_bytes
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.space import settings_of
 
@@ -58,7 +58,7 @@ class PublishedProfile:
         self._published_at = 0.0
         self._lasts_s = 0.0  # time for which the published window holds without a change
         self._differed = (0, 0, 0)  # how the newest window differed from the published one, see `_differences`
-        self._allowance = Allowance(PROFILES)
+        self._budget = WriteBudget(PROFILES)
 
     def is_due(self, window: StepProfile, num_bytes: int, now: float) -> bool:
         """Whether a window is to be published. If so, it counts as published.
@@ -69,13 +69,13 @@ class PublishedProfile:
         """
         last = self._last
         if last is None or _place(last) != _place(window):
-            self._allowance.charge(num_bytes, now)
+            self._budget.charge(num_bytes, now)
             self._lasts_s = SETTLED_S
         else:
             before, self._differed = self._differed, _differences(last, window)
             has_changed = any(was == now_is != 0 for was, now_is in zip(before, self._differed, strict=True))
             is_old = now - self._published_at >= self._lasts_s
-            if not (has_changed or is_old) or not self._allowance.take(num_bytes, now):
+            if not (has_changed or is_old) or not self._budget.take(num_bytes, now):
                 return False
             self._lasts_s = PUBLISH_EVERY_S
         self._last, self._published_at, self._differed = window, now, (0, 0, 0)
@@ -94,7 +94,7 @@ class WindowLog:
         self._newest: list[StepProfile] = []  # windows that may begin a change, not logged yet, at most two
         self._num_in_place = 0
         self._place: object = None
-        self._firsts, self._others = Allowance(FIRST_WINDOWS), Allowance(WINDOWS)
+        self._firsts, self._others = WriteBudget(FIRST_WINDOWS), WriteBudget(WINDOWS)
 
     def add(self, window: StepProfile, now: float) -> list[StepProfile]:
         """Return the windows to be logged now.

@@ -8,12 +8,11 @@ import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fsspec.core import url_to_fs
 
-from lightning_dlrover.live.lightning_names import writing_thread
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.tables.checkpoint import save_tables
 from lightning_dlrover.tables.sharded import ShardedTables
@@ -22,6 +21,8 @@ __all__ = [
     "TABLES_FOLDER",
     "TRAINER_FILE",
     "WHOLE_TABLES",
+    "PlainShelf",
+    "Shelf",
     "absolute",
     "exists",
     "is_folder",
@@ -36,9 +37,6 @@ __all__ = [
 
 Save = Callable[[], Any]
 """Writes a checkpoint, and returns the path at which rank 0 has written it."""
-
-Place = Callable[[Any], Any]
-"""Returns where a checkpoint may be written: its path, or another one where it must not replace what is there."""
 
 TRAINER_FILE = "trainer.ckpt"
 TABLES_FOLDER = "tables"
@@ -56,6 +54,39 @@ def absolute(path: Any) -> str:
 def is_folder(path: Any) -> bool:
     """Return whether a checkpoint is a folder, as of a model with sharded tables; stock Lightning writes one file."""
     return "://" not in str(path) and not Path(path).is_file()
+
+
+class RankedStrategy(Protocol):
+    """A strategy that knows its rank, which a loss may change while a checkpoint is saved."""
+
+    @property
+    def is_global_zero(self) -> bool: ...
+
+
+class Shelf(Protocol):
+    """Where checkpoints go, and which of them the job can continue from."""
+
+    def place(self, path: Any) -> Any:
+        """Return where a checkpoint may be written: its path, or another one where it must not replace what is there."""
+
+    def round_number(self) -> int:
+        """Return the round in which this worker trains; 0 before the first one."""
+
+    def saved(self, path: str, global_step: int) -> None:
+        """Record a checkpoint that is complete."""
+
+
+class PlainShelf:
+    """Checkpoints of a strategy outside of a live job: each has its place, and none is recorded."""
+
+    def place(self, path: Any) -> Any:
+        return path
+
+    def round_number(self) -> int:
+        return 0
+
+    def saved(self, path: str, global_step: int) -> None:
+        pass
 
 
 def trainer_file(folder: Path) -> Path:
@@ -79,15 +110,15 @@ def exists(path: Any) -> bool:
 
 
 def saving_file(
-    path: Any, save: Callable[[Any], None], place: Place, is_global_zero: Callable[[], bool], barrier: Callable[[], None]
+    path: Any, save: Callable[[Any], None], shelf: Shelf, strategy: RankedStrategy, barrier: Callable[[], None]
 ) -> Save:
     """Return a function that writes one file on rank 0. If that worker is lost while it writes, the next rank 0 writes it."""
     written: Any = None
 
     def save_on_rank_zero() -> Any:
         nonlocal written
-        if is_global_zero() and written is None:
-            target = place(path)
+        if strategy.is_global_zero and written is None:
+            target = shelf.place(path)
             save(target)
             written = target
         barrier()
@@ -100,15 +131,14 @@ def saving_folder(
     tables: ShardedTables,
     path: Any,
     save_rest: Callable[[Path], None],
-    place: Place,
-    is_global_zero: Callable[[], bool],
-    round_number: Callable[[], int],
+    shelf: Shelf,
+    strategy: RankedStrategy,
 ) -> Save:
     """Return a function that writes a folder with tables, which appears only when it is complete.
 
     Args:
         save_rest: writes Lightning's file on rank 0.
-        round_number: returns the round of the workers that save together. Workers of a former round may still be writing.
+        shelf: knows the round of the workers that save together. Workers of a former round may still be writing.
 
     Raises:
         ValueError: the path is a URL.
@@ -124,8 +154,8 @@ def saving_folder(
         if not tables.is_built:
             return None
         written: Any = None
-        unfinished = folder.with_name(f".{folder.name}.unfinished-{round_number()}")
-        if is_global_zero():
+        unfinished = folder.with_name(f".{folder.name}.unfinished-{shelf.round_number()}")
+        if strategy.is_global_zero:
             for left in folder.parent.glob(f".{glob.escape(folder.name)}.unfinished-*"):
                 shutil.rmtree(left, ignore_errors=True)
             unfinished.mkdir(parents=True)
@@ -133,8 +163,8 @@ def saving_folder(
         save_tables(tables, unfinished / TABLES_FOLDER)
         save_rest(unfinished / TRAINER_FILE)
         transfer.barrier()
-        if is_global_zero():
-            written = place(folder)
+        if strategy.is_global_zero:
+            written = shelf.place(folder)
             replace_folder(Path(written), unfinished)
         transfer.barrier()
         return written
@@ -159,19 +189,24 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def when_written(checkpoint_io: Any, path: Any, record: Callable[[str], None]) -> None:
+def when_written(checkpoint_io: Any, path: Any, shelf: Shelf, global_step: int) -> None:
     """Put a checkpoint on record once it exists, which may be later: a plugin may write it in its own thread.
 
     Args:
-        record: takes the path as other workers find it, a URL or an absolute path.
+        shelf: records the path as other workers find it, a URL or an absolute path.
     """
     found_at = absolute(path)
-    executor = writing_thread(checkpoint_io)
+    executor = getattr(checkpoint_io, "_executor", None)  # one thread, with which a plugin writes
     if executor is None:
-        record(found_at)
-    else:
-        # The executor has one thread, which runs tasks in order. It may have failed to write the file.
-        executor.submit(lambda: None if unreadable(found_at) else record(found_at))
+        shelf.saved(found_at, global_step)
+        return
+
+    def record_if_readable() -> None:
+        if not unreadable(found_at):
+            shelf.saved(found_at, global_step)
+
+    # The executor has one thread, which runs tasks in order. It may have failed to write the file.
+    executor.submit(record_if_readable)
 
 
 def load_own_checkpoint(load: Callable[..., dict[str, Any]], path: str, names: Collection[str]) -> dict[str, Any]:

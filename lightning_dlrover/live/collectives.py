@@ -16,7 +16,7 @@ from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.purpose import Purpose, place_of
 
 if TYPE_CHECKING:
-    from lightning_dlrover.live.place_in_job import PlaceInJob
+    from lightning_dlrover.live.place_in_job import JobSession
 
 __all__ = ["Collectives"]
 
@@ -33,7 +33,7 @@ class Collectives:
         are_off: whether collectives do nothing; see `alone`.
     """
 
-    def __init__(self, job: PlaceInJob | None) -> None:
+    def __init__(self, job: JobSession | None) -> None:
         self._job = job
         self.are_off = False
 

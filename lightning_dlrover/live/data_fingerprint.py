@@ -149,7 +149,9 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
         if len(pairs) >= MIN_DIFFERENT_SAMPLES and not any(_alike(a, b) for _, a, b in pairs):
             place, a, b = pairs[0]
             where = ("first", "middle", "last")[place] if place < 3 else "next"
-            return f"{name}: {mine.num_samples} samples, the {where} one being {_brief(a)} here, {_brief(b)} there"
+            return (
+                f"{name}: {mine.num_samples} samples, the {where} one being {_brief_sketch(a)} here, {_brief_sketch(b)} there"
+            )
     if own.val is not None and other.val is not None and own.val != other.val:
         return f"the validation data: {own.val} samples here, {other.val} there"
     return ""
@@ -398,6 +400,6 @@ def _close(one: list[float], other: list[float]) -> bool:
     )
 
 
-def _brief(each: Sketch) -> str:
+def _brief_sketch(each: Sketch) -> str:
     numbers = [x for array in each.arrays for x in array[1:] or array][:4]
     return f"{each.kind} {numbers}"

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ForwardRedirection",
     "apply_layer_sync",
-    "comm_hook_state",
     "ddp_arguments",
-    "expect_static_graph_call",
-    "has_comm_hook",
-    "in_ddp",
     "in_ddp_on_this_stream",
     "register_comm_hook",
     "without_model",
@@ -81,11 +77,6 @@ def ddp_arguments(strategy: DDPStrategy, **changed: Any) -> Iterator[None]:
         strategy._ddp_kwargs = kwargs
 
 
-def in_ddp(strategy: DDPStrategy, module: nn.Module) -> nn.Module:
-    """Return the module in a `DistributedDataParallel` with the strategy's arguments."""
-    return strategy._setup_model(module)
-
-
 def in_ddp_on_this_stream(strategy: DDPStrategy, module: nn.Module) -> DistributedDataParallel:
     """Return the module in a `DistributedDataParallel`, made on the current CUDA stream.
 
@@ -95,25 +86,10 @@ def in_ddp_on_this_stream(strategy: DDPStrategy, module: nn.Module) -> Distribut
     return DistributedDataParallel(module, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
 
 
-def comm_hook_state(strategy: DDPStrategy) -> object | None:
-    """Return the state that the user has given to DDP's communication hook."""
-    return strategy._ddp_comm_state
-
-
-def has_comm_hook(strategy: DDPStrategy) -> bool:
-    """Return whether the user has given DDP a communication hook."""
-    return strategy._ddp_comm_hook is not None
-
-
 def register_comm_hook(strategy: DDPStrategy, model: nn.Module) -> None:
     """Register the user's communication hook with DDP, as Lightning does for models without tables."""
     register = submodule(package_of(strategy), "overrides.distributed")._register_ddp_comm_hook
     register(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
-
-
-def expect_static_graph_call(strategy: DDPStrategy) -> None:
-    """Repeat the call that a static graph needs once for each replica, in manual optimization."""
-    strategy._pl_static_graph_delay_done = False
 
 
 def apply_layer_sync(strategy: DDPStrategy, module: L.LightningModule) -> None:

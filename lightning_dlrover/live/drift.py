@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from lightning_dlrover.checks.script import UnsupportedScriptError
-from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.buffers import is_expanded
 from lightning_dlrover.rdzv.job.events import ReplicaDrifted
@@ -139,9 +140,17 @@ def explain_drift(name: str, difference: float, rank: int) -> str:
 class DriftCheck:
     """One worker's checksums in the votes, and what follows from them."""
 
-    def __init__(self, fit: FitContext) -> None:
-        self._fit = fit
-        self._round = 0  # everything below is equal on all its workers, except for values
+    def __init__(self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition) -> None:
+        self._job = job
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
+        self.begin_fit()
+
+    def begin_fit(self) -> None:
+        """Compare from the beginning, with the tensors of another `fit` or round."""
+        self._round_number = 0  # everything below is equal on all workers of the round, except for values
         self._items: list[Item] = []
         self._period: int | None = None  # period in which the items were found
         self._former = 0  # step of the vote before
@@ -151,17 +160,14 @@ class DriftCheck:
         self._own: set[str] = set()  # buffers that each worker writes by itself
         self._rests: dict[str, tuple[int, int]] = {}  # pauses so far, and step before which a tensor is not compared; "": all
 
-    def begin_fit(self) -> None:
-        self.__init__(self._fit)  # type: ignore[misc]
-
     def ballot(self) -> int:
         """Return the number for a vote that begins. It is equal on workers with equal values."""
-        position, place = self._fit.position, self._fit.loaders.batch_number
-        if position.size == 1 or position.formation is None or self._fit.strategy.on_drift == "ignore":
+        position, place = self._position, self._batches.batch_number
+        if position.size == 1 or position.formation is None or self._trainer.strategy.on_drift == "ignore":
             return 0
-        if self._round != position.formation.round.number:
+        if self._round_number != position.formation.round.number:
             self.begin_fit()
-            self._round, self._former = position.formation.round.number, place - 1
+            self._round_number, self._former = position.formation.round.number, place - 1
         former, self._former, self._slice = self._former, place, (0, 0)
         if self._is_resting(""):
             self._late = None
@@ -216,7 +222,7 @@ class DriftCheck:
             as_ever: names of buffers that have differed since the round began.
         """
         theirs = [_of_rank_0(item.tensor) for item in suspects]
-        mine = [_difference(item.tensor, first) for item, first in zip(suspects, theirs, strict=True)]
+        mine = [_relative_difference(item.tensor, first) for item, first in zip(suspects, theirs, strict=True)]
         by_rank: list[list[float]] = transfer.all_gather(mine)
         for i, item in enumerate(suspects):
             rank = max(range(len(by_rank)), key=lambda r: by_rank[r][i])
@@ -224,13 +230,13 @@ class DriftCheck:
             if difference <= TOLERANCES.get(item.tensor.dtype, 0.0):
                 self._rest(item.name)
                 continue
-            is_repaired = self._fit.strategy.on_drift == "repair" or item.name in as_ever
+            is_repaired = self._trainer.strategy.on_drift == "repair" or item.name in as_ever
             text = explain_drift(item.name, difference, rank)
-            if self._fit.position.rank == 0:
-                place = self._fit.loaders.batch_number
+            if self._round.rank == 0:
+                place = self._batches.batch_number
                 shown = f"{item.name} of rank {rank} had drifted, and was set to rank 0's" if is_repaired else text
                 log.warning("%s", shown)
-                self._fit.world.event(ReplicaDrifted(place, item.name, rank, is_repaired), shown)
+                self._job.event(ReplicaDrifted(place, item.name, rank, is_repaired), shown)
             if not is_repaired:
                 raise UnsupportedScriptError(text)
             with torch.no_grad():
@@ -239,15 +245,15 @@ class DriftCheck:
     def _rest(self, name: str) -> None:
         """Leave a tensor out of the comparisons, for longer each time: rounding does not go away."""
         number = self._rests.get(name, (0, 0))[0] + 1
-        self._rests[name] = number, self._fit.loaders.batch_number + PERIOD_STEPS * 2 ** min(number, MAX_DOUBLINGS)
+        self._rests[name] = number, self._batches.batch_number + PERIOD_STEPS * 2 ** min(number, MAX_DOUBLINGS)
 
     def _is_resting(self, name: str) -> bool:
-        return self._fit.loaders.batch_number < self._rests.get(name, (0, 0))[1]
+        return self._batches.batch_number < self._rests.get(name, (0, 0))[1]
 
     # --- what is compared ----------------------------------------------------------------------------------------------------
 
     def _find_items(self) -> None:
-        strategy, trainer = self._fit.strategy, self._fit.trainer
+        strategy, trainer = self._trainer.strategy, self._trainer.lightning
         module, device = trainer.lightning_module, strategy.root_device
         left_out = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *strategy.sharded_names}
         parameters = {name: each for name, each in module.named_parameters() if name not in left_out}
@@ -310,7 +316,7 @@ def _of_rank_0(tensor: Tensor) -> Tensor:
     return values.view(tensor.dtype).reshape(tensor.shape)
 
 
-def _difference(tensor: Tensor, first: Tensor) -> float:
+def _relative_difference(tensor: Tensor, first: Tensor) -> float:
     """Return the largest difference in parts of rank 0's largest value; infinite if a value is not finite."""
     mine, theirs = (each.detach().cpu().reshape(-1) for each in (tensor, first))
     if torch.equal(mine, theirs):

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.listed_names import CANDIDATES
 from lightning_dlrover.live.logged_values import description, new_entry
+from lightning_dlrover.live.ports import Batches, Round, TrainerPort
 from lightning_dlrover.packages import PACKAGES, Checkpoint, EarlyStopping
 from lightning_dlrover.rdzv.group import transfer
 
@@ -142,7 +142,7 @@ def reset_metrics(module: nn.Module) -> None:
 def metric_parts(module: nn.Module) -> list[tuple[str, Metric | MetricCollection]]:
     """Return all torchmetrics objects and collections of them in a module, by path."""
     parts = module.named_modules()
-    return [(path, p) for path, p in parts if isinstance(p, Metric | MetricCollection) and not lightning_names.is_result(p)]
+    return [(path, p) for path, p in parts if isinstance(p, Metric | MetricCollection) and type(p).__name__ != "_ResultMetric"]
 
 
 def with_own_states(parts: Sequence[tuple[str, Metric | MetricCollection]]) -> Iterator[tuple[str, Metric]]:
@@ -207,31 +207,47 @@ def ignore_advice_to_reduce() -> None:
     warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*, sync_dist=True\)`")
 
 
+class ValidationDataloaders(Protocol):
+    """The dataloaders of a validation, of which each ends once on every worker."""
+
+    def is_between_dataloaders(self) -> bool:
+        """Whether the dataloader that is ending has exchanged its values already, and is not the last one."""
+
+
+class PartsKeeper(Protocol):
+    """Keeps the workers' parts of a training epoch's values, in case one is lost."""
+
+    def logged_are_computed(self) -> None:
+        """Note that the epoch's logged values are computed."""
+
+
 class EpochMetrics:
     """Makes the values that callbacks, schedulers and loggers read the same on all workers of a live job.
 
     Args:
-        is_between_dataloaders: returns whether a validation goes on to its next dataloader.
-        logged_are_computed: called once the logged values of a training epoch are computed.
+        dataloaders: those of the validation that may be running.
+        keeper: keeps the workers' parts of these values.
     """
 
     def __init__(
-        self, fit: FitContext, is_between_dataloaders: Callable[[], bool], logged_are_computed: Callable[[], None]
+        self, round_: Round, batches: Batches, trainer: TrainerPort, dataloaders: ValidationDataloaders, keeper: PartsKeeper
     ) -> None:
-        self._fit = fit
-        self._is_between_dataloaders = is_between_dataloaders
-        self._logged_are_computed = logged_are_computed
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._dataloaders = dataloaders
+        self._keeper = keeper
 
     def attach(self) -> None:
         """Wrap the points at which Lightning computes an epoch's values."""
         ignore_advice_to_reduce()
-        connector = lightning_names.logger_connector(self._fit.trainer)
+        connector: Any = self._trainer.lightning._logger_connector
         for name in ("epoch_end_reached", "on_epoch_end"):
             connector.__dict__.pop(name, None)
         self._end_epoch: Callable[[], None] = connector.epoch_end_reached
         connector.epoch_end_reached = self._epoch_end_reached
         connector.on_epoch_end = self._after_agreement(connector.on_epoch_end)
-        monitoring = [c for c in self._fit.callbacks if isinstance(c, (EarlyStopping, Checkpoint))]
+        monitoring = [c for c in self._trainer.callbacks if isinstance(c, (EarlyStopping, Checkpoint))]
         for callback in monitoring:
             callback.__dict__.pop("on_train_epoch_end", None)
         if monitoring:
@@ -274,7 +290,7 @@ class EpochMetrics:
         self._end_epoch()
         # Lightning ends one of several dataloaders when this worker sees a batch of the next one, so a worker without samples
         # does not end it. A validation's dataloader has exchanged its values once all workers had computed their batches.
-        if not self._is_between_dataloaders():
+        if not self._dataloaders.is_between_dataloaders():
             self.agree()
 
     def _after_agreement(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,8 +303,8 @@ class EpochMetrics:
 
     def agree(self) -> None:
         """Compute the epoch's values from all workers' parts. All workers call this at the same point of their loops."""
-        results = lightning_names.results_of(self._fit.trainer)
-        if results is None or self._fit.position.size == 1:
+        results = lightning_names.results_of(self._trainer.lightning)
+        if results is None or self._round.size == 1:
             return
         names = self._monitored()
 
@@ -296,32 +312,32 @@ class EpochMetrics:
             mine = {
                 "logged": {key: entry_of(metric) for key, metric in results.items() if _is_due(metric)},
                 "monitored": {n: v for n, v in self._values.items() if n in names and isinstance(v, Tensor) and v.numel() == 1},
-                "weight": self._fit.loaders.sample_weight,
+                "weight": self._batches.sample_weight,
             }
             return transfer.all_gather(mine)
 
-        parts = self._fit.collectives.exchange("the exchange of logged values", exchange)
-        if results is lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop):
-            self._logged_are_computed()
+        parts = self._round.exchange("the exchange of logged values", exchange)
+        if results is self._trainer.results:
+            self._keeper.logged_are_computed()
         entries: dict[str, list[dict[str, Any]]] = {}
         for part in parts:
             for key, entry in part["logged"].items():
                 entries.setdefault(key, []).append(entry)
         for key, found in entries.items():
             if key not in results or results[key].has_reset:
-                adopt(self._fit.trainer, results, key, found[0])
+                adopt(self._trainer.lightning, results, key, found[0])
             if found[0]["is_tensor"]:
                 set_computed(results[key], value_of(results[key].meta, found))
         self._compute_together(results, sorted(key for key, found in entries.items() if not found[0]["is_tensor"]))
         for name in sorted({name for part in parts for name in part["monitored"]}):
             values = [(part["monitored"][name], part["weight"]) for part in parts if name in part["monitored"]]
-            self._values[name] = _weighted_mean(values).to(self._fit.trainer.strategy.root_device)
+            self._values[name] = _weighted_mean(values).to(self._trainer.device)
 
     @contextmanager
     def without_empty_share(self) -> Iterator[None]:
         """Exclude a training step's logged values from the epoch's if it computes a stand-in for a share without samples."""
-        results, module = lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop), self._fit.trainer.lightning_module
-        own = transfer.dumps(partial_values(results, module)) if not self._fit.loaders.current_loss_weight else None
+        results, module = self._trainer.results, self._trainer.module
+        own = transfer.dumps(partial_values(results, module)) if not self._batches.current_loss_weight else None
         yield
         if own is not None:
             restore_partial(results, module, transfer.loads(own))
@@ -332,10 +348,10 @@ class EpochMetrics:
 
     def _agree_on_values_of_step(self, monitored: Set[str]) -> None:
         names = sorted(monitored)
-        if not names or self._fit.position.size == 1:
+        if not names or self._round.size == 1:
             return
         fresh = {}
-        for metric in lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop).values():
+        for metric in self._trainer.results.values():
             name = metric.meta.name if metric.meta.name in names else metric.meta.forked_name(on_step=True)
             is_local = metric.is_tensor and _is_own(metric) and not metric.meta.sync.should
             if name in names and metric.meta.on_step and is_local:
@@ -345,8 +361,8 @@ class EpochMetrics:
         values = torch.zeros(len(names), 2, dtype=torch.float64)
         for row, name in zip(values, names, strict=True):
             if name in fresh:
-                row[0], row[1] = fresh[name]._forward_cache.double().cpu(), self._fit.loaders.sample_weight
-        parts = self._fit.collectives.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
+                row[0], row[1] = fresh[name]._forward_cache.double().cpu(), self._batches.sample_weight
+        parts = self._round.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
         for i, name in enumerate(names):
             found = [(part[i, 0], float(part[i, 1])) for part in parts if part[i, 1] > 0]
             if name in fresh and found:
@@ -355,22 +371,24 @@ class EpochMetrics:
                 reduced = _weighted_mean(found) if is_mean else _combined(metric.meta, [value for value, _ in found])
                 metric._forward_cache = metric._dlrover_step = reduced.to(metric._forward_cache)
             elif found:
-                self._values[name] = _weighted_mean(found).float().to(self._fit.trainer.strategy.root_device)
+                self._values[name] = _weighted_mean(found).float().to(self._trainer.device)
 
     @property
     def _values(self) -> dict[str, Any]:
-        return lightning_names.callback_metrics(self._fit.trainer)
+        connector: Any = self._trainer.lightning._logger_connector
+        values: dict[str, Any] = connector._callback_metrics
+        return values
 
     def _monitored(self) -> set[str]:
         """Names that callbacks and schedulers follow."""
-        names = {getattr(callback, "monitor", None) for callback in self._fit.callbacks}
-        names |= {config.monitor for config in self._fit.trainer.lr_scheduler_configs if config.reduce_on_plateau}
+        names = {getattr(callback, "monitor", None) for callback in self._trainer.callbacks}
+        names |= {config.monitor for config in self._trainer.lightning.lr_scheduler_configs if config.reduce_on_plateau}
         return {name for name in names if isinstance(name, str)}
 
     def _monitored_in_steps(self) -> set[str]:
         """Names that may be read between this step and the next, rather than after a validation or an epoch."""
-        trainer = self._fit.trainer
-        following = (c for c in self._fit.callbacks if getattr(c, "monitor", None) is not None)
+        trainer = self._trainer.lightning
+        following = (c for c in self._trainer.callbacks if getattr(c, "monitor", None) is not None)
         names = {c.monitor for c in following if _may_read_after(c, trainer.global_step)}
         num_batches = trainer.fit_loop.epoch_loop.batch_idx + 1
         for config in trainer.lr_scheduler_configs:
@@ -390,9 +408,9 @@ class EpochMetrics:
                 metric.value._computed = None
             return [metric.value.compute() for metric in due]
 
-        values = self._fit.collectives.exchange("the reduction of logged torchmetrics", compute)
+        values = self._round.exchange("the reduction of logged torchmetrics", compute)
         for metric, value in zip(due, values, strict=True):
-            set_computed(metric, value.to(self._fit.trainer.strategy.root_device) if isinstance(value, Tensor) else value)
+            set_computed(metric, value.to(self._trainer.device) if isinstance(value, Tensor) else value)
 
 
 def _may_read_after(callback: Any, step: int) -> bool:

@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_dlrover.live.checkpoints import absolute, load_own_checkpoint, unreadable
-from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.job_state import JobState
+from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.set_aside import SetAside
 from lightning_dlrover.live.state import go_on_drawing, resume
 from lightning_dlrover.packages import ModelCheckpoint
@@ -34,81 +35,88 @@ STALE_S = 300.0
 class JobCheckpoints:
     """The job's checkpoints from one worker's point of view."""
 
-    def __init__(self, fit: FitContext, state: JobState) -> None:
-        self._fit = fit
+    def __init__(
+        self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition, state: JobState
+    ) -> None:
+        self._job = job
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
         self._state = state
         self.saved_random: Mapping[str, Any] | None = None  # random generators of a checkpoint that was loaded
-        self._aside = SetAside(
-            lambda: fit.world.membership,
-            fit.world.config.run_id,
-            lambda path: fit.strategy.checkpoint_io.remove_checkpoint(path),
-        )
+        self._aside = SetAside(job, self)
         self._taken = ""  # the user's `ckpt_path` that this worker has put on record
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Save a checkpoint where the user keeps them, else in the Trainer's folder. All workers call it between two steps."""
-        trainer = self._fit.trainer
-        kept = (str(c.dirpath) for c in self._fit.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
+        trainer = self._trainer.lightning
+        kept = (str(c.dirpath) for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         folder = next(kept, str(trainer.default_root_dir)).rstrip("/")  # may be a URL
-        self._fit.position.at_boundary = False  # a loss meanwhile must not count as one at a boundary
+        self._position.at_boundary = False  # a loss meanwhile must not count as one at a boundary
         try:
-            trainer.save_checkpoint(f"{folder}/dlrover-{self._fit.world.config.run_id}.ckpt")
+            trainer.save_checkpoint(f"{folder}/dlrover-{self._job.config.run_id}.ckpt")
         finally:
-            self._fit.position.at_boundary = True
+            self._position.at_boundary = True
 
     def save_if_rank_zero_was_lost(self) -> None:
         """Write the last checkpoint of a job that stops if rank 0 was lost before it was on record.
 
         No further round is formed, so the workers take turns in rank order: each waits until those before it have ended.
         """
-        former, membership = self._fit.position.formation, self._fit.world.membership
-        if former is None or self._fit.strategy.elastic_tables is not None or not self._fit.trainer.checkpoint_callbacks:
+        former, membership = self._round.formation, self._job.membership
+        if former is None or self._trainer.elastic_tables is not None or not self._trainer.lightning.checkpoint_callbacks:
             return
         before = former.round.members[: former.rank]
         with suppress(TimeoutError, EtcdError):  # then both may write the file, which appears only when it is complete
-            membership.wait_until_gone(before, self._fit.world.config.wait_timeout_s, "to save the job's last checkpoint")
+            membership.wait_until_gone(before, self._job.config.wait_timeout_s, "to save the job's last checkpoint")
         with suppress(EtcdError, RecordError):
-            record = membership.shared.newest_checkpoint()
-            if record is not None and record.global_step >= self._fit.trainer.global_step:
+            record = self._job.records.newest_checkpoint()
+            if record is not None and record.global_step >= self._trainer.global_step:
                 return
-        self._fit.position.formation = Formation(replace(former.round, members=[self._fit.world.worker_id]), {}, rank=0)
-        self._fit.strategy.enter_round(0, 1)
+        self._position.formation = Formation(replace(former.round, members=[self._job.worker_id]), {}, rank=0)
+        self._trainer.strategy.enter_round(0, 1)
         self.save()
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file or folder at once, as the Trainer's checkpoint plugin does."""
+        plugin = self._trainer.strategy.checkpoint_io
+        plugin.remove_checkpoint(path)
 
     def round_number(self) -> int:
         """The round in which this worker trains; 0 before the first one."""
-        formation = self._fit.position.formation
+        formation = self._round.formation
         return formation.round.number if formation is not None else 0
 
     def place(self, path: Any) -> Any:
         """Rank 0: return where a checkpoint may be written, see `SetAside.place`."""
-        return self._aside.place(path, self.round_number()) if self._fit.position.has_entered else path
+        return self._aside.place(path, self.round_number()) if self._position.has_entered else path
 
     def may_remove(self, path: Any) -> bool:
         """Rank 0: return whether a checkpoint may be removed, see `SetAside.may_remove`."""
-        return not self._fit.position.has_entered or self._aside.may_remove(path)
+        return not self._position.has_entered or self._aside.may_remove(path)
 
     def saved(self, path: str, global_step: int) -> None:
         """Rank 0: record a checkpoint, in case no living worker is left."""
-        if self._fit.position.rank != 0 or not self._fit.position.has_entered:
+        if self._round.rank != 0 or not self._position.has_entered:
             return
         try:
             record = CheckpointRecord(path=self._aside.written(path), global_step=global_step)
-            self._fit.world.membership.shared.put_checkpoint(record, self._aside.settle)
+            self._job.records.put_checkpoint(record, self._aside.settle)
         except EtcdError as error:
-            log.warning("run %s: checkpoint %s is not on record: %s", self._fit.world.config.run_id, path, error)
+            log.warning("run %s: checkpoint %s is not on record: %s", self._job.config.run_id, path, error)
 
     # --- resuming ---------------------------------------------------------------------------------------------------------
 
     def unread(self) -> CheckpointRecord | None:
         """The job's newest checkpoint, if it is ahead of this worker."""
-        record = self._fit.world.membership.shared.newest_checkpoint()
-        if record is None or record.global_step <= self._fit.trainer.global_step:
+        record = self._job.records.newest_checkpoint()
+        if record is None or record.global_step <= self._trainer.global_step:
             return None
         if not os.path.isabs(record.path) and "://" not in record.path:  # this job writes no such path
-            log.error("run %s: ignored a record of a checkpoint at %r", self._fit.world.config.run_id, record.path)
+            log.error("run %s: ignored a record of a checkpoint at %r", self._job.config.run_id, record.path)
             return None
         return record
 
@@ -119,30 +127,29 @@ class JobCheckpoints:
 
         A script that begins with the same `ckpt_path` at each start continues from the job's newest checkpoint.
         """
-        chosen = str(self._fit.trainer.ckpt_path or "")
+        chosen = str(self._trainer.lightning.ckpt_path or "")
         if not chosen or os.path.basename(chosen).startswith("last"):  # "last" means the newest, another file at each start
             return False
-        membership = self._fit.world.membership
-        job = membership.view.job
+        job = self._job.view.job
         if job is None or chosen == job.started_from:
             return bool(chosen) and chosen == self._taken  # the round in which it was taken may have broken
         self._taken = chosen
-        membership.shared.update_job(lambda job: replace(job, started_from=chosen))
+        self._job.records.update_job(lambda job: replace(job, started_from=chosen))
         record = self.unread()
         if record is not None:
             log.warning(
                 "run %s: going back from the job's newest checkpoint %s (step %d) to ckpt_path=%s (step %d)",
-                *(self._fit.world.config.run_id, record.path, record.global_step, chosen, self._fit.trainer.global_step),
+                *(self._job.config.run_id, record.path, record.global_step, chosen, self._trainer.global_step),
             )
-            membership.shared.put_checkpoint(CheckpointRecord(path=absolute(chosen), global_step=self._fit.trainer.global_step))
+            self._job.records.put_checkpoint(CheckpointRecord(path=absolute(chosen), global_step=self._trainer.global_step))
         return True
 
     def go_on_drawing(self) -> None:
         """Let random generators go on from a checkpoint that was loaded, if there is one."""
         saved, self.saved_random = self.saved_random, None
         if saved is not None:
-            position = self._fit.position
-            go_on_drawing(saved, self._fit.strategy.root_device, (self._fit.loaders.batch_number, position.rank))
+            position = self._position
+            go_on_drawing(saved, self._trainer.device, (self._batches.batch_number, position.rank))
 
     def resume_together(self) -> None:
         """First round: continue from the job's newest checkpoint if an earlier life of the job has left one.
@@ -151,15 +158,15 @@ class JobCheckpoints:
                 WorldError: there is one, but no worker can read it.
         """
         record = self.unread()
-        newest = self._fit.collectives.gathered((record.global_step, record.path) if record is not None else None)[0]
+        newest = self._round.gathered((record.global_step, record.path) if record is not None else None)[0]
         if newest is None:
             return
         record = CheckpointRecord(path=newest[1], global_step=newest[0])
-        problems = self._fit.collectives.gathered(unreadable(record.path))
+        problems = self._round.gathered(unreadable(record.path))
         if all(problems):
             raise WorldError(self._cannot_read(record.path, problems[0]))
         source = problems.index("")
-        if self._fit.position.rank == source:
+        if self._round.rank == source:
             self._load(record)
         self._state.spread(source)
 
@@ -177,7 +184,7 @@ class JobCheckpoints:
 
     def have_new_choice(self) -> bool:
         """Return whether rank 0 has a new `ckpt_path`, see `take_users_choice`. All workers of the round call it."""
-        is_new: bool = self._fit.collectives.gathered(self._fit.position.rank == 0 and self.take_users_choice())[0]
+        is_new: bool = self._round.gathered(self._round.rank == 0 and self.take_users_choice())[0]
         return is_new
 
     def resume_with_tables(self, step: int, has_choice: bool) -> None:
@@ -187,11 +194,11 @@ class JobCheckpoints:
             has_choice: whether the user's was chosen for this start, so that the job's does not count.
         """
         record = None
-        if self._fit.position.rank == 0 and not has_choice:
-            record = self._fit.world.membership.shared.newest_checkpoint()
+        if self._round.rank == 0 and not has_choice:
+            record = self._job.records.newest_checkpoint()
         found = [(record.global_step, record.path)] if record is not None and os.path.isdir(record.path) else []
-        found += [self._fit.strategy.unread_checkpoint] if self._fit.strategy.unread_checkpoint is not None else []
-        newest, path = self._fit.collectives.gathered(max(found, default=(0, "")))[0]
+        found += [self._trainer.strategy.unread_checkpoint] if self._trainer.strategy.unread_checkpoint is not None else []
+        newest, path = self._round.gathered(max(found, default=(0, "")))[0]
         if newest > step:
             self._load(CheckpointRecord(path=path, global_step=newest))
 
@@ -207,41 +214,41 @@ class JobCheckpoints:
             WorldError: the checkpoint is newer. It needs new processes, because a worker inside the loops cannot load it.
         """
         record = None
-        if self._fit.position.rank == 0 and age_s > STALE_S:
+        if self._round.rank == 0 and age_s > STALE_S:
             with suppress(EtcdError, RecordError):
                 record = self.unread()
         found = (record.global_step, record.path) if record is not None and os.path.isdir(record.path) else None
-        newest = self._fit.collectives.gathered(found)[0]
+        newest = self._round.gathered(found)[0]
         if newest is not None:
             raise WorldError(
-                f"run {self._fit.world.config.run_id!r}: the newest snapshot, of step {self._fit.trainer.global_step}, is more "
+                f"run {self._job.config.run_id!r}: the newest snapshot, of step {self._trainer.global_step}, is more "
                 f"than {STALE_S:.0f} s old, and the checkpoint {newest[1]} of step {newest[0]} is newer: all workers must "
                 "start again, to continue from there"
             )
 
     def _load(self, record: CheckpointRecord) -> None:
         try:
-            checkpoint = load_own_checkpoint(self._fit.strategy.load_checkpoint, record.path, self._state.names)
+            checkpoint = load_own_checkpoint(self._trainer.strategy.load_checkpoint, record.path, self._state.names)
         except Exception as error:  # a foreign or broken file may raise anything
-            if self._fit.world.is_failure(error):
+            if self._round.is_failure(error):
                 raise
             raise WorldError(self._cannot_read(record.path, str(error))) from error
-        log.warning("run %s: no living worker has the state; going on from %s", self._fit.world.config.run_id, record.path)
-        resume(self._fit.trainer, checkpoint, self._fit.strategy.reruns_epoch_hooks)
-        for loader in self._fit.loaders.all:
-            loader.set_epoch(self._fit.trainer.current_epoch)
-        self._fit.loaders.recount()
-        self._fit.loaders.begin_at(self._fit.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        self._fit.loaders.lead_fetcher()
-        self._fit.position.updates = self._fit.trainer.global_step
-        self._fit.position.batch = self._fit.loaders.batch_number
+        log.warning("run %s: no living worker has the state; going on from %s", self._job.config.run_id, record.path)
+        resume(self._trainer.lightning, checkpoint, self._trainer.strategy.reruns_epoch_hooks)
+        for loader in self._batches.all:
+            loader.set_epoch(self._trainer.current_epoch)
+        self._batches.recount()
+        self._batches.begin_at(self._trainer.num_handed_out)
+        self._batches.lead_fetcher()
+        self._position.updates = self._trainer.global_step
+        self._position.batch = self._batches.batch_number
         self.go_on_drawing()
         resumed = FitResumed(record.global_step)
-        self._fit.world.membership.shared.event(resumed, f"went on from {record.path} at step {record.global_step}")
+        self._job.event(resumed, f"went on from {record.path} at step {record.global_step}")
 
     def _cannot_read(self, path: str, problem: str) -> str:
         return (
-            f"run {self._fit.world.config.run_id!r}: the newest checkpoint {path} cannot be read here: {problem}. Training "
+            f"run {self._job.config.run_id!r}: the newest checkpoint {path} cannot be read here: {problem}. Training "
             "from the beginning would overwrite the job's results: let checkpoints be written where all hosts can read them "
             "(ModelCheckpoint(dirpath=...), a shared folder or a URL), or start a new job under another name"
         )

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import Partial, add_partial, partial_values, reset_metrics
-from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.sequence_order import UNKNOWN
 from lightning_dlrover.live.state import STATE_CLASSES, StateError, TrainerState, dump, parts_with_hparams, restore
 from lightning_dlrover.live.validation import Validation
@@ -40,8 +40,21 @@ HAS_TABLES = (
 class JobState:
     """The job's state as this worker has it, without sharded tables."""
 
-    def __init__(self, fit: FitContext, validation: Validation, votes: Votes) -> None:
-        self._fit = fit
+    def __init__(
+        self,
+        job: Job,
+        round_: Round,
+        batches: Batches,
+        trainer: TrainerPort,
+        position: FitPosition,
+        validation: Validation,
+        votes: Votes,
+    ) -> None:
+        self._job = job
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
         self._validation = validation
         self._votes = votes
         self._outgoing: transfer.Packed | None = None  # state for the joiners of the round that is being formed
@@ -49,9 +62,9 @@ class JobState:
 
     def message(self) -> dict[str, Any]:
         """Return the state as plain data and `STATE_CLASSES`."""
-        dumped = dump(self._fit.trainer, self._fit.loaders.all)
+        dumped = dump(self._trainer.lightning, self._batches.all)
         dumped.counters = {
-            "updates": self._fit.position.updates,
+            "updates": self._position.updates,
             "validations": self._validation.number,
             "saved_request": self._votes.saved_request,
         }
@@ -59,10 +72,10 @@ class JobState:
 
     def restore(self, received: TrainerState, *, enters_epoch: bool = False, joins: bool = False) -> None:
         """Bring this worker to a state that a `message` has brought."""
-        trainer, loaders, position = self._fit.trainer, self._fit.loaders, self._fit.position
+        trainer, loaders, position = self._trainer.lightning, self._batches, self._position
         batches_per_epoch = len(loaders.first) if loaders.first.sequence is None else UNKNOWN
         place = received.loaders[0].epoch * batches_per_epoch + received.loaders[0].cursor, position.rank
-        restore(trainer, self._fit.strategy, loaders.all, received, place, enters_epoch=enters_epoch, joins=joins)
+        restore(trainer, self._trainer.strategy, loaders.all, received, place, enters_epoch=enters_epoch, joins=joins)
         reset_metrics(trainer.lightning_module)
         loaders.recount()
         loaders.take_order_seeds([loader_state.seed for loader_state in received.loaders])
@@ -77,23 +90,24 @@ class JobState:
 
     def partial_values(self, with_large: bool = True) -> Partial:
         """Return the values that this worker has logged so far in this epoch."""
-        return partial_values(self._results, self._fit.trainer.lightning_module, with_large)
+        return partial_values(self._results, self._trainer.module, with_large)
 
     def add_partials(self, parts: Sequence[Partial]) -> None:
         """Count other workers' values as this worker's own."""
         for part in parts:
-            add_partial(self._results, self._fit.trainer.lightning_module, part)
+            add_partial(self._results, self._trainer.module, part)
 
     def mark_epoch_as_begun(self) -> None:
         """Keep Lightning from dropping received values.
 
         It drops those logged before an epoch's first batch, and mistakes a new process's first batch for that one.
         """
-        lightning_names.set_first_loop_iter(self._fit.trainer, False if self._fit.loaders.first.cursor else None)
+        connector = self._trainer.lightning._logger_connector
+        connector._first_loop_iter = False if self._batches.first.cursor else None
 
     @property
     def _results(self) -> Any:
-        return lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop)
+        return self._trainer.results
 
     # --- joiners --------------------------------------------------------------------------------------------------------------
 
@@ -102,17 +116,17 @@ class JobState:
         self.names = self._names_in_own_state()
 
     def _names_in_own_state(self) -> frozenset[str]:
-        formation, has_tables = self._fit.position.formation, self._fit.strategy.elastic_tables is not None
-        if self._fit.world.config.max_workers == 1:
+        formation, has_tables = self._round.formation, self._trainer.elastic_tables is not None
+        if self._job.config.max_workers == 1:
             return frozenset()
         try:
-            with self._fit.world.alone(HAS_TABLES) if has_tables else nullcontext():
-                message = self.message(), [dict(part.hparams) for part in parts_with_hparams(self._fit.trainer)]
+            with self._round.alone(HAS_TABLES) if has_tables else nullcontext():
+                message = self.message(), [dict(part.hparams) for part in parts_with_hparams(self._trainer.lightning)]
         except Exception as error:  # a user's hook may need values that only training provides
-            if self._fit.world.is_failure(error):
+            if self._round.is_failure(error):
                 raise
             if isinstance(error, LoneCollectiveError):
-                self._fit.world.standing.close_to_joiners(str(error))
+                self._job.standing.close_to_joiners(str(error))
             log.debug("no state to look at before training: %s", error)
             return frozenset()
         found: set[str] = set()
@@ -121,11 +135,11 @@ class JobState:
                 found |= transfer.needed_names(part, STATE_CLASSES)
             except transfer.TransferError as error:
                 if i == 0 and formation is not None and not has_tables:
-                    log.warning("run %s: no worker can join: %s", self._fit.world.config.run_id, error)
-                    self._fit.world.standing.close_to_joiners(str(error))
+                    log.warning("run %s: no worker can join: %s", self._job.config.run_id, error)
+                    self._job.standing.close_to_joiners(str(error))
                     return frozenset(found)
         if formation is not None and formation.rank == 0:
-            self._fit.world.standing.close_to_joiners("")
+            self._job.standing.close_to_joiners("")
         return frozenset(found)
 
     def pack_for_joiners(self) -> None:
@@ -137,7 +151,7 @@ class JobState:
 
     def give(self, formation: Formation, joining: Sequence[tuple[str, str]]) -> None:
         """Send the state to joiners, each from the worker it is paired with."""
-        me = self._fit.world.worker_id
+        me = self._job.worker_id
         state = self._outgoing
         # If all are new, all pack it, though one would do: a user's `on_save_checkpoint` may hold a collective.
         are_all_new = not any(formation.hellos.values())
@@ -156,11 +170,11 @@ class JobState:
         Raises:
             RoundEndedError: a worker was lost meanwhile, and the survivors have met in another round.
         """
-        formation = self._fit.position.formation
+        formation = self._round.formation
         assert formation is not None
         # By all workers, though one would do: a user's `on_save_checkpoint` may hold a collective.
         packed = self._packed(is_sent=formation.rank == source) if formation.size > 1 else None
-        if self._fit.position.formation is not formation:
+        if self._round.formation is not formation:
             raise RoundEndedError("a worker was lost while the newest checkpoint was being handed on")
         for rank in (rank for rank in range(formation.size) if rank != source):
             if formation.rank == source:
@@ -175,20 +189,20 @@ class JobState:
             is_sent: whether a worker needs it. Otherwise this worker's state may still lack values that a user's hook needs.
             is_alone: whether other members of the round do not run the hooks now.
         """
-        has_tables = self._fit.strategy.elastic_tables is not None
-        num_before = self._fit.position.collective
+        has_tables = self._trainer.elastic_tables is not None
+        num_before = self._position.collective
         try:
-            with self._fit.world.alone(HAS_TABLES if has_tables else WAS_LOST) if is_alone else nullcontext():
+            with self._round.alone(HAS_TABLES if has_tables else WAS_LOST) if is_alone else nullcontext():
                 return transfer.pack(self.message())
         except Exception as error:
-            if isinstance(error, LeftOutError) or self._fit.world.is_failure(error):
+            if isinstance(error, LeftOutError) or self._round.is_failure(error):
                 raise
-            self._fit.position.collective = num_before if is_alone else self._fit.position.collective
+            self._position.collective = num_before if is_alone else self._position.collective
             if isinstance(error, LoneCollectiveError) and not has_tables:
-                log.warning("run %s: a joiner is turned away: %s", self._fit.world.config.run_id, error)
+                log.warning("run %s: a joiner is turned away: %s", self._job.config.run_id, error)
             elif is_sent:
-                log.warning("run %s: no worker can join: %s", self._fit.world.config.run_id, error, exc_info=error)
-                self._fit.world.standing.close_to_joiners(f"{type(error).__name__}: {error}")
+                log.warning("run %s: no worker can join: %s", self._job.config.run_id, error, exc_info=error)
+                self._job.standing.close_to_joiners(f"{type(error).__name__}: {error}")
             return transfer.pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _received(self, from_rank: int) -> TrainerState:

@@ -123,7 +123,7 @@ class _Keeper:
         outdated = epoch - max(10, min(NUM_ON_RECORD, RANGES_ON_RECORD // num_ranges)) if num_ranges else 0
         config = self._world.config
         try:
-            return self._world.membership.shared.window(
+            return self._world.records.window(
                 f"{folder}{epoch:010d}", change, config.wait_timeout_s, f"{folder}{outdated:010d}" if outdated > 0 else ""
             )
         except EtcdUnavailableError as error:

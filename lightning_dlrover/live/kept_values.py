@@ -30,11 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import Partial, add_partial, adopt, metric_parts, with_own_states
-from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.logged_values import description
-from lightning_dlrover.live.position import Position
+from lightning_dlrover.live.ports import Job, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition, Position
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.job.events import ValuesLost
 from lightning_dlrover.rdzv.live.member import Formation
@@ -178,8 +177,15 @@ class _Message:
 class KeptValues:
     """One worker's copy of the job's parts of an epoch's values. Models with sharded tables have snapshots instead."""
 
-    def __init__(self, fit: FitContext) -> None:
-        self._fit = fit
+    def __init__(self, job: Job, round_: Round, trainer: TrainerPort, position: FitPosition) -> None:
+        self._job = job
+        self._round = round_
+        self._trainer = trainer
+        self._position = position
+        self.begin_fit()
+
+    def begin_fit(self) -> None:
+        """Forget the values of a former `fit`."""
         self.are_needed = True  # whether any worker has values
         self._table: Table | _Message = Table()  # of the newest update that counts
         self._begun: _Message | None = None
@@ -190,11 +196,7 @@ class KeptValues:
         self._seen: set[str] = set()  # paths of torchmetrics objects that training updates
         self._has: set[Name] = set()  # parts of lost workers that this worker's values include, or will
         self._pending: list[tuple[Partial, dict[str, int]]] = []  # parts to add, with the update counts at that time
-
         self._metrics: list[tuple[str, Any]] | None = None  # torchmetrics objects of the module; None: not looked for yet
-
-    def begin_fit(self) -> None:
-        self.__init__(self._fit)  # type: ignore[misc]
 
     @property
     def version(self) -> Version:
@@ -203,8 +205,8 @@ class KeptValues:
 
     @property
     def _is_on(self) -> bool:
-        position = self._fit.position
-        return position.has_entered and position.size > 1 and self._fit.strategy.elastic_tables is None
+        position = self._position
+        return position.has_entered and position.size > 1 and self._trainer.elastic_tables is None
 
     # --- with each update ----------------------------------------------------------------------------------------------------
 
@@ -235,15 +237,15 @@ class KeptValues:
 
     def counts(self) -> None:
         """Note that the update of the newest message counts."""
-        formation = self._fit.position.formation
+        formation = self._round.formation
         if self._arrived is not None:
             self._table, self._arrived = self._arrived, None
         elif not self.are_needed and formation is not None:
-            version = self._fit.position.updates, 0, formation.round.number, 0
+            version = self._position.updates, 0, formation.round.number, 0
             self._table = Table(version, {worker: [] for worker in formation.round.members})
 
     def _sent(self, updates: int) -> _Message:
-        formation = self._fit.position.formation
+        formation = self._round.formation
         assert formation is not None
         row = self._own_row()
         if len(row) > self._capacity:
@@ -276,7 +278,7 @@ class KeptValues:
         if layout != self._layout:
             described = {key: description(metric) for key, metric in logged}
             self._layout, self._digest = replace(layout, described=described), layout.digest
-        device = self._fit.strategy.root_device
+        device = self._trainer.device
         return row_bytes(self._layout, self._digest, [metric for _, metric in logged], metrics, device)
 
     @property
@@ -299,10 +301,10 @@ class KeptValues:
     @property
     def is_current(self) -> bool:
         """Whether this worker holds all workers' parts of the epoch's values as of the newest update."""
-        if self._fit.strategy.elastic_tables is not None:
+        if self._trainer.elastic_tables is not None:
             return False
         of_epoch = isinstance(self._table, _Message) or not self._table.version[1]
-        return of_epoch and self._updates == self._fit.position.updates
+        return of_epoch and self._updates == self._position.updates
 
     @property
     def _updates(self) -> int:
@@ -314,7 +316,7 @@ class KeptValues:
         Args:
             parts: by worker. Those of the others are in all workers' tables, which are current.
         """
-        updates, members = self._fit.position.updates, formation.round.members
+        updates, members = self._position.updates, formation.round.members
         held = self._settled().parts if len(parts) < len(members) else {}
         named = {w: [((w, updates), parts[w])] if w in parts else held.get(w, []) for w in members}
         self._table = Table((updates, 0, formation.round.number, 1), named)
@@ -323,11 +325,11 @@ class KeptValues:
         """Bring all members of a new round to one table, in which lost workers' parts belong to another worker."""
         self._begun = self._arrived = None
         self._agreed, self.are_needed = {}, True
-        members, me = formation.round.members, self._fit.world.worker_id
-        if self._fit.strategy.elastic_tables is not None:
+        members, me = formation.round.members, self._job.worker_id
+        if self._trainer.elastic_tables is not None:
             return
         if not standing:
-            self._table = Table((self._fit.position.updates, 0, 0, 0), {w: [] for w in members})
+            self._table = Table((self._position.updates, 0, 0, 0), {w: [] for w in members})
             return
         versions = {w: p.values for w, p in standing.items()}
         newest = max(versions.values())
@@ -362,7 +364,7 @@ class KeptValues:
 
     def _settled(self) -> Table:
         if isinstance(self._table, _Message):
-            formation = self._fit.position.formation
+            formation = self._round.formation
             self._table = self._table.table(formation.round.number if formation is not None else 0)
         return self._table
 
@@ -374,7 +376,7 @@ class KeptValues:
         pending, self._pending = self._pending, []
         if not pending:
             return False
-        results, module, trainer = self._results, self._fit.trainer.lightning_module, self._fit.trainer
+        results, module, trainer = self._results, self._trainer.module, self._trainer.lightning
         for part, counts in pending:
             for key in part["logged"]:
                 if key not in results and key in part.get("described", {}):
@@ -389,21 +391,21 @@ class KeptValues:
         return True
 
     def _mark(self, formation: Formation, workers: list[str], names: Sequence[str]) -> None:
-        epoch, number = self._fit.trainer.current_epoch, formation.round.number
+        epoch, number = self._trainer.current_epoch, formation.round.number
         who = ", ".join(workers)
         what = f"{', '.join(names)} (its state grows or is large)" if names else "all values of its last batch"
         text = f"epoch {epoch}: the values lack what {who}, which was lost, had added to them: {what}"
         log.warning("%s", text)
-        self._fit.world.event(ValuesLost(number, epoch, workers, list(names)), text)
+        self._job.event(ValuesLost(number, epoch, workers, list(names)), text)
 
     def _with_states(self) -> Iterator[tuple[str, Any]]:
         if self._metrics is None:
-            self._metrics = metric_parts(self._fit.trainer.lightning_module)
+            self._metrics = metric_parts(self._trainer.module)
         return ((path, metric) for path, metric in with_own_states(self._metrics) if metric._defaults)
 
     @property
     def _results(self) -> Any:
-        return lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop)
+        return self._trainer.results
 
 
 def _name_of(dtype: torch.dtype) -> str:

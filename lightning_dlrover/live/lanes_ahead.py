@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import ParamSpec
 
 from lightning_dlrover.data.source import DataError
-from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.ports import Batches, Job, Round
 from lightning_dlrover.rdzv.job.records import PlacesRecord, RoundRecord
 
-__all__ = ["LanesAhead"]
+__all__ = ["LanePrefetcher"]
 
 log = logging.getLogger(__name__)
 
@@ -36,28 +36,30 @@ CLOSE_S = 360.0
 """Seconds for which a read that has begun may go on once the round is there: longer than a failing store is asked for."""
 
 
-class LanesAhead:
+class LanePrefetcher:
     """One worker's preparation for the round that follows."""
 
-    def __init__(self, fit: FitContext) -> None:
-        self._fit = fit
+    def __init__(self, job: Job, round_: Round, batches: Batches) -> None:
+        self._job = job
+        self._round = round_
+        self._batches = batches
         self._seen = 0  # number of the newest round that was prepared for
 
     def look(self) -> None:
         """Prepare for a planned round that has appeared. Call between two batches."""
-        formation, newest = self._fit.position.formation, self._fit.world.membership.view.round
+        formation, newest = self._round.formation, self._job.view.round
         if formation is None or newest is None or newest.number <= max(self._seen, formation.round.number):
             return
         self._seen = newest.number
-        loaders = self._fit.loaders.all
+        loaders = self._batches.all
         if not newest.planned or not any(loader.reads_lanes for loader in loaders):
             return
-        if self._fit.world.worker_id in newest.members:
+        if self._job.worker_id in newest.members:
             for loader in loaders:
-                loader.expect_place(newest.members.index(self._fit.world.worker_id), len(newest.members))
+                loader.expect_place(newest.members.index(self._job.worker_id), len(newest.members))
         if formation.rank == 0 and not {*newest.members} <= {*formation.round.members}:
             places = [[loader.epoch, loader.cursor, loader.order.seed] for loader in loaders]
-            self._fit.world.membership.shared.put_places(PlacesRecord(newest.number, places))
+            self._job.records.put_places(PlacesRecord(newest.number, places))
 
     @contextmanager
     def while_waiting(self) -> Iterator[None]:
@@ -66,7 +68,7 @@ class LanesAhead:
         Raises:
             DataError: a read does not end.
         """
-        if not any(loader.reads_lanes for loader in self._fit.loaders.all):
+        if not any(loader.reads_lanes for loader in self._batches.all):
             yield
             return
         is_over = threading.Event()
@@ -78,7 +80,7 @@ class LanesAhead:
             is_over.set()
             thread.join(CLOSE_S)  # it uses the loaders
             if thread.is_alive():
-                reading = (loader.dataset.source for loader in self._fit.loaders.all if loader.reads_lanes)
+                reading = (loader.dataset.source for loader in self._batches.all if loader.reads_lanes)
                 raise DataError(
                     f"a loader worker has been reading ahead for {CLOSE_S:.0f} s and does not answer, so this worker cannot "
                     f"train: look for a file or a store that hangs in {', '.join(repr(source)[:120] for source in reading)}"
@@ -88,8 +90,8 @@ class LanesAhead:
         self._attempt(self._read_a_row)
         done = 0
         while not is_over.wait(LOOK_S):
-            newest = self._fit.world.membership.view.round
-            if newest is not None and newest.number != done and self._fit.world.worker_id in newest.members:
+            newest = self._job.view.round
+            if newest is not None and newest.number != done and self._job.worker_id in newest.members:
                 done = newest.number
                 self._attempt(self._open, newest, is_over)
 
@@ -101,14 +103,14 @@ class LanesAhead:
 
     def _read_a_row(self) -> None:
         """Let each loader worker read something. The first time takes it several times as long."""
-        for loader in self._fit.loaders.all:
+        for loader in self._batches.all:
             if loader.reads_lanes:
                 loader.open_lanes(loader.epoch, 0, loader.order.seed, 0, loader.global_batch_size)
 
     def _places(self, newest: RoundRecord, is_over: threading.Event) -> PlacesRecord | None:
         deadline = time.monotonic() + PLACES_S
         while newest.kind != "start" and time.monotonic() < deadline:
-            record = self._fit.world.membership.shared.places()
+            record = self._job.records.places()
             if record is not None and record.round == newest.number:
                 return record
             if is_over.wait(LOOK_S):
@@ -117,7 +119,7 @@ class LanesAhead:
 
     def _open(self, newest: RoundRecord, is_over: threading.Event) -> None:
         record = self._places(newest, is_over)
-        place = newest.members.index(self._fit.world.worker_id), len(newest.members)
-        for loader, (epoch, cursor, seed) in zip(self._fit.loaders.all, record.places if record else (), strict=False):
+        place = newest.members.index(self._job.worker_id), len(newest.members)
+        for loader, (epoch, cursor, seed) in zip(self._batches.all, record.places if record else (), strict=False):
             if loader.reads_lanes:
                 loader.open_lanes(epoch, cursor, seed, *place)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.ports import Job, TrainerPort
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.packages import CSVLogger, ProgressBar, TensorBoardLogger
 from lightning_dlrover.rdzv.live.member import LeftOutError
 
@@ -18,21 +19,23 @@ log = logging.getLogger(__name__)
 class Leaving:
     """This worker's way out of the job."""
 
-    def __init__(self, fit: FitContext) -> None:
-        self._fit = fit
+    def __init__(self, job: Job, trainer: TrainerPort, position: FitPosition) -> None:
+        self._job = job
+        self._trainer = trainer
+        self._position = position
         self._undo: Callable[[], None] | None = None  # set while Lightning handles this worker's leave
         self.has_left = False
 
     def leave(self, left_out: LeftOutError) -> NoReturn:
         """End this process; the others continue without it. None of the user's code after `fit` runs."""
-        if self._fit.position.is_finishing and left_out.round.number == 0:
+        if self._position.is_finishing and left_out.round.number == 0:
             raise left_out  # others have reached the end, so this worker's script continues, too
-        for logger in self._fit.trainer.loggers:
+        for logger in self._trainer.lightning.loggers:
             logger.save()
-        self._undo = leave_quietly(self._fit.trainer)
-        self._fit.position.has_entered = False
+        self._undo = leave_quietly(self._trainer.lightning)
+        self._position.has_entered = False
         self.has_left = True
-        log.info("worker %s leaves: %s", self._fit.world.worker_id, left_out)
+        log.info("worker %s leaves: %s", self._job.worker_id, left_out)
         raise SystemExit(left_out.exit_code)
 
     def end(self) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import signal
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -33,17 +32,10 @@ __all__ = [
     "EvaluationLoop",
     "Method",
     "adopt_search",
-    "arguments_of_step",
-    "before_transfer",
     "call_hooks",
-    "callback_metrics",
-    "can_stop_early",
     "clear_restart_flags",
     "closure",
-    "combine",
     "combined_loader",
-    "dataloader_end",
-    "devices_argument",
     "dump_checkpoint",
     "end_with_next_fetch",
     "ends_after_search",
@@ -52,63 +44,39 @@ __all__ = [
     "fetcher_class",
     "fetcher_of",
     "finish_batch",
-    "first_loop_iter",
     "hands_out_iterator",
-    "has_open_experiment",
     "is_accumulating",
     "is_batch_unfinished",
-    "is_result",
     "is_search",
-    "is_sequential",
-    "keep_gradients",
-    "leave_experiment",
     "load_callback_states",
     "loaders_of_fit",
     "logged_name",
-    "logger_connector",
     "metrics",
-    "mode_of",
     "new_result",
-    "num_ended_dataloaders",
     "own_method",
     "preparations",
     "profiled",
     "recount_batches",
     "reload_epochs",
-    "replace",
-    "replace_closures",
-    "replace_dataloader_end",
-    "replace_evaluation_step",
-    "replace_fetcher",
     "replace_preparation",
-    "replace_requests_of_data",
-    "replace_setup_of_data",
-    "replace_validation_check",
-    "replaces_samplers",
     "restart_nowhere",
     "restart_timer",
     "restore_checkpoint",
     "restore_loops",
-    "restore_module_mode",
     "restore_sigterm",
     "results_of",
     "saves_by_clock",
     "search_results",
-    "set_first_loop_iter",
     "set_metrics",
     "set_reload_epochs",
-    "set_replaces_samplers",
-    "set_toggled",
     "set_validation_time",
     "steps_between_saves",
-    "stop_sending_sigterm",
+    "surround",
+    "surround_requests_of_data",
     "takes_iterator",
-    "toggled",
     "validates_by_clock",
     "validation_time",
     "wait_for_preparation",
-    "wandb_arguments",
-    "writing_thread",
 ]
 
 Method = Callable[..., Any]
@@ -129,16 +97,6 @@ def loaders_of_fit(trainer: L.Trainer) -> list[object]:
     return [loader for loop in loops if (combined := combined_loader(loop)) is not None for loader in combined.flattened]
 
 
-def mode_of(combined: CombinedLoader) -> str:
-    """Return how a `CombinedLoader` treats loaders of different lengths."""
-    return combined._mode
-
-
-def combine(combined: CombinedLoader, parts: list[Any]) -> Any:
-    """Return one batch of each loader in the form in which the user combined the loaders."""
-    return torch.utils._pytree.tree_unflatten(parts, combined._spec)
-
-
 def recount_batches(trainer: L.Trainer) -> None:
     """Count an epoch's batches anew, after a training loader has got another length, as `FitLoop.setup_data` does."""
     fit_loop = trainer.fit_loop
@@ -157,11 +115,6 @@ def recount_batches(trainer: L.Trainer) -> None:
         trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
 
 
-def replace_setup_of_data(fit_loop: Any, make: Callable[[Method], Method]) -> None:
-    """Replace what makes the training loaders, at the beginning of a fit and of each epoch."""
-    replace(fit_loop, "setup_data", make)
-
-
 def set_up_validation(trainer: L.Trainer) -> None:
     """Make the validation loaders, as Lightning does when they are first needed, which may be epochs later."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
@@ -178,7 +131,7 @@ def set_up_validation(trainer: L.Trainer) -> None:
 
 def replace_preparation(trainer: Any, prepare: Callable[[Any], None]) -> None:
     """Replace what runs `prepare_data` of datamodule and module, before they are set up."""
-    replace(trainer._data_connector, "prepare_data", lambda _: lambda: prepare(trainer))
+    trainer._data_connector.prepare_data = partial(prepare, trainer)
 
 
 def preparations(trainer: Any) -> list[tuple[Any, Callable[[], None]]]:
@@ -203,20 +156,16 @@ def wait_for_preparation(trainer: Any) -> AbstractContextManager[Any]:
     return made
 
 
-def replace_requests_of_data(trainer: Any, make: Callable[[Method], Method]) -> None:
-    """Replace what asks the user's hooks for loaders, except for predictions."""
+def surround_requests_of_data(trainer: Any, around: Method) -> None:
+    """Replace what asks the user's hooks for loaders, except for predictions; see `surround`."""
     fit_loop = trainer.fit_loop
     for loop in (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        replace(loop._data_source, "dataloader", make)
+        surround(loop._data_source, "dataloader", around)
 
 
 def fetcher_of(loop: Any) -> Any:
     """Return the data fetcher of a fit or an evaluation."""
     return loop._data_fetcher
-
-
-def replace_fetcher(loop: Any, fetcher: Any) -> None:
-    loop._data_fetcher = fetcher
 
 
 def fetch_nothing_ahead(loop: Any) -> None:
@@ -260,14 +209,10 @@ def is_accumulating(trainer: L.Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def can_stop_early(trainer: L.Trainer) -> bool:
-    """Whether `min_epochs` and `min_steps` allow the fit to stop."""
-    return bool(trainer.fit_loop._can_stop_early)
-
-
 def is_batch_unfinished(trainer: L.Trainer) -> bool:
     """Whether a resumed checkpoint was saved in the hooks of a batch's end, before the validation that may be due."""
-    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current
     return bool(current.ready == current.processed == current.completed + 1)
 
 
@@ -280,63 +225,12 @@ def finish_batch(trainer: L.Trainer) -> None:
 
 def closure(trainer: L.Trainer, kwargs: Any, optimizer: Any, batch_idx: int) -> Callable[[], Any]:
     """Return the forward and backward pass of automatic optimization for one batch."""
-    made: Callable[[], Any] = trainer.fit_loop.epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, batch_idx)
+    automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+    made: Callable[[], Any] = automatic._make_closure(kwargs, optimizer, batch_idx)
     return made
 
 
-def replace_closures(trainer: L.Trainer, make: Callable[[Method], Method]) -> None:
-    """Replace what makes the forward and backward pass of automatic optimization for one batch."""
-    replace(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", make)
-
-
-def keep_gradients(closure: Any) -> None:
-    """Let a closure add to the gradients, also in the first batch of an accumulation window."""
-    closure._zero_grad_fn = None
-
-
-def before_transfer(trainer: L.Trainer, batch: Any) -> Any:
-    """Run the module's hook before a batch goes to the device."""
-    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-
-
-def arguments_of_step(trainer: L.Trainer, batch: Any, batch_idx: int) -> Any:
-    """Return the arguments of the user's training step."""
-    return trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
-
-
-def toggled(module: L.LightningModule) -> dict[Any, bool]:
-    """Return the trainable flags that `toggle_optimizer` has stored to restore them later."""
-    return dict(module._param_requires_grad_state)
-
-
-def set_toggled(module: L.LightningModule, flags: Mapping[Any, bool]) -> None:
-    module._param_requires_grad_state = dict(flags)
-
-
 # --- validation -------------------------------------------------------------------------------------------------------------
-
-
-def is_sequential(loop: Any) -> bool:
-    """Whether an evaluation's dataloaders are run one after the other."""
-    return bool(loop._is_sequential)
-
-
-def num_ended_dataloaders(loop: Any) -> int:
-    return len(loop._logged_outputs)
-
-
-def dataloader_end(loop: Any) -> Callable[[], None]:
-    """Return Lightning's own work at the end of each of an evaluation's dataloaders."""
-    return own_method(loop, "_store_dataloader_outputs")
-
-
-def replace_dataloader_end(loop: Any, end: Callable[[], None]) -> None:
-    loop._store_dataloader_outputs = end
-
-
-def restore_module_mode(trainer: L.Trainer) -> None:
-    """Put the module's parts back into the modes that they had before the current validation."""
-    trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
 
 
 def validates_by_clock(trainer: L.Trainer) -> bool:
@@ -360,7 +254,8 @@ def reload_epochs(trainer: L.Trainer) -> tuple[float, float]:
 
 def set_reload_epochs(trainer: L.Trainer, train: float, val: float) -> None:
     trainer.fit_loop._last_train_dl_reload_epoch = train
-    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = val
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    val_loop._last_val_dl_reload_epoch = val
 
 
 # --- logged values ----------------------------------------------------------------------------------------------------------
@@ -379,17 +274,6 @@ def new_result(trainer: Any, meta: Mapping[str, Any], is_tensor: bool, is_synced
     return result._ResultMetric(metadata, is_tensor=is_tensor)
 
 
-def is_result(part: object) -> bool:
-    """Whether a torchmetrics object is an entry of `self.log`."""
-    return type(part).__name__ == "_ResultMetric"
-
-
-def callback_metrics(trainer: Any) -> dict[str, Any]:
-    """Return the values that callbacks and schedulers read. They may be set."""
-    values: dict[str, Any] = trainer._logger_connector._callback_metrics
-    return values
-
-
 def metrics(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
     """Return callback, logged and progress-bar metrics by name."""
     connector = trainer._logger_connector
@@ -405,20 +289,6 @@ def set_metrics(trainer: L.Trainer, by_kind: Mapping[str, dict[str, Any]]) -> No
     connector._callback_metrics = by_kind["callback"]
     connector._logged_metrics = by_kind["logged"]
     connector._progress_bar_metrics = by_kind["progress_bar"]
-
-
-def logger_connector(trainer: Any) -> Any:
-    """Return the object whose public methods compute an epoch's values."""
-    return trainer._logger_connector
-
-
-def first_loop_iter(trainer: L.Trainer) -> bool | None:
-    """Return whether the epoch's first batch is being trained on; None: no batch was."""
-    return trainer._logger_connector._first_loop_iter
-
-
-def set_first_loop_iter(trainer: L.Trainer, value: bool | None) -> None:
-    trainer._logger_connector._first_loop_iter = value
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------------
@@ -492,22 +362,6 @@ def restart_timer(timer: Any, now: float) -> None:
     timer._start_time.update({stage: now for stage, began in timer._start_time.items() if stage == "train" and began})
 
 
-def has_open_experiment(logger: Any) -> bool:
-    return logger._experiment is not None
-
-
-def leave_experiment(logger: Any) -> Any:
-    """Detach a logger from its experiment, and return that."""
-    experiment, logger._experiment = logger._experiment, None
-    return experiment
-
-
-def wandb_arguments(logger: Any) -> dict[str, Any]:
-    """Return the arguments with which a `WandbLogger` will start its run. They may be set."""
-    arguments: dict[str, Any] = logger._wandb_init
-    return arguments
-
-
 # --- searches for a learning rate ---------------------------------------------------------------------------------------------
 
 
@@ -553,19 +407,12 @@ def own_method(owner: Any, name: str) -> Method:
     return method
 
 
-def replace(owner: Any, name: str, make: Callable[[Method], Method]) -> None:
-    """Replace a method of this object by `make(Lightning's own)`. An earlier replacement is dropped."""
-    setattr(owner, name, make(own_method(owner, name)))
+def surround(owner: Any, name: str, around: Method) -> None:
+    """Replace a method of this object by `around`, which gets Lightning's own one before the arguments of each call.
 
-
-def replace_evaluation_step(val_loop: Any, make: Callable[[Method], Method]) -> None:
-    """Replace the validation of one batch."""
-    replace(val_loop, "_evaluation_step", make)
-
-
-def replace_validation_check(epoch_loop: Any, make: Callable[[Method], Method]) -> None:
-    """Replace the check after each batch whether a validation is due."""
-    replace(epoch_loop, "_should_check_val_fx", make)
+    An earlier replacement is dropped.
+    """
+    setattr(owner, name, partial(around, own_method(owner, name)))
 
 
 def restore_sigterm(trainer: Any) -> None:
@@ -577,26 +424,7 @@ def restore_sigterm(trainer: Any) -> None:
         signal.signal(signal.SIGTERM, others[0] if others else signal.SIG_DFL)
 
 
-def stop_sending_sigterm(epoch_loop: Any) -> None:
-    """Remove the broadcast after each batch of whether rank 0 has received SIGTERM. It hangs when another rank has."""
-    epoch_loop._broadcast_sigterm_tensor = lambda: None
-
-
 # --- the Trainer -------------------------------------------------------------------------------------------------------------
-
-
-def devices_argument(trainer: Any) -> object:
-    """Return `devices` as the Trainer was given it; a number where "auto" stood for one."""
-    return trainer._accelerator_connector._devices_flag
-
-
-def replaces_samplers(trainer: Any) -> bool:
-    """Return whether Lightning replaces samplers by distributed ones, as with `use_distributed_sampler=True`."""
-    return bool(trainer._accelerator_connector.use_distributed_sampler)
-
-
-def set_replaces_samplers(trainer: Any, value: bool) -> None:
-    trainer._accelerator_connector.use_distributed_sampler = value
 
 
 def is_search(trainer: Any) -> bool:
@@ -626,8 +454,3 @@ def logged_name(frame: FrameType | None) -> str:
 
 
 # --- plugins of checkpoints --------------------------------------------------------------------------------------------------
-
-
-def writing_thread(checkpoint_io: Any) -> Any | None:
-    """Return the executor of one thread with which a plugin writes checkpoints; None if it writes them at once."""
-    return getattr(checkpoint_io, "_executor", None)

@@ -1,6 +1,6 @@
 """The private names of Lightning that this package depends on, by their holder.
 
-Those of strategies are used in `ddp_names.py`, all others in `lightning_names.py`.
+Only files of `live/` use them, and the strategy that overrides some. A test finds those that are used and missing here.
 
 `check` finds those that an installed release lacks; the tests look for each in `lightning` and in `pytorch_lightning`.
 """

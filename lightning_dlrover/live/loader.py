@@ -22,8 +22,8 @@ from lightning_dlrover.data.one_pass import Snapshot
 from lightning_dlrover.data.sequence import Fetched, the_only
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live.loader_workers import LoaderWorkers
-from lightning_dlrover.live.order import EpochOrder, SampleOrder, StreamOrder
-from lightning_dlrover.live.rows_left_out import RowsLeftOut
+from lightning_dlrover.live.order import ALONE, EpochOrder, Peers, SampleOrder, StreamOrder
+from lightning_dlrover.live.rows_left_out import SkippedRows
 from lightning_dlrover.live.sequence_order import HandedOut, SequenceOrder, SequenceSettings
 from lightning_dlrover.live.split import Split
 
@@ -72,7 +72,7 @@ class ElasticLoader:
     """Iterates over this worker's share of every global batch of a `DataLoader`.
 
     Attributes that it lacks, such as `batch_size` and `collate_fn`, are read from the user's loader. Its own
-    `order`, `split`, `workers` and `left_out` hide attributes of these names in a subclass of the user's.
+    `order`, `split`, `workers` and `skipped` hide attributes of these names in a subclass of the user's.
 
     Args:
         loader: the user's loader.
@@ -80,9 +80,7 @@ class ElasticLoader:
         training: whether every worker gets a share of every batch. If a global batch has fewer samples than workers, the others
             get one sample with weight 0. Otherwise (validation, test) a worker without samples simply ends earlier.
         before_next: called before every fetch; may change rank, size, cursor and state.
-        place: the current global rank and world size.
-        sockets: (fd, inode) pairs that loader workers must close.
-        materialise: sends the order that the user's sampler drew on rank 0 to all workers.
+        peers: the workers that share the batches.
         max_workers: maximum number of workers in the job.
         sequence: how an `IterableDataset` is read.
 
@@ -96,9 +94,7 @@ class ElasticLoader:
         global_batch_size: int,
         training: bool,
         before_next: Callable[[ElasticLoader], None] | None = None,
-        place: Callable[[], tuple[int, int]] = lambda: (0, 1),
-        sockets: Callable[[], Sequence[tuple[int, int]]] = tuple,
-        materialise: Callable[[list[int]], list[int]] = lambda order: order,
+        peers: Peers = ALONE,
         max_workers: int = 1,
         sequence: SequenceSettings | None = None,
     ) -> None:
@@ -110,7 +106,7 @@ class ElasticLoader:
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
-        self.left_out = RowsLeftOut()  # rows of a stream that could not be read
+        self.skipped = SkippedRows()  # rows of a stream that could not be read
         self.order: SampleOrder | StreamOrder | SequenceOrder
         self.sequence: SequenceOrder | None = None  # the order of an `IterableDataset`
         reading = loader
@@ -122,15 +118,15 @@ class ElasticLoader:
         elif isinstance(loader.dataset, Stream):
             self.order = StreamOrder(loader.dataset, loader.dataset.layout_for(global_batch_size, max_workers))
         else:
-            self.order = SampleOrder(batching.sampler, loader.dataset, materialise)
+            self.order = SampleOrder(batching.sampler, loader.dataset, peers)
         if not training:  # workers agree on seeds of training only, and a script may have seeded each by its rank
             self.order.take_seed(EVALUATION_SEED)
-        self.workers = LoaderWorkers(reading, self, sockets)
+        self.workers = LoaderWorkers(reading, self, peers)
         self._loader = loader
         self._batching = batching
         self._training = training
         self._before_next = before_next
-        self._place = place
+        self._peers = peers
         self._epoch_batches: int | None = None  # batches of the Trainer's epoch; None: as many as this loader has
         self._cycles = False
         self._split_fields: tuple[Any, ...] = ()  # fields of the newest `Split`
@@ -210,7 +206,7 @@ class ElasticLoader:
         self.workers.discard()
         if self.sequence is not None:
             self.sequence.settings.before_iter()
-        self.global_rank, self.world_size = self._place()
+        self.global_rank, self.world_size = self._peers.place
         if not self._training:
             self.order.forget()  # a joiner must take part when a user's sampler is materialised
         self.workers.begin_epoch()
@@ -386,7 +382,7 @@ class ElasticLoader:
         is_next = peeked is not None and peeked[0] == self.cursor
         fetched = peeked[1] if peeked is not None and is_next else self.workers.fetch(self.cursor)
         if isinstance(fetched, WithLeftOut):
-            self.left_out.add(fetched.left_out)
+            self.skipped.add(fetched.left_out)
             return fetched.batch
         if self.sequence is None:
             return fetched

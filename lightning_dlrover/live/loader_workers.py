@@ -34,6 +34,7 @@ from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.collating import StreamCollate
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.sequence import SequenceReader
+from lightning_dlrover.live.order import Peers
 from lightning_dlrover.open_files import lack_of_files, warn_of_batches
 from lightning_dlrover.packages import default_package, fabric_submodule
 
@@ -256,15 +257,15 @@ class LoaderWorkers:
 
     Args:
         loader: the user's loader.
-        sockets: (fd, inode) pairs that loader workers must close.
+        peers: connections to them are closed in loader workers.
     """
 
-    def __init__(self, loader: DataLoader[Any], source: BatchSource, sockets: Callable[[], Sequence[tuple[int, int]]]) -> None:
+    def __init__(self, loader: DataLoader[Any], source: BatchSource, peers: Peers) -> None:
         self.refusal = ""  # why loader workers are impossible, once they were requested
         self.handover_s = 0.0  # seconds that the last change of loader workers took on this thread
         self._loader = loader
         self._source = source
-        self._sockets = sockets
+        self._peers = peers
         _check_iterator(loader)
         self._user_init = loader.worker_init_fn
         self._prefetch_factor = loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR
@@ -493,7 +494,7 @@ class LoaderWorkers:
     def _iterate(self, loader: DataLoader[Any], generator: Any) -> Iterator[Any]:
         """Start a loader's processes with our start-up function."""
         method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-        loader.worker_init_fn = _LoaderWorkerInit(self.init_fn, self._sockets(), method)
+        loader.worker_init_fn = _LoaderWorkerInit(self.init_fn, self._peers.owned_sockets, method)
         loader.generator = generator
         if loader.num_workers:
             _keep_socket_paths_short()

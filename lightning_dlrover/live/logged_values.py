@@ -41,11 +41,11 @@ def new_entry(
     trainer = getattr(trainer, "trainer", trainer)
     metric = lightning_names.new_result(trainer, meta, is_tensor, is_synced, rank_zero_only).to(device)
     if not is_tensor:
-        metric.value = _at(trainer.lightning_module, str(metric.meta.metric_attribute))
+        metric.value = _part_at(trainer.lightning_module, str(metric.meta.metric_attribute))
     return metric
 
 
-def _at(module: torch.nn.Module, path: str) -> Any:
+def _part_at(module: torch.nn.Module, path: str) -> Any:
     found: Any = module
     for part in path.split("."):
         found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)

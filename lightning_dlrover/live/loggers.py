@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.listed_names import LOGGER_NAMES
 from lightning_dlrover.packages import PACKAGES, CSVLogger
 from lightning_dlrover.rdzv.group import transfer
 
-__all__ = ["adopt", "begin", "capture", "take_over"]
+__all__ = ["adopt_runs", "begin", "capture_runs", "take_over"]
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +25,18 @@ _NAMED_BY_SERVERS = ("WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger")
 
 
 def begin(loggers: Sequence[Any]) -> None:
-    """On rank 0: start the runs that get their names only at the start, so that `capture` can return these."""
+    """On rank 0: start the runs that get their names only at the start, so that `capture_runs` can return these."""
     for logger in loggers:
         if _kind(logger) in _NAMED_BY_SERVERS:
             _ = logger.experiment
 
 
-def capture(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+def capture_runs(loggers: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the names of the loggers' runs as plain data, and the state of loggers with a `state_dict`."""
     return [_captured(logger) for logger in loggers]
 
 
-def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
+def adopt_runs(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
     """On a worker that does not log: continue these runs, should it ever become rank 0."""
     if [_kind(logger) for logger in loggers] != [run["kind"] for run in runs]:
         return  # the script logs on one worker only
@@ -50,7 +49,7 @@ def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
         for name, value in names.items():
             setattr(logger, name, value)
         if _kind(logger) == "WandbLogger" and names.get("_id"):
-            arguments = lightning_names.wandb_arguments(logger)
+            arguments: dict[str, Any] = logger._wandb_init
             arguments.update(id=names["_id"])
             arguments.setdefault("resume", "allow")
 
@@ -58,7 +57,7 @@ def adopt(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
 def take_over(loggers: Sequence[Any]) -> None:
     """On the new rank 0: open loggers that would start anew if they were opened as usual."""
     for logger in loggers:
-        if isinstance(logger, CSVLogger) and not lightning_names.has_open_experiment(logger):
+        if isinstance(logger, CSVLogger) and logger._experiment is None:
             _adopt_csv_log(logger)
 
 
@@ -91,7 +90,7 @@ def _captured(logger: Any) -> dict[str, Any]:
 
 def _leave_comet(logger: Any) -> None:
     """End the experiment that Comet's logger started in its constructor, where every worker is rank 0 of its own agent."""
-    experiment = lightning_names.leave_experiment(logger)
+    experiment, logger._experiment = logger._experiment, None
     if experiment is not None:
         with suppress(Exception):  # its remains at the server are empty
             experiment.end()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,12 @@ from lightning_dlrover.data.dataset import Positions, Stream, ranges_of
 from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout
 from lightning_dlrover.data.source import DataError
 
-__all__ = ["EpochOrder", "SampleOrder", "StreamOrder", "WithoutWindows", "epoch_order"]
+__all__ = ["ALONE", "EpochOrder", "Peers", "SampleOrder", "StreamOrder", "Unconnected", "WithoutWindows", "epoch_order"]
 
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
@@ -33,6 +36,36 @@ def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch
     if not shuffle:
         return torch.arange(num_samples)
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+class Peers(Protocol):
+    """The workers that share the batches of a loader, this one included."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This worker's rank, 0 if it is alone, and the number of workers."""
+
+    @property
+    def owned_sockets(self) -> Sequence[tuple[int, int]]:
+        """(fd, inode) pairs of the connections to them, which loader workers must close."""
+
+    def of_rank_zero(self, mine: T) -> T:
+        """Return rank 0's argument on all workers. All of them call it together."""
+
+
+@dataclass(frozen=True)
+class Unconnected:
+    """Peers that exchange nothing, as those of a loader outside of a job."""
+
+    place: tuple[int, int] = (0, 1)
+    owned_sockets: Sequence[tuple[int, int]] = ()
+
+    def of_rank_zero(self, mine: T) -> T:
+        return mine
+
+
+ALONE = Unconnected()
+"""The peers of a worker that has none."""
 
 
 class EpochOrder(Protocol):
@@ -220,13 +253,13 @@ class SampleOrder(WithoutWindows):
     Args:
         sampler: the sampler of the user's loader.
         dataset: the loader's dataset.
-        materialise: sends the order that the user's sampler drew on rank 0 to all workers.
+        peers: they get the order that the user's sampler drew on rank 0.
     """
 
-    def __init__(self, sampler: Any, dataset: Any, materialise: Callable[[list[int]], list[int]]) -> None:
+    def __init__(self, sampler: Any, dataset: Any, peers: Peers) -> None:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self._dataset = dataset
-        self._materialise = materialise
+        self._peers = peers
         self._shuffle = False
         self._user_sampler: Any = None
         if type(sampler) is DistributedSampler:
@@ -289,7 +322,7 @@ class SampleOrder(WithoutWindows):
                 self._user_sampler.set_epoch(epoch)
             # Rank 0 draws all laps at the epoch's start: later on not all workers would take part.
             drawn = [index for _ in range(self.num_laps) for index in [*self._user_sampler][:num_samples]]
-            self._order = self._checked(self._materialise(drawn), epoch)
+            self._order = self._checked(self._peers.of_rank_zero(drawn), epoch)
             self._drawn_for = epoch, 0
         lap %= max(1, len(self._order) // max(1, num_samples))  # a checkpoint of an older version has one lap
         return _Drawn(self._order[lap * num_samples :])

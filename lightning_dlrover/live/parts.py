@@ -14,7 +14,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.checks.script import UnsupportedScriptError, explain_memory
-from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.batch_parts import UnsplittableBatchError, num_rows, part_of, part_sizes, whole_output, whole_value
-from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.unused_parameters import IncompleteBackwardError
 
 __all__ = ["Parts"]
@@ -39,20 +39,33 @@ LONE_PART = (
 )
 
 
+class LoggingStep(Protocol):
+    """A training step that logs values."""
+
+    def log_for(self, kwargs: Any) -> None:
+        """Make Lightning weight the next logged values by the size of the batch in these arguments of the step."""
+
+
 class Parts:
     """One worker's parts of its shares.
 
     Args:
-        log_for: makes Lightning weight the next logged values by the samples of these arguments' batch.
+        step: the step whose share is computed.
     """
 
-    def __init__(self, fit: FitContext, log_for: Callable[[Any], None]) -> None:
-        max_share = fit.strategy.max_share
+    def __init__(
+        self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition, step: LoggingStep
+    ) -> None:
+        max_share = trainer.strategy.max_share
         self.room = None if max_share in (None, "whole") else int(max_share)  # samples of one pass; None: no limit is known
         self.weight = 1.0  # of the current part's mean loss in that of the share
         self.is_first = True
-        self._fit = fit
-        self._log_for = log_for
+        self._job = job
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
+        self._step = step
         self._is_whole = max_share == "whole"
         self._is_caught = False  # set inside of `until_it_fits`
         self._size = 0  # samples of the part under computation; 0: none is
@@ -66,11 +79,11 @@ class Parts:
         """Return why shares cannot be computed in parts; empty if they can."""
         if self._is_whole:
             return "DLRoverStrategy(max_share='whole') rules out parts"
-        if not self._fit.trainer.lightning_module.automatic_optimization:
+        if not self._trainer.is_automatic:
             return "manual optimization cannot be computed in parts"
-        if self._fit.strategy.tables is not None:
+        if self._trainer.strategy.tables is not None:
             return "a model with sharded tables cannot be computed in parts, as all workers exchange rows in each pass"
-        if len(self._fit.loaders.all) > 1:
+        if len(self._batches.all) > 1:
             return "batches of several training loaders cannot be computed in parts"
         return ""
 
@@ -104,7 +117,7 @@ class Parts:
         """
         if self._is_caught:
             return compute(False)  # one of several batches, which start over together
-        position, again = self._fit.position, False
+        position, again = self._position, False
         self._is_caught = True
         try:
             while True:
@@ -132,7 +145,7 @@ class Parts:
         try:
             return run(*args)
         except torch.OutOfMemoryError as error:
-            self._size = self._fit.loaders.num_own_samples
+            self._size = self._batches.num_own_samples
             self._explain(error, self.refusal)
 
     def compute(self, make: Callable[[Any], Any], kwargs: Any) -> Any:
@@ -146,11 +159,11 @@ class Parts:
         """
         name = next(iter(kwargs))  # Lightning's arguments of a training step begin with the batch
         batch = kwargs[name]
-        expected = max(1, self._fit.loaders.num_own_samples)
+        expected = max(1, self._batches.num_own_samples)
         num_samples = num_rows(batch, expected) if self.room is not None else expected
         sizes = part_sizes(num_samples, self.room or num_samples)
         parts = self._cut(batch, num_samples, sizes) if len(sizes) > 1 else [batch]
-        self._fit.position.is_in_parts = len(sizes) > 1
+        self._position.is_in_parts = len(sizes) > 1
         result: Any = None
         losses: list[tuple[Tensor, int]] = []
         extras = []
@@ -160,18 +173,18 @@ class Parts:
                 self.is_first, self._is_last = number == 0, number == len(sizes) - 1
                 arguments = type(kwargs)({**kwargs, name: part})
                 if len(sizes) > 1:
-                    self._log_for(arguments)
+                    self._step.log_for(arguments)
                 result = self._compute_part(make(arguments))
                 losses += [] if result.loss is None else [(result.loss, size)]
                 extras.append(apply_to_collection(result.extra, Tensor, Tensor.detach))
         if len(sizes) == 1:
             return result
-        self._log_for(kwargs)
+        self._step.log_for(kwargs)
         loss = whole_value("mean", *zip(*losses, strict=True)) if losses else None
         return type(result)(loss, extra=whole_output(extras, sizes))
 
     def _cut(self, batch: Any, num_samples: int, sizes: list[int]) -> list[Any]:
-        users_own = getattr(self._fit.trainer.lightning_module, "split_batch", None)
+        users_own = getattr(self._trainer.module, "split_batch", None)
         if users_own is not None:
             parts = list(users_own(batch, sizes))
             if len(parts) != len(sizes):
@@ -182,10 +195,10 @@ class Parts:
 
     def _compute_part(self, closure: Any) -> Any:
         if not self.is_first:
-            lightning_names.keep_gradients(closure)
-        self._fit.position.parts += 1
+            closure._zero_grad_fn = None  # else Lightning would drop the gradients of the parts before
+        self._position.parts += 1
         self._num_begun, self._is_in_backward = None, False
-        with nullcontext() if self._is_last else self._fit.strategy.block_backward_sync():
+        with nullcontext() if self._is_last else self._trainer.strategy.block_backward_sync():
             model = self._replica
             self._is_synced = model is not None and model.require_backward_grad_sync
             closure()
@@ -197,9 +210,8 @@ class Parts:
     @contextmanager
     def users_step(self) -> Iterator[None]:
         """Surround the user's training step, after the collectives with which DDP begins a forward pass."""
-        world = self._fit.world
-        self._num_begun = world.num_begun
-        with nullcontext() if self._is_last else world.alone(LONE_PART):
+        self._num_begun = self._round.num_begun
+        with nullcontext() if self._is_last else self._round.alone(LONE_PART):
             yield
 
     def backward_begins(self) -> None:
@@ -214,7 +226,7 @@ class Parts:
     @contextmanager
     def _logging_one_share(self) -> Iterator[None]:
         """Make each value that a step logs that of the whole share, and reduce it once."""
-        results: Any = lightning_names.results_of(self._fit.trainer.fit_loop.epoch_loop)
+        results: Any = self._trainer.results
         update = results.update_metrics
         seen: dict[str, dict[int, tuple[Tensor, int]]] = {}  # a step's values by key and part, with the part's samples
 
@@ -228,7 +240,7 @@ class Parts:
             if not metric.meta.on_step or not isinstance(metric._forward_cache, Tensor):
                 return
             of_parts = seen.setdefault(key, {})
-            of_parts[self._fit.position.parts] = metric._forward_cache, self._size
+            of_parts[self._position.parts] = metric._forward_cache, self._size
             whole = whole_value(metric.meta.reduce_fx.__name__, *zip(*of_parts.values(), strict=True))
             accumulated = {name: vars(metric)[name] for name in ("value", "cumulated_batch_size") if name in vars(metric)}
             if is_synced and self._is_last and metric.is_tensor:
@@ -247,7 +259,7 @@ class Parts:
     # --- after memory ran out -------------------------------------------------------------------------------------------------
 
     def _explain(self, error: torch.OutOfMemoryError, reason: str) -> NoReturn:
-        raise explain_memory(error, self._size, self._fit.position.size, reason) from error
+        raise explain_memory(error, self._size, self._round.size, reason) from error
 
     def _make_smaller(self, cause: str) -> None:
         """Halve the parts, and free what the failed one has computed.
@@ -255,11 +267,11 @@ class Parts:
         Raises:
             IncompleteBackwardError: other workers may have received something of the failed pass.
         """
-        worker, size, replica = self._fit.world.worker_id, self._size, self._replica
+        worker, size, replica = self._job.worker_id, self._size, self._replica
         self.room, self._size = -(-size // 2), 0
-        self._fit.trainer.optimizers[0].zero_grad()
+        self._trainer.optimizers[0].zero_grad()
         gc.collect()
-        if self._fit.strategy.root_device.type == "cuda":
+        if self._trainer.device.type == "cuda":
             torch.cuda.empty_cache()
         log.warning(
             "worker %s: %d samples do not fit into its memory, so it computes its shares in parts of at most %d (%s)",
@@ -268,11 +280,11 @@ class Parts:
         if replica is None:
             return
         is_reducing = self._is_synced and self._is_in_backward
-        if is_reducing or self._num_begun != self._fit.world.num_begun or replica.static_graph:
+        if is_reducing or self._num_begun != self._round.num_begun or replica.static_graph:
             raise IncompleteBackwardError(f"memory ran out in a share of {size} samples, and other workers await its gradients")
         replica.require_forward_param_sync = False  # the failed pass has received rank 0's buffers
 
     @property
     def _replica(self) -> DistributedDataParallel | None:
-        model = self._fit.strategy.model
+        model = self._trainer.strategy.model
         return model if isinstance(model, DistributedDataParallel) else None

@@ -8,17 +8,15 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_dlrover.checks.script import UnsupportedScriptError, different_callbacks, monitoring
 from lightning_dlrover.live.leaving import leave_quietly
 from lightning_dlrover.live.lightning_names import (
-    devices_argument,
     is_search,
     replace_preparation,
-    replace_requests_of_data,
+    surround_requests_of_data,
 )
 from lightning_dlrover.live.position import can_meet
 from lightning_dlrover.live.prepared_data import PreparedData
@@ -34,15 +32,15 @@ from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Membersh
 from lightning_dlrover.tables.snapshot_store import SnapshotStore
 
 if TYPE_CHECKING:
+    from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer
-    from lightning_dlrover.strategy import DLRoverStrategy
 
-__all__ = ["PlaceInJob"]
+__all__ = ["JobSession"]
 
 log = logging.getLogger(__name__)
 
 
-class PlaceInJob:
+class JobSession:
     """A strategy's place in the job. The newest one of the process holds the world.
 
     Args:
@@ -56,10 +54,10 @@ class PlaceInJob:
         tables: sharded tables of the Trainer's model.
     """
 
-    newest: ClassVar[PlaceInJob | None] = None
+    newest: ClassVar[JobSession | None] = None
     _closes_at_exit: ClassVar[bool] = False
 
-    def __init__(self, config: WorldConfig, strategy: DLRoverStrategy, check_interval_s: float) -> None:
+    def __init__(self, config: WorldConfig, strategy: LiveStrategy, check_interval_s: float) -> None:
         self.config = config
         self.world: World | None = None
         self.live: LiveTraining | None = None
@@ -80,7 +78,7 @@ class PlaceInJob:
         Args:
             backend: torch's name for the backend of the job's process groups.
         """
-        former = PlaceInJob.newest
+        former = JobSession.newest
         if former is not None:
             former.continue_after_error()
         is_about_to_fit = trainer.state.fn == TrainerFn.FITTING and not is_search(trainer)
@@ -102,7 +100,7 @@ class PlaceInJob:
         if self.live is not None:
             self.live.searches.attend(trainer.callbacks)
             replace_preparation(trainer, self._prepared.prepare)
-            replace_requests_of_data(trainer, lambda ask: partial(self._ask_as_at_start, ask))
+            surround_requests_of_data(trainer, self._ask_as_at_start)
 
     def _start(self, trainer: Any, backend: str) -> None:
         """Start the world for the script's first Trainer."""
@@ -130,7 +128,7 @@ class PlaceInJob:
         if formation is not None and formation.size > 1:
             _compare_callbacks(self.live, trainer)
 
-    def _go_on_from(self, former: PlaceInJob, trainer: Any) -> None:
+    def _go_on_from(self, former: JobSession, trainer: Any) -> None:
         """Take over the world from an earlier Trainer in the same script."""
         assert former.live is not None
         self.world, former.world = former.world, None
@@ -141,10 +139,10 @@ class PlaceInJob:
         self.live.searches.num_begun = former.live.searches.num_begun
 
     def _take_over_world(self, world: World, trainer: Any, formation: Formation | None) -> LiveTraining:
-        PlaceInJob.newest = self
+        JobSession.newest = self
         # Registered once: a handler for each strategy would keep every Trainer and model of the script alive.
-        if not PlaceInJob._closes_at_exit:
-            PlaceInJob._closes_at_exit = True
+        if not JobSession._closes_at_exit:
+            JobSession._closes_at_exit = True
             atexit.register(_close_newest)
             _report_what_is_not_caught()
         live = LiveTraining(self._strategy, trainer, world, formation, self._check_interval_s)
@@ -176,7 +174,7 @@ class PlaceInJob:
     def _compare_with_arguments(self, trainer: Any, formation: Formation) -> None:
         """Warn if the script was written for another number of workers than the job's: a step then has another batch size."""
         strategy = self._strategy
-        devices = devices_argument(trainer)
+        devices = trainer._accelerator_connector._devices_flag
         by_default = devices in (-1, "-1", type(strategy.accelerator).auto_device_count())  # here "auto" is a number
         per_node = self.config.workers_per_node * self.config.node_workers if by_default else strategy.num_processes
         if (wanted := per_node * strategy.num_nodes) in (1, num_batches := self._batches_at_start(formation)):
@@ -192,22 +190,21 @@ class PlaceInJob:
     def agree_on_start(self) -> None:
         """Set the numbers of workers of the job's first start, on which global batches depend, and rows of streams."""
         assert self.live is not None
-        membership = self.live.world.membership
-        formation = self.live.formation
+        world, formation = self.live.world, self.live.formation
         if formation is not None and formation.rank == 0:
             # A resumed checkpoint has its own number.
             number, lanes = (
                 self.start_workers or self._batches_at_start(formation),
                 self.lane_workers or self.config.max_workers,
             )
-            membership.shared.record(
+            world.records.record(
                 f"run {self.config.run_id}: the number of workers at the start",
                 lambda job: job if job.start_workers else replace(job, start_workers=number, lane_workers=lanes),
             )
         if self.start_workers == 0 or self.lane_workers == 0:
-            job = membership.wait_for(
+            job = world.membership.wait_for(
                 lambda view: view.job if view.job and view.job.start_workers else None,
-                self.live.world.config.wait_timeout_s,
+                world.config.wait_timeout_s,
                 "rank 0 to send the number of workers at the start",
             )
             self.start_workers, self.lane_workers = self.start_workers or job.start_workers, job.lane_workers or 1
@@ -314,13 +311,13 @@ def _report_what_is_not_caught() -> None:
     former = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if PlaceInJob.newest is not None:
-            PlaceInJob.newest.not_caught(error)
+        if JobSession.newest is not None:
+            JobSession.newest.not_caught(error)
         former(kind, error, trace)
 
     sys.excepthook = report
 
 
 def _close_newest() -> None:
-    if PlaceInJob.newest is not None:
-        PlaceInJob.newest.close()
+    if JobSession.newest is not None:
+        JobSession.newest.close()

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 FILE = "prepared-data"
 """File in the user's folder in shared memory. It stays empty: a call of `prepare_data` has two of its bytes to lock."""
 
-LOOK_S = 0.1
+MATE_LOOK_S = 0.1
 TELL_S = 3.0
 TELL_AGAIN_S = 60.0
 
@@ -124,7 +124,7 @@ def _wait_for(file: BinaryIO, place: int, name: str) -> None:
         if now > tell_at:
             tell_at = now + TELL_AGAIN_S
             log.warning("waiting for %s on this host, which runs %s, for %.0f s", _holder(file, place), name, now - began)
-        time.sleep(LOOK_S)
+        time.sleep(MATE_LOOK_S)
 
 
 def _try(file: BinaryIO, place: int) -> bool:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightning_dlrover.data.lane_plan import share
-from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.ports import Batches, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.observe.pulse import Pulse
 from lightning_dlrover.rdzv.group.loop import Pace
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.live.member import Formation
 
 if TYPE_CHECKING:
@@ -35,19 +37,32 @@ class Progress:
 class FitProgress:
     """Measurements of this worker's fit; may be read from another thread."""
 
-    def __init__(self, fit: FitContext, pace: Pace, pulse: Pulse) -> None:
-        self._fit = fit
-        self.world = fit.world
+    def __init__(
+        self,
+        world: World,
+        round_: Round,
+        batches: Batches,
+        trainer: TrainerPort,
+        position: FitPosition,
+        pace: Pace,
+        pulse: Pulse,
+    ) -> None:
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
+        self.world = world
         self.pulse = pulse
         self._pace = pace
+        self._clock = trainer.strategy.clock
 
     @property
     def formation(self) -> Formation | None:
-        return self._fit.position.formation
+        return self._round.formation
 
     @property
     def now(self) -> Progress:
-        position = self._fit.position
+        position = self._position
         if position.formation is None or not position.has_entered:
             phase: Phase = "setup"
         elif self._pace.is_held_up:
@@ -60,15 +75,16 @@ class FitProgress:
             phase = "parts"
         else:
             phase = "step" if position.in_step else "between"
-        val_batches = self._fit.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
+        val_loop = self._trainer.epoch_loop.val_loop
+        num_val_batches = val_loop.batch_progress.total.ready
         number = position.formation.round.number if position.formation is not None else 0
-        counts = (position.updates, position.collective, val_batches, position.looks, position.parts)
+        counts = (position.updates, position.collective, num_val_batches, position.looks, position.parts)
         return Progress(phase, number, self._pace.steps_in_round, position.batch, counts)
 
     @property
     def is_in_collective(self) -> bool:
         """Whether this worker waits for others."""
-        return self._fit.strategy.clock.is_stopped
+        return self._clock.is_stopped
 
     @property
     def step_time_s(self) -> float:
@@ -78,15 +94,15 @@ class FitProgress:
     @property
     def loads(self) -> list[float]:
         """Samples per thread in one batch, for each worker by rank."""
-        total, size = self._fit.loaders.first.global_batch_size, self._fit.position.size
+        first, size = self._batches.first, self._round.size
         threads = self.pulse.threads if len(self.pulse.threads) == size else (1,) * size
-        shares = [share(total, rank, size) for rank in range(size)]
+        shares = [share(first.global_batch_size, rank, size) for rank in range(size)]
         return [max(1, stop - start) / max(1, count) for (start, stop), count in zip(shares, threads, strict=True)]
 
     @property
     def remaining_steps(self) -> float | None:
         """Batches that the job still has to train on; None if unknown."""
-        return remaining_batches(self._fit.trainer)
+        return remaining_batches(self._trainer.lightning)
 
     @property
     def workers_by_host(self) -> dict[int, int]:
@@ -102,7 +118,7 @@ class FitProgress:
     @property
     def untunable(self) -> dict[str, str]:
         """Settings of a plan that this worker cannot carry out, each with the reason."""
-        return {"loader_workers": refusal} if (refusal := self._fit.loaders.refusal) else {}
+        return {"loader_workers": refusal} if (refusal := self._batches.refusal) else {}
 
 
 def remaining_batches(trainer: L.Trainer) -> float | None:

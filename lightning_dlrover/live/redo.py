@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torchmetrics
 
-from lightning_dlrover.live import lightning_names
-
 if TYPE_CHECKING:
     import lightning as L
 
@@ -98,12 +96,12 @@ class Frozen:
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-        self._toggled = lightning_names.toggled(module)
+        self._toggled = dict(module._param_requires_grad_state)  # flags that `toggle_optimizer` restores later
 
     def restore(self) -> None:
         for parameter, flag in self._flags:
             parameter.requires_grad_(flag)
-        lightning_names.set_toggled(self._module, self._toggled)
+        self._module._param_requires_grad_state = dict(self._toggled)
 
 
 def metrics_of(module: torch.nn.Module) -> list[torchmetrics.Metric]:

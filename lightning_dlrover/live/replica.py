@@ -10,9 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.live.ddp_names import (
     ddp_arguments,
-    expect_static_graph_call,
-    has_comm_hook,
-    in_ddp,
     register_comm_hook,
 )
 from lightning_dlrover.live.unused_parameters import UnusedParameters
@@ -20,7 +17,7 @@ from lightning_dlrover.rdzv.group import torch_names
 from lightning_dlrover.rdzv.group.world import World
 
 if TYPE_CHECKING:
-    from lightning_dlrover.strategy import DLRoverStrategy
+    from lightning_dlrover.live.live_strategy import LiveStrategy
 
 __all__ = ["Replica"]
 
@@ -32,7 +29,7 @@ class Replica:
         unused: whether DDP has to search for parameters that a step leaves out.
     """
 
-    def __init__(self, strategy: DLRoverStrategy, unused: UnusedParameters) -> None:
+    def __init__(self, strategy: LiveStrategy, unused: UnusedParameters) -> None:
         self.unused = unused
         self._strategy = strategy
         self._frozen: list[nn.Parameter] = []  # parameters that were not trainable when DDP wrapped the model
@@ -49,7 +46,7 @@ class Replica:
         with ddp_arguments(self._strategy, **({"find_unused_parameters": True} if self.unused.found else {})):
             wrapped = make(module)
         self._strategy.clock.stop_in_forward(wrapped)
-        if world is not None and not has_comm_hook(self._strategy):
+        if world is not None and self._strategy._ddp_comm_hook is None:
             world.guard(wrapped)
         return wrapped
 
@@ -66,7 +63,7 @@ class Replica:
             return module
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sharded)  # type: ignore[no-untyped-call]
         with ddp_arguments(strategy, init_sync=init_sync):
-            wrapped = in_ddp(strategy, module)
+            wrapped = strategy._setup_model(module)
         if strategy.root_device.type == "cuda":  # the same as Lightning does for models without tables
             register_comm_hook(strategy, wrapped)
         return wrapped
@@ -86,7 +83,7 @@ class Replica:
         torch_names.retire(strategy.model)
         model: Any = strategy.lightning_module
         strategy.model = model
-        expect_static_graph_call(strategy)
+        strategy._pl_static_graph_delay_done = False  # a static graph needs a call for each replica, in manual optimization
         if strategy.world_size > 1:
             with ddp_arguments(strategy, init_sync=False):
                 strategy.configure_ddp()
@@ -127,7 +124,7 @@ class Replica:
         self.unused.check(
             strategy.lightning_module,
             strategy.model,
-            lambda: strategy.tables.parameter_names() if strategy.tables is not None else (),
+            strategy,
             strategy.world_size,
             strategy.is_global_zero,
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,23 +29,85 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Survivors(Protocol):
+    """The workers that are left after a loss, as this worker meets them."""
+
+    def meet_survivors(self) -> bool:
+        """Form the next round with them. Return whether the current step's update was taken over from one of them."""
+
+
+class HasDevice(Protocol):
+    """What knows the device on which this worker trains, which may be set late."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
 class ResilientCollectives:
-    """One worker's collectives, and the results that other workers may lack after a loss.
+    """One worker's round, see `ports.Round`: its collectives, and the results that other workers may lack after a loss.
 
     Args:
-        device: returns the device on which this worker trains.
-        recover: forms the next round after a loss. Returns whether the current step's update was taken over.
+        trainer: has the device on which this worker trains.
+        survivors: forms the next round after a loss.
     """
 
-    def __init__(
-        self, world: World, position: FitPosition, device: Callable[[], torch.device], recover: Callable[[], bool]
-    ) -> None:
-        self.recover = recover
+    def __init__(self, world: World, position: FitPosition, trainer: HasDevice, survivors: Survivors) -> None:
         self._world = world
         self._position = position
-        self._device = device
+        self._trainer = trainer
+        self._survivors = survivors
         self._results: dict[tuple[int, int], Any] = {}
         self._missed: dict[tuple[int, int], Any] = {}
+
+    # --- the round ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def formation(self) -> Formation | None:
+        return self._position.formation
+
+    @property
+    def rank(self) -> int:
+        return self._position.rank
+
+    @property
+    def size(self) -> int:
+        return self._position.size
+
+    @property
+    def broken(self) -> bool:
+        return self._world.broken
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._world.is_asynchronous
+
+    @property
+    def num_begun(self) -> int:
+        return self._world.num_begun
+
+    @property
+    def wishes(self) -> list[int]:
+        return self._world.wishes
+
+    @wishes.setter
+    def wishes(self, wishes: list[int]) -> None:
+        self._world.wishes = wishes
+
+    def is_failure(self, error: BaseException) -> bool:
+        return self._world.is_failure(error)
+
+    def alone(self, reason: str) -> AbstractContextManager[None]:
+        return self._world.alone(reason)
+
+    def compared(self, purpose: Callable[[], Purpose]) -> AbstractContextManager[None]:
+        return self._world.compared(purpose)
+
+    def all_reach(self, place: str, timeout_s: float | None = None) -> bool:
+        return self._world.all_reach(place, timeout_s)
+
+    def recover(self) -> bool:
+        """Form the next round with the survivors. Return whether this step's update was taken over from another worker."""
+        return self._survivors.meet_survivors()
 
     # --- outside of steps ------------------------------------------------------------------------------------------------
 
@@ -124,7 +187,7 @@ class ResilientCollectives:
             log.info("worker %s: a collective failed: %s", self._world.worker_id, str(error).splitlines()[0][:200])
         return None
 
-    def recover_if_broken(self) -> None:
+    def renew_if_broken(self) -> None:
         """Form the next round if this one has ended. Call it where no unfinished work would have to be repeated."""
         if self._world.broken:
             self.recover()
@@ -150,7 +213,7 @@ class ResilientCollectives:
     def wait_for_results(self) -> None:
         """Wait until the results of all collectives are there, if their backend does not wait for them itself."""
         if self._world.is_asynchronous:
-            self._world.wait_for_device(self._device())
+            self._world.wait_for_device(self._trainer.device)
 
     def check_group(self) -> None:
         """Raise if an abort has removed the group: Lightning's collectives would silently do nothing."""
@@ -161,7 +224,7 @@ class ResilientCollectives:
         """Return the result of a collective outside of steps, unless an abort has ended it early."""
         result = run()
         if self._world.is_asynchronous and self._position.size > 1:
-            self._world.wait_for_device(self._device())
+            self._world.wait_for_device(self._trainer.device)
             if self._world.broken:
                 raise self._world.broken_error()
         return result

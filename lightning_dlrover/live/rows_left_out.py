@@ -9,13 +9,13 @@ from lightning_dlrover.data.left_out import LeftOut
 from lightning_dlrover.rdzv.job.events import RowsSkipped
 from lightning_dlrover.report.skipped import merged
 
-__all__ = ["RowsLeftOut"]
+__all__ = ["SkippedRows"]
 
 MAX_LISTED = 500
 """Ranges of rows that one worker puts on record for a loader. A damaged store, or a compacted topic, has any number of them."""
 
 
-class RowsLeftOut:
+class SkippedRows:
     """Rows that one loader's batches leave out. Each is news once, however many batches and epochs have it."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import ranges_of
-from lightning_dlrover.data.one_pass import Place, Snapshot, has_state
+from lightning_dlrover.data.one_pass import EpochKey, Snapshot, has_state
 from lightning_dlrover.data.sequence import (
     BatchFacts,
     BatchShare,
@@ -183,13 +183,13 @@ class SequenceOrder(WithoutWindows):
 
     @property
     def count_request(self) -> RowCount:
-        return RowCount(Place(self.seed, 0), self.settings.max_rows)
+        return RowCount(EpochKey(self.seed, 0), self.settings.max_rows)
 
     # --- training -----------------------------------------------------------------------------------------------------------
 
     @property
-    def _place(self) -> Place:
-        return Place(self.seed, self._source.epoch)
+    def _place(self) -> EpochKey:
+        return EpochKey(self.seed, self._source.epoch)
 
     @property
     def is_stateful(self) -> bool:
@@ -246,7 +246,7 @@ class SequenceOrder(WithoutWindows):
 
     def _snapshot_at(self, row: int) -> Snapshot | None:
         """Return the newest state of the dataset from which this row of the epoch can be reached."""
-        fitting = [each for each in self._snapshots if Place(each.seed, each.epoch) == self._place and each.row <= row]
+        fitting = [each for each in self._snapshots if EpochKey(each.seed, each.epoch) == self._place and each.row <= row]
         return max(fitting, key=lambda each: each.row, default=None)
 
     @property

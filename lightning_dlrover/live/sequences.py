@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.live import lightning_names
@@ -23,6 +24,7 @@ from lightning_dlrover.report.streams import described_sequence
 
 if TYPE_CHECKING:
     from lightning_dlrover.live.loader import ElasticLoader
+    from lightning_dlrover.live.ports import Round
 
 __all__ = ["compare_next_batches", "digest", "opened_sequences", "refuse_different_rows", "settings_for"]
 
@@ -46,8 +48,8 @@ def settings_for(
     return replace(
         settings,
         max_rows=None,
-        before_iter=lambda: lightning_names.fetch_nothing_ahead(trainer.fit_loop),
-        at_end=lambda: lightning_names.end_with_next_fetch(trainer.fit_loop),
+        before_iter=partial(lightning_names.fetch_nothing_ahead, trainer.fit_loop),
+        at_end=partial(lightning_names.end_with_next_fetch, trainer.fit_loop),
     )
 
 
@@ -102,36 +104,28 @@ def refuse_different_rows(loaders: Sequence[ElasticLoader]) -> None:
     of_ranks = transfer.all_gather([[tuple(each) for each in order.in_vote] for order in orders])
     for rank, theirs in enumerate(of_ranks):
         for order, mine, other in zip(orders, of_ranks[0], theirs, strict=True):
-            if found := _difference([HandedOut(*each) for each in mine], [HandedOut(*each) for each in other]):
+            if found := _difference_of_batches([HandedOut(*each) for each in mine], [HandedOut(*each) for each in other]):
                 raise MembershipError(f"{_text(order, found, 'rank 0', f'rank {rank}')}. The job ends")
 
 
-def compare_next_batches(
-    loaders: Sequence[ElasticLoader],
-    size: int,
-    rank: int,
-    joining_ranks: Sequence[int],
-    gathered: Callable[[Any], list[Any]],
-) -> None:
+def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joining_ranks: Sequence[int]) -> None:
     """Fetch the next batch, and compare it with what other workers have in it. All workers of a round call it together.
 
     Args:
-        size: number of workers.
         joining_ranks: workers to refuse if they differ, while others train on.
-        gathered: returns all workers' values by rank.
 
     Raises:
         MembershipError: this worker joins with other rows, or the workers that have the state differ.
         DataError: this worker joins, and would need too long to read up to the others.
     """
-    orders = sequences_of(loaders)
+    orders, size, rank = sequences_of(loaders), round_.size, round_.rank
     if not orders or size == 1:
         return
     for order in orders:
         order.is_catching_up = rank in joining_ranks
         order.forget_handed_out()
     mine = [tuple(each) if (each := loader.peek()) is not None else None for loader in loaders]
-    of_ranks = gathered(mine)
+    of_ranks = round_.gathered(mine)
     standing = next(each for each in range(size) if each not in joining_ranks)
     for other in range(size):
         if (other in joining_ranks) and other != rank:
@@ -139,13 +133,13 @@ def compare_next_batches(
         for loader, ours, theirs in zip(loaders, of_ranks[standing], of_ranks[other], strict=True):
             if loader.sequence is None or ours is None or theirs is None:
                 continue
-            if found := _difference([HandedOut(*ours)], [HandedOut(*theirs)]):
+            if found := _difference_of_batches([HandedOut(*ours)], [HandedOut(*theirs)]):
                 names = f"rank {standing}", "this worker" if other == rank else f"rank {other}"
                 end = "The job goes on without this worker" if other in joining_ranks else "The job ends"
                 raise MembershipError(f"{_text(loader.sequence, found, *names)}. {end}")
 
 
-def _difference(mine: Sequence[HandedOut], theirs: Sequence[HandedOut]) -> str:
+def _difference_of_batches(mine: Sequence[HandedOut], theirs: Sequence[HandedOut]) -> str:
     """Describe how two workers' batches differ. Those that only one has seen are not compared."""
     known: Mapping[tuple[int, int], HandedOut] = {(each.epoch, each.batch): each for each in mine}
     for other in theirs:
@@ -156,7 +150,7 @@ def _difference(mine: Sequence[HandedOut], theirs: Sequence[HandedOut]) -> str:
         if (own.num_rows, own.is_last) != (other.num_rows, other.is_last):
             return f"{where} %s has {_length(own)} and %s has {_length(other)}"
         if own.first is not None and other.first is not None and not are_same_row(own.first, other.first):
-            return f"{where} the first row of %s is {_brief(own.first)} and that of %s is {_brief(other.first)}"
+            return f"{where} the first row of %s is {_brief_row(own.first)} and that of %s is {_brief_row(other.first)}"
     return ""
 
 
@@ -166,7 +160,7 @@ def _length(seen: HandedOut) -> str:
     return f"{seen.num_rows} rows" + (", the last ones of the epoch," if seen.is_last else "")
 
 
-def _brief(first: Any) -> str:
+def _brief_row(first: Any) -> str:
     kind, arrays = first
     return f"{kind} {[x for array in arrays for x in array[1:] or array][:4]}"
 

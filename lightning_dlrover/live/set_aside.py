@@ -16,27 +16,33 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_dlrover.live.checkpoints import absolute, exists, replace_folder
-from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.live.ports import Job
 
 __all__ = ["SetAside"]
 
 log = logging.getLogger(__name__)
 
 
+class CheckpointFiles(Protocol):
+    """Storage of checkpoints, as the Trainer's `checkpoint_io` or the strategy offers it."""
+
+    def remove_checkpoint(self, path: Any) -> None: ...
+
+
 class SetAside:
     """Rank 0's checkpoints that wait for etcd. `settle` may run in another thread than the rest.
 
     Args:
-        remove: removes a checkpoint.
+        files: where checkpoints are written.
     """
 
-    def __init__(self, membership: Callable[[], Membership], run_id: str, remove: Callable[[str], None]) -> None:
-        self._membership = membership
-        self._run_id = run_id
-        self._remove = remove
+    def __init__(self, job: Job, files: CheckpointFiles) -> None:
+        self._job = job
+        self._run_id = job.config.run_id
+        self._files = files
         self._wanted: dict[str, str] = {}  # path of each checkpoint that was set aside, and the path that it should have
         self._written: set[str] = set()  # those that are complete
         self._kept: set[str] = set()  # checkpoints that were to be removed
@@ -46,10 +52,10 @@ class SetAside:
         """Return where a checkpoint may be written: elsewhere if what is there may be of another life of the job."""
         with self._lock:
             self._kept.discard(absolute(path))
-            if self._membership().is_still_in_force():
+            if self._job.membership.is_still_in_force():
                 for aside in [each for each in self._written if self._wanted[each] == absolute(path)]:
                     self._written.discard(aside)  # it is older than what comes now
-                    self._carry_out("remove", aside, partial(self._remove, aside))
+                    self._carry_out("remove", aside, partial(self._files.remove_checkpoint, aside))
                 return path
             if not exists(path):
                 return path
@@ -62,7 +68,7 @@ class SetAside:
 
     def may_remove(self, path: Any) -> bool:
         """Return whether a checkpoint may be removed now; else `settle` removes it."""
-        if self._membership().is_still_in_force():
+        if self._job.membership.is_still_in_force():
             return True
         self._kept.add(absolute(path))
         log.warning("%s: checkpoint %s is not removed before it answers", self._doubt, path)
@@ -84,7 +90,7 @@ class SetAside:
                 self._carry_out(f"move {aside} to", self._wanted[aside], partial(self._move, aside))
             while self._kept:
                 kept = self._kept.pop()
-                self._carry_out("remove", kept, partial(self._remove, kept))
+                self._carry_out("remove", kept, partial(self._files.remove_checkpoint, kept))
 
     def _move(self, aside: str) -> None:
         if os.path.isdir(aside):
@@ -101,5 +107,6 @@ class SetAside:
 
     @property
     def _doubt(self) -> str:
-        silent_s = self._membership().own.lease.silent_s
+        own = self._job.membership.own
+        silent_s = own.lease.silent_s
         return f"run {self._run_id}: etcd has not answered for {silent_s:.0f} s, so other workers may have taken the job over"

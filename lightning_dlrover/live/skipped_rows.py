@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from lightning_dlrover.live.fit_context import FitContext
+from lightning_dlrover.live.ports import Batches, Job
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.rdzv.job.events import RowsSkipped
 from lightning_dlrover.report.skipped import shown_ranges
 
@@ -17,8 +18,10 @@ PUBLISH_EVERY_S = 2.0
 class SkippedReports:
     """Puts rows that the training loaders of a fit leave out on record."""
 
-    def __init__(self, fit: FitContext) -> None:
-        self._fit = fit
+    def __init__(self, job: Job, batches: Batches, position: FitPosition) -> None:
+        self._job = job
+        self._batches = batches
+        self._position = position
         self._next_at = 0.0
 
     def publish(self, is_last: bool = False) -> None:
@@ -27,14 +30,14 @@ class SkippedReports:
         Args:
             is_last: whether the fit ends, so that nothing may be left for a later call.
         """
-        loaders = self._fit.loaders.all if self._fit.loaders.are_made else []
+        loaders = self._batches.all if self._batches.are_made else []
         now = time.monotonic()
-        if not any(loader.left_out.has_news for loader in loaders) or (now < self._next_at and not is_last):
+        if not any(loader.skipped.has_news for loader in loaders) or (now < self._next_at and not is_last):
             return
         self._next_at = now + PUBLISH_EVERY_S
         for number, loader in enumerate(loaders):
-            for skipped in loader.left_out.take_news(self._fit.position.fit, number):
-                self._fit.world.event(skipped, _sentence(skipped))
+            for skipped in loader.skipped.take_news(self._position.fit, number):
+                self._job.event(skipped, _sentence(skipped))
 
 
 def _sentence(skipped: RowsSkipped) -> str:

@@ -47,8 +47,8 @@ from lightning_dlrover.live.logged_values import description, new_entry
 if TYPE_CHECKING:
     import lightning as L
 
+    from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.live.loader import ElasticLoader
-    from lightning_dlrover.strategy import DLRoverStrategy
 
 __all__ = [
     "STATE_CLASSES",
@@ -160,7 +160,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
         torch_seed=torch.initial_seed(),
         python_random=random.getstate(),
         numpy_random=np.random.get_state(),
-        loggers=loggers.capture(trainer.loggers),
+        loggers=loggers.capture_runs(trainer.loggers),
     )
 
 
@@ -177,7 +177,7 @@ def running_state(trainer: L.Trainer) -> RunningState:
         train_reload_epoch=train_reload_epoch,
         val_reload_epoch=val_reload_epoch,
         val_age_s=None if last_validation is None else now - last_validation,
-        first_loop_iter=lightning_names.first_loop_iter(trainer),
+        first_loop_iter=trainer._logger_connector._first_loop_iter,
         metrics=lightning_names.metrics(trainer),
         logged=_logged_values(trainer),
         requires_grad={name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -240,7 +240,7 @@ def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 def restore(
     trainer: L.Trainer,
-    strategy: DLRoverStrategy,
+    strategy: LiveStrategy,
     loaders: Sequence[ElasticLoader],
     state: TrainerState,
     place: tuple[int, int],
@@ -288,7 +288,7 @@ def restore(
     random.setstate(state.python_random)  # type: ignore[arg-type]
     np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
     seed_for(state.torch_seed, place)
-    loggers.adopt(trainer.loggers, state.loggers)
+    loggers.adopt_runs(trainer.loggers, state.loggers)
     if enters_epoch:
         _warn_of_attributes(trainer.lightning_module, state.running.attributes)
 
@@ -418,7 +418,7 @@ def _go_on(trainer: L.Trainer) -> None:
     )
 
 
-def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: RunningState) -> None:
+def adopt_running_state(trainer: L.Trainer, strategy: LiveStrategy, running: RunningState) -> None:
     """Set the values that another worker's `running_state` returned."""
     now = time.monotonic()
     trainer.should_stop = running.should_stop
@@ -426,7 +426,7 @@ def adopt_running_state(trainer: L.Trainer, strategy: DLRoverStrategy, running: 
     lightning_names.set_reload_epochs(trainer, running.train_reload_epoch, running.val_reload_epoch)
     if running.val_age_s is not None and lightning_names.validates_by_clock(trainer):
         lightning_names.set_validation_time(trainer, now - running.val_age_s)
-    lightning_names.set_first_loop_iter(trainer, running.first_loop_iter)
+    trainer._logger_connector._first_loop_iter = running.first_loop_iter
     _set_metrics(trainer, running)
     results = lightning_names.results_of(trainer.fit_loop.epoch_loop)
     results.clear()  # drops values from hooks that this worker ran while it was alone
@@ -460,7 +460,7 @@ def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
     lightning_names.set_metrics(trainer, {kind: here(kind) for kind in ("callback", "logged", "progress_bar")})
 
 
-def _adopt_logged_value(trainer: L.Trainer, strategy: DLRoverStrategy, logged: LoggedValue) -> None:
+def _adopt_logged_value(trainer: L.Trainer, strategy: LiveStrategy, logged: LoggedValue) -> None:
     """Make an entry, still without a value, for a name that the others have logged before this worker came."""
     try:
         metric = new_entry(
@@ -531,7 +531,7 @@ def _compare_schedulers(trainer: L.Trainer, running: RunningState) -> None:
 
 def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> None:
     mine = _plain_attributes(module)
-    changed = [_difference(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
+    changed = [_difference_of_states(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
     if changed:
         log.warning(
             "the model's attributes %s differ from the other workers'. Training has changed them and no checkpoint holds them. "
@@ -540,7 +540,7 @@ def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> N
         )
 
 
-def _difference(name: str, theirs: Any, mine: Any) -> str:
+def _difference_of_states(name: str, theirs: Any, mine: Any) -> str:
     if isinstance(theirs, list) and isinstance(mine, list):
         return f"{name} (a {theirs[0]})"
     there, here = (f"a {each[0]}" if isinstance(each, list) else repr(each) for each in (theirs, mine))

@@ -18,9 +18,10 @@ import torchmetrics
 from lightning_dlrover.checks.script import BackwardCheck
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
-from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.kept_values import KeptValues
 from lightning_dlrover.live.parts import Parts
+from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.redo import Before, Counts, Frozen, call_restart_hooks, metrics_of
 from lightning_dlrover.live.update import ManualWindow, Update, apply, capture
 from lightning_dlrover.rdzv.group.buffers import BufferCopies
@@ -35,13 +36,26 @@ __all__ = ["TrainingSteps"]
 class TrainingSteps:
     """One worker's training steps, and the records with which it repeats the current one."""
 
-    def __init__(self, fit: FitContext, metrics: EpochMetrics, kept: KeptValues) -> None:
-        self._fit = fit
+    def __init__(
+        self,
+        job: Job,
+        round_: Round,
+        batches: Batches,
+        trainer: TrainerPort,
+        position: FitPosition,
+        metrics: EpochMetrics,
+        kept: KeptValues,
+    ) -> None:
+        self._job = job
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
         self._metrics = metrics
         self._kept = kept
-        self.parts = Parts(fit, self._is_logged_for)
+        self.parts = Parts(job, round_, batches, trainer, position, self)
         self.backwards = BackwardCheck()
-        self.window = ManualWindow(fit.trainer)
+        self.window = ManualWindow(trainer.lightning)
         self.window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
         self._users_metrics: list[torchmetrics.Metric] = []  # torchmetrics objects of the user's module
         self._buffers: BufferCopies | None = None  # None with sharded tables: a loss brings back a snapshot
@@ -65,23 +79,24 @@ class TrainingSteps:
             UnsupportedScriptError: `max_share` cannot be kept.
         """
         self.parts.check()
-        self._users_metrics = metrics_of(self._fit.trainer.lightning_module)
-        self._buffers = BufferCopies(self._fit.trainer.lightning_module) if self._fit.strategy.elastic_tables is None else None
+        self._users_metrics = metrics_of(self._trainer.module)
+        self._buffers = BufferCopies(self._trainer.module) if self._trainer.elastic_tables is None else None
 
     @property
     def is_in_window(self) -> bool:
         """Whether gradients of earlier batches wait for an optimizer step."""
-        if not self._fit.trainer.lightning_module.automatic_optimization:
+        if not self._trainer.is_automatic:
             return self.window.is_open
-        return self._epoch_loop.batch_progress.current.ready % self._fit.trainer.accumulate_grad_batches != 0
+        return self._trainer.num_handed_out % self._trainer.accumulate_grad_batches != 0
 
     # --- steps ------------------------------------------------------------------------------------------------------------
 
     def run_automatic(self, run: Callable[..., Any], optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """Run Lightning's automatic optimization of one batch, and repeat it as often as its collectives fail."""
-        progress = self._epoch_loop.automatic_optimization.optim_progress.optimizer
+        automatic = self._epoch_loop.automatic_optimization
+        progress = automatic.optim_progress.optimizer
         counts = self._counts_of(progress)
-        closes_window = not lightning_names.is_accumulating(self._fit.trainer)
+        closes_window = not lightning_names.is_accumulating(self._trainer.lightning)
         again = False
 
         def compute() -> Any:
@@ -90,16 +105,16 @@ class TrainingSteps:
             self._num_backwards, self._has_loss = 0, False  # those of earlier batches do not belong to this step
             return run(optimizer, batch_idx, own)
 
-        if (self._epoch_loop.batch_progress.current.ready - 1) % self._fit.trainer.accumulate_grad_batches == 0:
+        if (self._trainer.num_handed_out - 1) % self._trainer.accumulate_grad_batches == 0:
             self._remember()
         undo = self._copy_if_weights_move_inside(optimizer) if closes_window else None
         while True:
-            self._fit.position.in_step = True
+            self._position.in_step = True
             before = counts.take()
-            if (done := self._fit.collectives.attempt(compute)) is not None:
+            if (done := self._round.attempt(compute)) is not None:
                 result = done[0]
                 break
-            skip = self._fit.collectives.recover()
+            skip = self._round.recover()
             counts.restore(before)
             if skip:
                 progress.step.increment_ready()
@@ -107,13 +122,13 @@ class TrainingSteps:
                 result = {}
                 break
             if undo is not None:
-                apply(self._fit.trainer, copy.deepcopy(undo))
-            call_restart_hooks(self._fit.trainer, batch_idx)
+                apply(self._trainer.lightning, copy.deepcopy(undo))
+            call_restart_hooks(self._trainer.lightning, batch_idx)
             again = True
-        self._fit.position.in_step = False
+        self._position.in_step = False
         if closes_window:
             self._max_backwards = max(self._max_backwards, self._num_backwards)
-            self._fit.position.updates += 1
+            self._position.updates += 1
             self._kept.counts()
             self._before = None
             self.inherit_values()
@@ -127,7 +142,8 @@ class TrainingSteps:
             make: makes Lightning's own closure.
         """
         made = make(kwargs, optimizer, batch_idx)
-        counts = self._counts_of(self._epoch_loop.automatic_optimization.optim_progress.optimizer)
+        automatic = self._epoch_loop.automatic_optimization
+        counts = self._counts_of(automatic.optim_progress.optimizer)
 
         def evaluate() -> Any:
             before, num_backwards = counts.take(), self._num_backwards
@@ -135,7 +151,7 @@ class TrainingSteps:
             def compute(again: bool) -> Any:
                 own = kwargs
                 if again:
-                    call_restart_hooks(self._fit.trainer, batch_idx)
+                    call_restart_hooks(self._trainer.lightning, batch_idx)
                     own = self._taken_back()
                     counts.restore(before)
                     self._num_backwards = num_backwards
@@ -148,11 +164,11 @@ class TrainingSteps:
 
     def _taken_back(self) -> Any:
         """Take back what the batch under computation has changed. Return the arguments of its step."""
-        if (self._epoch_loop.batch_progress.current.ready - 1) % self._fit.trainer.accumulate_grad_batches:
+        if (self._trainer.num_handed_out - 1) % self._trainer.accumulate_grad_batches:
             return self._redo_window(inside=True)  # its gradients are added to those of earlier batches
         self._take_back()
-        kwargs = self._fit.loaders.refetched(1)[0]  # the step may have changed the batch in place
-        self._is_logged_for(kwargs)
+        kwargs = self._batches.refetched(1)[0]  # the step may have changed the batch in place
+        self.log_for(kwargs)
         return kwargs
 
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
@@ -160,17 +176,17 @@ class TrainingSteps:
         progress = self._epoch_loop.manual_optimization.optim_step_progress
         counts = self._counts_of(progress)
         self._remember()
-        if self._fit.position.size > 1:
-            self._frozen = Frozen(self._fit.trainer.lightning_module)
+        if self._round.size > 1:
+            self._frozen = Frozen(self._trainer.module)
             self.window.remember()
         while True:
             self._begin_manual_batch()
             before = counts.take()
             skip = False
-            if (done := self._fit.collectives.attempt(self.parts.run_manual, self._checked, run, kwargs)) is not None:
+            if (done := self._round.attempt(self.parts.run_manual, self._checked, run, kwargs)) is not None:
                 result = done[0]
                 break
-            skip = self._fit.collectives.recover()
+            skip = self._round.recover()
             if skip:
                 result = {}
                 break
@@ -180,15 +196,15 @@ class TrainingSteps:
                         "a worker was lost after this batch's only optimizer step but before the end of training_step; "
                         "the step cannot be taken back: this worker has to start again"
                     )
-                apply(self._fit.trainer, self._undo)
+                apply(self._trainer.lightning, self._undo)
             counts.restore(before)
             self.window.restore()
-            call_restart_hooks(self._fit.trainer, self._epoch_loop.batch_progress.current.ready - 1)
+            call_restart_hooks(self._trainer.lightning, self._trainer.num_handed_out - 1)
             self._take_back()
-            kwargs = self._fit.loaders.refetched(1)[0]
-            self._is_logged_for(kwargs)
-        self._fit.position.in_step = False
-        self._fit.position.updates += 1
+            kwargs = self._batches.refetched(1)[0]
+            self.log_for(kwargs)
+        self._position.in_step = False
+        self._position.updates += 1
         self._max_manual_steps = max(self._max_manual_steps, self._manual_steps)
         if not skip:  # else the window is the other worker's, as this worker took over its update
             # If no step was ever seen, the user steps optimizers that Lightning has not wrapped.
@@ -204,25 +220,26 @@ class TrainingSteps:
     def _checked(self, run: Callable[..., Any], kwargs: Any) -> Any:
         """Run a batch of manual optimization. Check gradients and buffers that it leaves to the next batches."""
         result = run(kwargs)
-        has_stepped = self._epoch_loop.manual_optimization.optim_step_progress.total.completed > 0
+        manual = self._epoch_loop.manual_optimization
+        has_stepped = manual.optim_step_progress.total.completed > 0
         if self._manual_steps == 0 and has_stepped:  # else the user may have stepped optimizers that Lightning has not wrapped
-            self._fit.collectives.check_gradients()
+            self._round.check_gradients()
         return result
 
     def before_optimizer_step(self, optimizer: Any, closure: Any) -> None:
         """Manual optimization: keep the state that a batch's first update will overwrite, if the batch may hold several."""
-        if not self._fit.position.in_step or self._fit.trainer.lightning_module.automatic_optimization:
+        if not self._position.in_step or self._trainer.is_automatic:
             return
-        if self._fit.world.config.max_workers > 1:
+        if self._job.config.max_workers > 1:
             self.backwards.optimizer_step(optimizer, closure)
         if self._manual_steps == 0 and self._max_manual_steps != 1 and self._can_undo:
-            self._undo = copy.deepcopy(capture(self._fit.trainer))
+            self._undo = copy.deepcopy(capture(self._trainer.lightning))
         self._manual_steps += 1
 
     def loss_of(self, output: Any) -> Any:
         """Return a training step's output, or a loss without a gradient if it is None: other workers wait for this share's."""
-        module = self._fit.trainer.lightning_module
-        if output is not None or not module.automatic_optimization or self._fit.strategy.tables is not None:
+        module = self._trainer.module
+        if output is not None or not module.automatic_optimization or self._trainer.strategy.tables is not None:
             self._has_loss = True
             return output
         return sum((parameter.flatten()[:1] * 0).sum() for parameter in module.parameters() if parameter.requires_grad)
@@ -232,60 +249,60 @@ class TrainingSteps:
 
         Manual optimization is the user's: its steps come before the end of the training step.
         """
-        if not self._fit.trainer.lightning_module.automatic_optimization:
+        if not self._trainer.is_automatic:
             return
-        if self._has_loss or self._fit.position.size == 1 or self._fit.trainer.accumulate_grad_batches > 1:
+        if self._has_loss or self._round.size == 1 or self._trainer.accumulate_grad_batches > 1:
             return
-        if self._fit.world.all_reach(f"no-loss/{self._fit.position.fit}/{self._fit.position.batch}"):
-            self._fit.trainer.optimizers[0].zero_grad()
+        if self._round.all_reach(f"no-loss/{self._position.fit}/{self._position.batch}"):
+            self._trainer.optimizers[0].zero_grad()
 
     def backward_begins(self) -> None:
         self._num_backwards += self.parts.is_first
         self.parts.backward_begins()
-        if self.parts.is_synced and self._fit.trainer.lightning_module.automatic_optimization:
-            self._kept.begin(self._fit.position.updates + 1)
+        if self.parts.is_synced and self._trainer.is_automatic:
+            self._kept.begin(self._position.updates + 1)
 
     def values_arrive(self) -> None:
         """Wait for the values that the others have sent, before the weights change."""
         self._kept.finish()
-        if not self._fit.trainer.lightning_module.automatic_optimization:
+        if not self._trainer.is_automatic:
             self._kept.counts()  # they are those of the batches before
 
     def _send_values(self) -> None:
         """Manual optimization: send this worker's values after a batch. With NCCL they arrive during the next one."""
 
         def send() -> None:
-            self._kept.begin(self._fit.position.updates)
-            if not self._fit.world.is_asynchronous:
+            self._kept.begin(self._position.updates)
+            if not self._round.is_asynchronous:
                 self.values_arrive()
 
-        if self._fit.collectives.attempt(send) is None:
-            self._fit.collectives.recover()
+        if self._round.attempt(send) is None:
+            self._round.recover()
 
     # --- after a loss -------------------------------------------------------------------------------------------------------
 
     def broken(self) -> None:
         """Note that a worker was lost, before the survivors meet."""
         self.window_is_stale = True
-        if self._fit.position.in_step and self._frozen is not None:
+        if self._position.in_step and self._frozen is not None:
             self._frozen.restore()  # before the next wrap: DDP reduces the parameters that are trainable then
-        if self._before is not None and not self._fit.position.validation:
+        if self._before is not None and not self._position.validation:
             self._before.restore_buffers()  # before a survivor that missed the last update receives this worker's
 
     def redo_window(self) -> None:
         """Between two batches: compute the open window's gradients again if a lost worker took its share of them."""
         if not self.window_is_stale:
             return
-        self._fit.position.is_redoing = True
+        self._position.is_redoing = True
         try:
             self._redo_window()
         finally:
-            self._fit.position.is_redoing = False
+            self._position.is_redoing = False
 
     def forget(self) -> None:
         """Drop the step in progress, because all workers go back to a snapshot."""
-        self._fit.position.in_step = self.window_is_stale = False
-        self._fit.loaders.computed = self._undo = None
+        self._position.in_step = self.window_is_stale = False
+        self._batches.computed = self._undo = None
 
     def _redo_window(self, inside: bool = False) -> Any:
         return self.parts.until_it_fits(lambda again: self._redone_window(inside))
@@ -299,29 +316,29 @@ class TrainingSteps:
         Returns:
             The arguments of the training step for that batch; None if not `inside`.
         """
-        handed_out = self._epoch_loop.batch_progress.current.ready
-        earlier = (handed_out - inside) % self._fit.trainer.accumulate_grad_batches
-        is_automatic = self._fit.trainer.lightning_module.automatic_optimization
+        handed_out = self._trainer.num_handed_out
+        earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
+        is_automatic = self._trainer.is_automatic
         # In manual optimization, gradients of earlier batches are already means over all workers of that time.
         if not inside and (earlier == 0 or not is_automatic):
             self.window_is_stale = False
             return None
         self._take_back()
-        optimizer = self._fit.trainer.optimizers[0]
+        optimizer = self._trainer.optimizers[0]
         optimizer.zero_grad()
-        steps = self._fit.loaders.refetched(earlier + inside)
+        steps = self._batches.refetched(earlier + inside)
         try:
             for i, kwargs in enumerate(steps[:earlier]):
-                self._fit.loaders.computed = self._fit.loaders.first.cursor - inside - earlier + i
-                self._is_logged_for(kwargs)
+                self._batches.computed = self._batches.first.cursor - inside - earlier + i
+                self.log_for(kwargs)
                 batch_idx = handed_out - inside - earlier + i
-                with self._fit.strategy.block_backward_sync():
-                    lightning_names.closure(self._fit.trainer, kwargs, optimizer, batch_idx)()
+                with self._trainer.strategy.block_backward_sync():
+                    lightning_names.closure(self._trainer.lightning, kwargs, optimizer, batch_idx)()
         finally:
-            self._fit.loaders.computed = None
+            self._batches.computed = None
         self.window_is_stale = False
         if inside:
-            self._is_logged_for(steps[-1])
+            self.log_for(steps[-1])
         return steps[-1] if inside else None
 
     def inherit_values(self) -> None:
@@ -339,7 +356,7 @@ class TrainingSteps:
 
     def _remember(self) -> None:
         """Record logged values and buffers before an accumulation window, in case its batches are computed again."""
-        results, has_peers = lightning_names.results_of(self._epoch_loop), self._fit.position.size > 1
+        results, has_peers = lightning_names.results_of(self._epoch_loop), self._round.size > 1
         can_repeat = has_peers or not self.parts.refusal
         self._before = Before(self._users_metrics, results, self._buffers if has_peers else None) if can_repeat else None
 
@@ -349,7 +366,7 @@ class TrainingSteps:
         return self._counts
 
     def _begin_manual_batch(self) -> None:
-        self._fit.position.in_step = True
+        self._position.in_step = True
         self._manual_steps, self._undo = 0, None
         self.backwards.batch_begins()
 
@@ -358,18 +375,18 @@ class TrainingSteps:
         raw = getattr(optimizer, "optimizer", optimizer)  # unwraps Lightning's optimizer
         of_torch = type(raw).__module__.startswith("torch.optim")
         moves = isinstance(raw, torch.optim.LBFGS) or self._max_backwards > 1 or (self._max_backwards == 0 and not of_torch)
-        return copy.deepcopy(capture(self._fit.trainer)) if moves and self._can_undo else None
+        return copy.deepcopy(capture(self._trainer.lightning)) if moves and self._can_undo else None
 
     @property
     def _can_undo(self) -> bool:
         # With sharded tables, recovery from a loss goes back to a snapshot.
-        return self._fit.position.size > 1 and self._fit.strategy.elastic_tables is None
+        return self._round.size > 1 and self._trainer.elastic_tables is None
 
-    def _is_logged_for(self, kwargs: Any) -> None:
+    def log_for(self, kwargs: Any) -> None:
         """Make Lightning weight the next logged values by the size of this batch."""
         results = lightning_names.results_of(self._epoch_loop)
         results.batch, results.batch_size = kwargs["batch"] if "batch" in kwargs else next(iter(kwargs.values())), None
 
     @property
     def _epoch_loop(self) -> EpochLoop:
-        return self._fit.trainer.fit_loop.epoch_loop
+        return self._trainer.epoch_loop

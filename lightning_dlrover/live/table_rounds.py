@@ -15,10 +15,10 @@ import torch
 
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.epoch_metrics import restore_partial
-from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
-from lightning_dlrover.live.position import Position
+from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition, Position
 from lightning_dlrover.live.state import STATE_CLASSES, TrainerState
 from lightning_dlrover.live.steps import TrainingSteps
 from lightning_dlrover.rdzv.group import transfer
@@ -40,8 +40,22 @@ class RolledBack(Exception):
 class TableRounds:
     """The tables of a Trainer's model, if it has any, and the snapshots of everything else."""
 
-    def __init__(self, fit: FitContext, steps: TrainingSteps, state: JobState, checkpoints: JobCheckpoints) -> None:
-        self._fit = fit
+    def __init__(
+        self,
+        job: Job,
+        round_: Round,
+        batches: Batches,
+        trainer: TrainerPort,
+        position: FitPosition,
+        steps: TrainingSteps,
+        state: JobState,
+        checkpoints: JobCheckpoints,
+    ) -> None:
+        self._job = job
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
         self._steps = steps
         self._state = state
         self._checkpoints = checkpoints
@@ -50,12 +64,12 @@ class TableRounds:
 
     @property
     def elastic(self) -> ElasticTables | None:
-        return self._fit.strategy.elastic_tables
+        return self._trainer.elastic_tables
 
     @property
     def _tables(self) -> TablesOfTrainer:
-        assert self._fit.strategy.tables is not None
-        return self._fit.strategy.tables
+        assert self._trainer.strategy.tables is not None
+        return self._trainer.strategy.tables
 
     @property
     def whole_in(self) -> int:
@@ -67,9 +81,9 @@ class TableRounds:
     def resume(self, formation: Formation) -> None:
         """First round: continue from a snapshot or checkpoint of an earlier life of the job."""
         if not (has_choice := self._take_users_choice(formation)):
-            self._roll_back(formation, self._fit.loaders.batch_number)  # the user's own checkpoint may be newer
+            self._roll_back(formation, self._batches.batch_number)  # the user's own checkpoint may be newer
         self._was_rolled_back = False
-        self._checkpoints.resume_with_tables(self._fit.trainer.global_step, has_choice)
+        self._checkpoints.resume_with_tables(self._trainer.global_step, has_choice)
 
     def _take_users_choice(self, formation: Formation) -> bool:
         """Let no former snapshot count if the user has chosen another `ckpt_path` than before. Return whether that is so."""
@@ -81,7 +95,7 @@ class TableRounds:
 
     def broken(self) -> None:
         """Note that a worker was lost. Inside a step, the tables are incomplete from here on."""
-        if self.elastic is not None and not self._fit.position.at_boundary:
+        if self.elastic is not None and not self._position.at_boundary:
             self.elastic.broken()
 
     def settle(self, formation: Formation, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]) -> None:
@@ -92,16 +106,16 @@ class TableRounds:
         # After a loss no worker can hand over the lost workers' shards.
         if formation.round.planned and len(places) == 1 and all(p.at_boundary and p.tables for p in standing.values()):
             try:
-                self._tables.reshard(formation, stand, self._fit.strategy.optimizers)
+                self._tables.reshard(formation, stand, self._trainer.strategy.optimizers)
             except BaseException:
                 self.elastic.broken()
                 raise
-            self._fit.strategy.model = self._tables.model
+            self._trainer.strategy.model = self._tables.model
             self._state.give(formation, joining)
             return
         has_choice = not standing and self._take_users_choice(formation)
         age_s = self.elastic.snapshot_age_s
-        is_back = not has_choice and self._roll_back(formation, 0 if standing else self._fit.loaders.batch_number)
+        is_back = not has_choice and self._roll_back(formation, 0 if standing else self._batches.batch_number)
         if is_back and standing:
             self._checkpoints.raise_if_much_newer(age_s)
         # These processes cannot recover: a worker inside the loops cannot return to their beginning.
@@ -111,11 +125,11 @@ class TableRounds:
                 "from the newest checkpoint if there is one"
             )
         if not is_back:
-            self._tables.start(formation, self._fit.strategy.optimizers)
-            self._fit.strategy.model = self._tables.model
+            self._tables.start(formation, self._trainer.strategy.optimizers)
+            self._trainer.strategy.model = self._tables.model
         if not standing:
             # A joiner's loops have the position of the user's checkpoint, though nothing else of it was loaded.
-            self._checkpoints.resume_with_tables(self._fit.trainer.global_step if is_back else 0, has_choice)
+            self._checkpoints.resume_with_tables(self._trainer.global_step if is_back else 0, has_choice)
 
     def raise_if_rolled_back(self) -> None:
         """Raise `RolledBack` once after all workers went back to a snapshot."""
@@ -125,32 +139,33 @@ class TableRounds:
 
     def _roll_back(self, formation: Formation, batch: int) -> bool:
         """Go back to the newest complete snapshot. Return False if there is none at or after that batch."""
-        restored = self._tables.roll_back(formation, batch, self._fit.strategy.optimizers)
+        restored = self._tables.roll_back(formation, batch, self._trainer.strategy.optimizers)
         if restored is None:
             return False
-        self._fit.strategy.model = self._tables.model
-        trainer, state = self._fit.trainer, self._state
-        undone = max(0, self._fit.position.batch - restored.batch)
+        self._trainer.strategy.model = self._tables.model
+        trainer, state = self._trainer.lightning, self._state
+        undone = max(0, self._position.batch - restored.batch)
         snapshot = transfer.loads(restored.state, STATE_CLASSES, state.names)
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
-        state.restore(TrainerState(**snapshot["state"]), enters_epoch=not formation.hellos.get(self._fit.world.worker_id))
+        state.restore(TrainerState(**snapshot["state"]), enters_epoch=not formation.hellos.get(self._job.worker_id))
         own = snapshot["values"] if restored.is_own else {"logged": {}, "states": {}}
         restore_partial(lightning_names.results_of(trainer.fit_loop.epoch_loop), trainer.lightning_module, own)
         state.add_partials([transfer.loads(other, STATE_CLASSES, state.names)["values"] for other in restored.of_lost])
         state.mark_epoch_as_begun()
         self._steps.forget()
-        self._fit.collectives.forget()
-        self._fit.position.validation = 0
+        self._round.forget()
+        self._position.validation = 0
         self._was_rolled_back = True
         if trainer.validating or trainer.sanity_checking:
-            lightning_names.restore_module_mode(trainer)
+            val_loop = self._trainer.epoch_loop.val_loop
+            val_loop._module_mode.restore(trainer.lightning_module)
         trainer.training = True
         torch.set_grad_enabled(True)
         if formation.rank == 0:
             number = formation.round.number
             rolled_back = StateRolledBack(number, restored.batch, undone)
-            self._fit.world.event(rolled_back, f"round {number}: back at batch {restored.batch}, {undone} to do again")
+            self._job.event(rolled_back, f"round {number}: back at batch {restored.batch}, {undone} to do again")
         return True
 
     # --- snapshots --------------------------------------------------------------------------------------------------------
@@ -158,7 +173,7 @@ class TableRounds:
     def voted(self) -> None:
         """Take a snapshot if the workers have voted for one."""
         if self.elastic is not None:
-            self.elastic.voted(self._fit.loaders.batch_number, self._packed_snapshot)
+            self.elastic.voted(self._batches.batch_number, self._packed_snapshot)
 
     def _packed_snapshot(self) -> bytes:
         """Return everything except the tables in the form that `_roll_back` reads.
@@ -196,7 +211,7 @@ class TableRounds:
 
     def end_epoch(self, end: Callable[[], None]) -> None:
         """Run Lightning's work at the end of an epoch. After a rollback into the epoch, train on its rest first."""
-        fit_loop = self._fit.trainer.fit_loop
+        fit_loop = self._trainer.lightning.fit_loop
         epoch_loop, fetcher = fit_loop.epoch_loop, lightning_names.fetcher_of(fit_loop)
         while True:
             try:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.order import Peers
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.sequence_order import UNKNOWN
 from lightning_dlrover.live.split import global_batch_of_next
@@ -69,7 +73,8 @@ class TrainLoaders:
     def batch_number(self) -> int:
         """Number of batches handed out over all epochs."""
         # Not derived from the epoch: loaders made anew may be shorter, and this number must grow.
-        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return progress.total.ready
 
     @property
     def refusal(self) -> str:
@@ -109,7 +114,7 @@ class TrainLoaders:
         for loader in loaders:
             loader.keep_step(
                 int(num_batches) if math.isfinite(num_batches) else None,
-                cycles=lightning_names.mode_of(combined) == "max_size_cycle",
+                cycles=combined._mode == "max_size_cycle",
             )
         self._known, self._counted = loaders, self._global_batches
         self.close_unused()
@@ -124,18 +129,18 @@ class TrainLoaders:
         if self.are_made and self.all != [*self._known]:
             self._size_when_made = self._position.size
 
-    def global_batch(self, batch_size: int, default: int, of_rank_zero: Callable[[int], int]) -> int:
+    def global_batch(self, batch_size: int, default: int, peers: Peers) -> int:
         """Return the global batch of a loader that the script has made.
 
         Args:
             default: that of the first loader.
-            of_rank_zero: returns rank 0's argument on all workers.
+            peers: all of them take rank 0's.
         """
         if (former := next(self._former, None)) is None:
             return default
         sizes = self._size_when_made, self._position.size
         former_batch, former_global = former.users_batch_size, former.global_batch_size
-        found = of_rank_zero(global_batch_of_next(batch_size, former_batch, former_global, sizes))
+        found = peers.of_rank_zero(global_batch_of_next(batch_size, former_batch, former_global, sizes))
         if batch_size != former_batch and found == former_global and self._position.rank == 0:
             log.warning(
                 "the script's DataLoader has batches of %d with %d workers, and had batches of %d with %d: it divides by the "
@@ -145,11 +150,11 @@ class TrainLoaders:
             )
         return found
 
-    def agree_on_layout(self, made: ElasticLoader, of_rank_zero: Callable[[Any], Any]) -> None:
+    def agree_on_layout(self, made: ElasticLoader, peers: Peers) -> None:
         """Let rank 0's layout hold for a loader that the script makes in place of another one, as for the first ones."""
         layout = made.order.layout
         if self._are_made_again and layout is not None:
-            made.order.take_layout(Layout(**of_rank_zero(asdict(layout))))
+            made.order.take_layout(Layout(**peers.of_rank_zero(asdict(layout))))
 
     def attend(self, made: ElasticLoader) -> None:
         """Close a loader of any kind as soon as the Trainer uses it no longer."""
@@ -218,8 +223,8 @@ class TrainLoaders:
 
     @property
     def _epoch_to_begin(self) -> int:
-        current: Any = self._trainer.fit_loop.epoch_progress.current
-        return int(current.processed)
+        progress: Any = self._trainer.fit_loop.epoch_progress
+        return int(progress.current.processed)
 
     def recount(self) -> None:
         """Count the epoch's batches anew, where a stream has brought another number of rows, or others another global batch."""
@@ -295,7 +300,7 @@ class TrainLoaders:
         for number, loader in enumerate(self.all):
             loader.cursor = cursor
             if self.saved:
-                loader.resume(*(_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
+                loader.resume(*(_saved_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
         self.saved = {}
         lightning_names.fetcher_of(self._trainer.fit_loop).fetched = cursor
 
@@ -313,12 +318,13 @@ class TrainLoaders:
         for loader in loaders:
             loader.reshard(self._position.rank, self._position.size, rewind=num_batches)
         steps = []
+        epoch_loop = trainer.fit_loop.epoch_loop
         for i in range(num_batches):
             batch = trainer.precision_plugin.convert_input(self._next_again(loaders))
-            batch = lightning_names.before_transfer(trainer, batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-            batch_idx = trainer.fit_loop.epoch_loop.batch_progress.current.ready - num_batches + i
-            steps.append(lightning_names.arguments_of_step(trainer, batch, batch_idx))
+            batch_idx = epoch_loop.batch_progress.current.ready - num_batches + i
+            steps.append(epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx))
         return steps
 
     def _next_again(self, loaders: Sequence[ElasticLoader]) -> Any:
@@ -331,7 +337,7 @@ class TrainLoaders:
                 parts.append(loader.refetch())
             except StopIteration:
                 parts.append(None)  # this loader is shorter than the others, in mode `max_size`
-        return lightning_names.combine(combined, parts)
+        return torch.utils._pytree.tree_unflatten(parts, combined._spec)
 
     def close(self) -> None:
         """End the processes of all loaders."""
@@ -340,5 +346,5 @@ class TrainLoaders:
         self._made = []
 
 
-def _at(each: Sequence[Any], number: int) -> Any:
+def _saved_at(each: Sequence[Any], number: int) -> Any:
     return each[number] if number < len(each) else None

@@ -24,13 +24,12 @@ from lightning_dlrover.live import reserve as memory
 from lightning_dlrover.live.data_fingerprint import DataFingerprint, refuse_different_data
 from lightning_dlrover.live.data_of_fit import DataOfFit
 from lightning_dlrover.live.epoch_metrics import EpochMetrics
-from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.fits import Fits
 from lightning_dlrover.live.job_checkpoints import JobCheckpoints
 from lightning_dlrover.live.job_state import JobState
 from lightning_dlrover.live.job_windows import JobWindows
 from lightning_dlrover.live.kept_values import KeptValues
-from lightning_dlrover.live.lanes_ahead import LanesAhead
+from lightning_dlrover.live.lanes_ahead import LanePrefetcher
 from lightning_dlrover.live.leaving import Leaving
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.position import FitPosition, Position
@@ -40,9 +39,10 @@ from lightning_dlrover.live.searches import Searches
 from lightning_dlrover.live.settings import SettingsInForce
 from lightning_dlrover.live.skipped_rows import SkippedReports
 from lightning_dlrover.live.steps import TrainingSteps
-from lightning_dlrover.live.successors import Successors
+from lightning_dlrover.live.successors import RestartHandoff
 from lightning_dlrover.live.table_rounds import RolledBack, TableRounds
 from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.live.trainer_of_fit import TrainerOfFit
 from lightning_dlrover.live.update import Update
 from lightning_dlrover.live.validation import Validation
 from lightning_dlrover.live.votes import Votes
@@ -57,7 +57,7 @@ from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, WorldErr
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dlrover.strategy import DLRoverStrategy
+    from lightning_dlrover.live.live_strategy import LiveStrategy
 
 __all__ = ["LiveTraining"]
 
@@ -74,39 +74,38 @@ class LiveTraining:
     """
 
     def __init__(
-        self, strategy: DLRoverStrategy, trainer: L.Trainer, world: World, formation: Formation | None, check_interval_s: float
+        self, strategy: LiveStrategy, trainer: L.Trainer, world: World, formation: Formation | None, check_interval_s: float
     ) -> None:
         self.world = world
         self._strategy = strategy
-        self._trainer = trainer
         self.position = position = FitPosition(formation, is_standby=formation is None)
         self.pulse = Pulse()
-        self.collectives = ResilientCollectives(world, position, lambda: strategy.root_device, self._recover)
-        self.loaders = TrainLoaders(trainer, position, strategy.has_global_batch_size)
+        self._trainer = port = TrainerOfFit(trainer, strategy)
+        self.collectives = round_ = ResilientCollectives(world, position, port, self)
+        self.loaders = batches = TrainLoaders(trainer, position, strategy.has_global_batch_size)
         self.windows = JobWindows(world, position)
-        fit = FitContext(trainer, strategy, world, position, self.collectives, self.loaders)
-        self.searches = Searches(fit)
-        self.validation = Validation(fit)
-        self.kept = KeptValues(fit)
-        self.metrics = EpochMetrics(fit, self.validation.is_between_dataloaders, self.kept.logged_are_computed)
-        self.steps = TrainingSteps(fit, self.metrics, self.kept)
-        self.votes = Votes(fit, self.pulse, self.kept)
-        self.fits = Fits(fit)
-        self.leaving = Leaving(fit)
-        self.skipped = SkippedReports(fit)
-        self._data = DataOfFit(fit)
-        self._lanes = LanesAhead(fit)
-        self._state = JobState(fit, self.validation, self.votes)
-        self.checkpoints = JobCheckpoints(fit, self._state)
-        self._successors = Successors(fit, self._state, self.checkpoints)
-        self.tables = TableRounds(fit, self.steps, self._state, self.checkpoints)
+        self.searches = Searches(world, round_, position)
+        self.validation = Validation(round_, batches, port, position)
+        self.kept = KeptValues(world, round_, port, position)
+        self.metrics = EpochMetrics(round_, batches, port, self.validation, self.kept)
+        self.steps = TrainingSteps(world, round_, batches, port, position, self.metrics, self.kept)
+        self.votes = Votes(world, round_, batches, port, position, self.pulse, self.kept)
+        self.fits = Fits(world, round_, port, position)
+        self.leaving = Leaving(world, port, position)
+        self.skipped = SkippedReports(world, batches, position)
+        self._data = DataOfFit(world, round_, batches, port, position)
+        self._lanes = LanePrefetcher(world, round_, batches)
+        self._state = JobState(world, round_, batches, port, position, self.validation, self.votes)
+        self.checkpoints = JobCheckpoints(world, round_, batches, port, position, self._state)
+        self._successors = RestartHandoff(world, round_, port, position, self._state, self.checkpoints)
+        self.tables = TableRounds(world, round_, batches, port, position, self.steps, self._state, self.checkpoints)
         self._pace = Pace(world, check_interval_s, self.votes.wishes)
         self._settings = SettingsInForce(available_cores())
-        self.progress = FitProgress(fit, self._pace, self.pulse)
+        self.progress = FitProgress(world, round_, batches, port, position, self._pace, self.pulse)
         self._was_at_boundary = strategy.clock.read()
         self._is_switching = False  # set at a boundary while the world may change
         self._begins_epoch = False  # set while Lightning's loop begins one
-        world.activity, world.is_in_step = position.describe, lambda: position.is_computing
+        world.place = position
 
     @property
     def formation(self) -> Formation | None:
@@ -130,7 +129,7 @@ class LiveTraining:
         self.loaders.before_set_up()
         set_up()
         self.loaders.after_set_up()
-        lightning_names.set_up_validation(self._trainer)  # a loader that cannot be split is refused now
+        lightning_names.set_up_validation(self._trainer.lightning)  # a loader that cannot be split is refused now
         if self.loaders.are_made and self.loaders.grow:
             self.loaders.begin_windows(self._next_windows())
             self.loaders.recount()
@@ -199,7 +198,7 @@ class LiveTraining:
 
     def _follow_plan(self) -> None:
         """Apply the plan's settings for each worker. Other workers may do so a few steps earlier or later."""
-        done = self._settings.follow(self.world.membership.view.plan, self.loaders.all, self.loaders.may_add_workers)
+        done = self._settings.follow(self.world.view.plan, self.loaders.all, self.loaders.may_add_workers)
         if done is not None and self.position.rank == 0 and not self.position.is_standby:
             self.world.event(*done)
 
@@ -208,7 +207,7 @@ class LiveTraining:
         try:
             while self.collectives.attempt(self._bring_up_to_date) is None:
                 with suppress(RolledBack):  # then this is another boundary; the loops see no difference
-                    self._recover()
+                    self.collectives.recover()
         except LeftOutError as left_out:
             if left_out.round.kind == "stop" and left_out.round.number > 0 and not self.steps.is_in_window:
                 self.checkpoints.save_if_rank_zero_was_lost()
@@ -236,7 +235,7 @@ class LiveTraining:
     def _switch(self, number: int) -> None:
         position, former = self.position, self.formation
         assert former is not None
-        round_ = self.world.membership.view.round
+        round_ = self.world.view.round
         assert round_ is not None  # the workers have voted for it
         is_leaving = self.world.worker_id not in round_.members
         # Some workers may already see a newer round than the one voted for. All decide by the union of the rounds they see.
@@ -257,7 +256,7 @@ class LiveTraining:
         if stops:  # the state in memory would be lost
             if self.tables.elastic is None:
                 self._successors.keep([*parts.values()])
-            if self._trainer.checkpoint_callbacks:
+            if self._trainer.lightning.checkpoint_callbacks:
                 self.checkpoints.save()
         self._pace.held_up()
         # By all workers, while the former group exists: a user's `on_save_checkpoint` may hold a collective.
@@ -286,24 +285,24 @@ class LiveTraining:
     def _enter(self, loader: ElasticLoader) -> None:
         """Enter the training loop with the members of the first round, or wait to be admitted."""
         position = self.position
-        fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.lightning_module)
+        fingerprint = self._strategy.fingerprint or model_fingerprint(self._trainer.module)
         data = self._data.fingerprint()
         self.steps.enter_loops()
         loader.workers.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
         if self.world.config.max_workers > 1:
-            memory.reserve(self._trainer.lightning_module, NUM_COPIES, self._strategy.table_names)
+            memory.reserve(self._trainer.module, NUM_COPIES, self._strategy.table_names)
         if self.formation is not None:
             position.has_entered = True
             # Not 0 when a checkpoint from inside an epoch was resumed.
-            self.loaders.begin_at(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            self.loaders.begin_at(self._trainer.num_handed_out)
             position.updates = self._trainer.global_step
             self.world.announce(fingerprint, loader.global_batch_size, data.encode())
             position.batch = self.loaders.batch_number
             self.checkpoints.go_on_drawing()
             while self.collectives.attempt(self._begin_together, data) is None:
-                self._recover()
+                self.collectives.recover()
             while self.collectives.attempt(self._data.compare_next_batches) is None:
-                self._recover()
+                self.collectives.recover()
             self._data.put_on_record()
         else:
             if self.tables.elastic is not None:
@@ -318,11 +317,11 @@ class LiveTraining:
         Raises:
             StopIteration: the epoch ends with it.
         """
-        if lightning_names.is_batch_unfinished(self._trainer):
+        if lightning_names.is_batch_unfinished(self._trainer.lightning):
             self.position.at_boundary = False
-            lightning_names.finish_batch(self._trainer)
+            lightning_names.finish_batch(self._trainer.lightning)
             self.position.at_boundary = True
-            if self._trainer.fit_loop.epoch_loop.done:
+            if self._trainer.epoch_loop.done:
                 raise StopIteration
 
     def _begin_together(self, data: DataFingerprint) -> None:
@@ -331,11 +330,11 @@ class LiveTraining:
         formation = self.formation
         self._state.find_names()
         if formation.rank == 0 and self.world.config.max_workers > 1:
-            loggers.begin(self._trainer.loggers)
+            loggers.begin(self._trainer.lightning.loggers)
         if formation.size > 1:
-            runs = transfer.all_gather(loggers.capture(self._trainer.loggers) if formation.rank == 0 else [])[0]
+            runs = transfer.all_gather(loggers.capture_runs(self._trainer.lightning.loggers) if formation.rank == 0 else [])[0]
             if formation.rank != 0:
-                loggers.adopt(self._trainer.loggers, runs)
+                loggers.adopt_runs(self._trainer.lightning.loggers, runs)
         has_finished = self.world.has_finished
         if formation.rank == 0 and not has_finished and self.tables.elastic is None:
             self.checkpoints.take_users_choice()
@@ -363,7 +362,7 @@ class LiveTraining:
         self._data.refuse_data_of_another_job(data)  # again, as the job may have begun only now
         try:
             while self.collectives.attempt(self._settle, formation, None) is None:
-                formation = self._recover_formation(b"")
+                formation = self._form_after_loss(b"")
         except Exception:
             self.world.resign()  # so that the others need not wait until this process ends
             raise
@@ -372,7 +371,7 @@ class LiveTraining:
 
     # --- recovering ---------------------------------------------------------------------------------------------------------
 
-    def _recover(self) -> bool:
+    def meet_survivors(self) -> bool:
         """Form the next round with the survivors. Return whether this step's update was taken over from another worker.
 
         Raises:
@@ -383,13 +382,13 @@ class LiveTraining:
         published = self._published
         self._pace.held_up()
         while True:
-            formation = self._recover_formation(published.encode())
+            formation = self._form_after_loss(published.encode())
             if (settled := self.collectives.attempt(self._settle, formation, published)) is not None:
                 self.tables.raise_if_rolled_back()
                 return settled[0]
             published = replace(published, tables=self.tables.whole_in, values=self.kept.version)
 
-    def _recover_formation(self, hello: bytes) -> Formation:
+    def _form_after_loss(self, hello: bytes) -> Formation:
         try:
             return self.world.recover(hello)
         except LeftOutError as left_out:
@@ -399,8 +398,8 @@ class LiveTraining:
 
     @property
     def _published(self) -> Position:
-        in_window, has_unused = self.steps.is_in_window, self._strategy.replica.unused.found
-        return self.position.published(in_window, self.tables.whole_in, has_unused, self.kept.version)
+        unused = self._strategy.replica.unused
+        return self.position.published(self.steps.is_in_window, self.tables.whole_in, unused.found, self.kept.version)
 
     def _settle(self, formation: Formation, own: Position | None) -> bool:
         """Bring all workers of a new round to a common state. Return whether this worker took over a missed update."""
@@ -462,10 +461,9 @@ class LiveTraining:
 
     def _take_over_rank_zero(self) -> None:
         """Start rank 0's loggers and progress bars on this worker, as they run on rank 0 only."""
-        loggers.take_over(self._trainer.loggers)
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        for bar in [c for c in callbacks if isinstance(c, ProgressBar)]:
+        loggers.take_over(self._trainer.lightning.loggers)
+        for bar in [c for c in self._trainer.callbacks if isinstance(c, ProgressBar)]:
             if getattr(bar, "is_disabled", False):
                 bar.enable()
-                bar.on_train_start(self._trainer, self._trainer.lightning_module)
-                bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+                bar.on_train_start(self._trainer.lightning, self._trainer.module)
+                bar.on_train_epoch_start(self._trainer.lightning, self._trainer.module)

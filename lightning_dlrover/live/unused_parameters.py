@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +30,13 @@ NUM_NAMED = 3
 
 class IncompleteBackwardError(RuntimeError):
     """DDP waits for gradients that the backward pass did not produce. All workers have to repeat the step."""
+
+
+class HasTableNames(Protocol):
+    """A strategy whose model may have sharded tables."""
+
+    @property
+    def table_names(self) -> set[str]: ...
 
 
 class UnusedParameters:
@@ -79,14 +86,12 @@ class UnusedParameters:
                 'models of transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
             ) from error
 
-    def check(
-        self, module: nn.Module, model: Any, ignored: Callable[[], Collection[str]], num_workers: int, is_reporter: bool
-    ) -> None:
+    def check(self, module: nn.Module, model: Any, strategy: HasTableNames, num_workers: int, is_reporter: bool) -> None:
         """Call after each backward pass.
 
         Args:
             model: `module`, or the DDP that wraps it.
-            ignored: names of parameters that get no gradient by design.
+            strategy: has the names of the tables, which get no gradient by design.
 
         Raises:
             IncompleteBackwardError: DDP cannot complete its reduction.
@@ -96,7 +101,7 @@ class UnusedParameters:
         if num_workers == 1:
             if self._num_watched < NUM_WATCHED:
                 self._num_watched += 1
-                self.found = bool(_without_gradient(module, ignored()))
+                self.found = bool(_without_gradient(module, strategy.table_names))
             return
         if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
             return
@@ -104,7 +109,7 @@ class UnusedParameters:
             model._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             self.found = True
-            names = _without_gradient(module, ignored())
+            names = _without_gradient(module, strategy.table_names)
             text = ", ".join(names[:NUM_NAMED]) + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
             text = text or "some of those that another step has used"
             if is_reporter:

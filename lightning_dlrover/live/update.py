@@ -36,18 +36,18 @@ def capture(trainer: L.Trainer) -> Update:
     """Return the current state of all that an update changes. Its tensors are those in use."""
     module = trainer.lightning_module
     return Update(
-        model=_tensors_of(module),
+        model=_model_tensors(module),
         optimizers=[optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
         groups=[[_kept_in(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
         scaler=trainer.precision_plugin.state_dict(),
-        manual_steps=trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.state_dict(),
+        manual_steps=_manual_optimization(trainer).optim_step_progress.state_dict(),
     )
 
 
 def apply(trainer: L.Trainer, update: Update) -> None:
     """Bring weights, optimizers and scaler to the state after another worker's update, or before a failed one."""
     with torch.no_grad():
-        for name, value in _tensors_of(trainer.lightning_module).items():
+        for name, value in _model_tensors(trainer.lightning_module).items():
             sent = update.model.get(name)
             # Another shape: a cache has grown on one worker alone.
             if sent is not None and sent.shape == value.shape and not is_expanded(value):
@@ -58,7 +58,7 @@ def apply(trainer: L.Trainer, update: Update) -> None:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     if update.scaler:
         trainer.precision_plugin.load_state_dict(update.scaler)
-    trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.load_state_dict(update.manual_steps)
+    _manual_optimization(trainer).optim_step_progress.load_state_dict(update.manual_steps)
 
 
 class ManualWindow:
@@ -107,7 +107,11 @@ class ManualWindow:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
 
-def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _manual_optimization(trainer: L.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.manual_optimization
+
+
+def _model_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: buffer.detach() for name, buffer in module.named_buffers()} | state
 

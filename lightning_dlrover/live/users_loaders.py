@@ -3,24 +3,56 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks.loaders import UnsupportedLoaderError, batching_of, check_data_loader, check_step_signature
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.live.lightning_names import replaces_samplers, set_replaces_samplers, takes_iterator
+from lightning_dlrover.live.lightning_names import takes_iterator
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.sequences import settings_for
 from lightning_dlrover.packages import TrainerFn
 
 if TYPE_CHECKING:
-    from lightning_dlrover.live.place_in_job import PlaceInJob
+    from lightning_dlrover.live.place_in_job import JobSession
+    from lightning_dlrover.live.training import LiveTraining
 
 __all__ = ["UsersLoaders"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PlacedStrategy(Protocol):
+    """A strategy with its place among the workers of a round."""
+
+    @property
+    def own_place(self) -> tuple[int, int]:
+        """This worker's rank, 0 if it is alone, and the number of workers."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T: ...
+
+
+class JobPeers:
+    """The workers of a live job, see `order.Peers`."""
+
+    def __init__(self, strategy: PlacedStrategy, live: LiveTraining) -> None:
+        self._strategy = strategy
+        self._live = live
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self._strategy.own_place
+
+    @property
+    def owned_sockets(self) -> Sequence[tuple[int, int]]:
+        return self._live.world.owned_sockets
+
+    def of_rank_zero(self, mine: T) -> T:
+        return self._strategy.broadcast(mine, 0)
 
 
 class UsersLoaders:
@@ -40,25 +72,20 @@ class UsersLoaders:
 
     def keep_samplers(self, trainer: Any) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, even where the user does not."""
+        connector = trainer._accelerator_connector
         if self._are_split_by_user is None:
-            self._are_split_by_user = not replaces_samplers(trainer)
+            self._are_split_by_user = not connector.use_distributed_sampler
         # Lightning splits predictions itself, because it needs their indices.
-        set_replaces_samplers(trainer, trainer.state.fn == TrainerFn.PREDICTING and not self._are_split_by_user)
+        connector.use_distributed_sampler = trainer.state.fn == TrainerFn.PREDICTING and not self._are_split_by_user
 
     def replaced(
         self,
         dataloader: object,
         trainer: Any,
-        job: PlaceInJob | None,
-        place: Callable[[], tuple[int, int]],
-        of_rank_zero: Callable[[Any], Any],
+        job: JobSession | None,
+        strategy: PlacedStrategy,
     ) -> object:
-        """Return the loader to use for one of the user's: one of ours in a live job, except for predictions.
-
-        Args:
-            place: returns this worker's rank and the number of workers.
-            of_rank_zero: returns rank 0's argument on all workers.
-        """
+        """Return the loader to use for one of the user's: one of ours in a live job, except for predictions."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         live = job.live if job is not None else None
         if isinstance(dataloader, ElasticLoader):
@@ -75,21 +102,20 @@ class UsersLoaders:
             check_step_signature(training and takes_iterator(trainer.lightning_module))
         assert isinstance(dataloader, DataLoader)
         job.agree_on_start()
+        peers = JobPeers(strategy, live)
         try:
             batch_size = batching_of(dataloader).batch_size
             global_batch = batch_size * job.start_workers
             if training and self._global_batch_size is not None:
                 global_batch = self._global_batch_size
             elif training:
-                global_batch = live.loaders.global_batch(batch_size, global_batch, of_rank_zero)
+                global_batch = live.loaders.global_batch(batch_size, global_batch, peers)
             made = ElasticLoader(
                 dataloader,
                 global_batch,
                 training=training,
                 before_next=live.boundary if training else None,
-                place=place,
-                sockets=lambda: live.world.owned_sockets,
-                materialise=of_rank_zero,
+                peers=peers,
                 max_workers=job.lane_workers,
                 sequence=settings_for(trainer, training, global_batch, self._max_catch_up_s, self._compare_data),
             )
@@ -104,7 +130,7 @@ class UsersLoaders:
             )
             return dataloader
         if training:
-            live.loaders.agree_on_layout(made, of_rank_zero)
+            live.loaders.agree_on_layout(made, peers)
         live.loaders.attend(made)
         return made
 

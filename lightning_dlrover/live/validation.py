@@ -33,9 +33,9 @@ from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live import lightning_names
 from lightning_dlrover.live.buffers import send_buffers, take_buffers
 from lightning_dlrover.live.epoch_metrics import adopt, entry_of, set_computed, value_of
-from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.ports import Batches, Round, TrainerPort
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.redo import Before
 from lightning_dlrover.live.resilient import ResilientCollectives
@@ -107,8 +107,11 @@ class _Report:
 class Validation:
     """One worker's part in the validation runs of a live job."""
 
-    def __init__(self, fit: FitContext) -> None:
-        self._fit = fit
+    def __init__(self, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition) -> None:
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
         self.number = 0  # number of the newest run
         self._is_under_way = False
         self._fetcher: _Fetcher | None = None
@@ -121,16 +124,16 @@ class Validation:
 
     def run(self, run: Callable[[], Any]) -> Any:
         """Run one of Lightning's validations."""
-        if not self._fit.position.has_entered:
+        if not self._position.has_entered:
             return run()
         self.number += 1
-        self._fit.position.validation = self.number
+        self._position.validation = self.number
         self._is_under_way = True
         try:
             return run()
         finally:
             self._is_under_way = False
-            self._fit.position.validation = 0
+            self._position.validation = 0
             if self._fetcher is not None:
                 self._fetcher.release_metrics()
             self._fetcher = None
@@ -139,30 +142,28 @@ class Validation:
     def begin_batches(self, loop: EvaluationLoop, reset: Callable[[], None]) -> None:
         """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
-        self._fit.loaders.close_unused()
-        if self._fit.position.size > 1:
-            module = self._fit.strategy.lightning_module
+        self._batches.close_unused()
+        if self._round.size > 1:
+            module = self._trainer.module
             assert module is not None
-            own = BufferCopies(module) if self._fit.strategy.elastic_tables is None else None
+            own = BufferCopies(module) if self._trainer.elastic_tables is None else None
 
             def send() -> dict[str, torch.Tensor]:
                 if own is not None:
                     own.restore()  # an aborted attempt may have left anything in them, and this worker may be rank 0 now
-                return send_buffers(self._fit.strategy.model)
+                return send_buffers(self._trainer.strategy.model)
 
             if own is not None:
                 own.keep()
-            sent = self._fit.collectives.exchange("the broadcast of buffers before a validation", send)
+            sent = self._round.exchange("the broadcast of buffers before a validation", send)
             take_buffers(module, sent)  # they may come from another worker's result
         combined = lightning_names.combined_loader(loop)
         if not self._is_under_way or combined is None or lightning_names.hands_out_iterator(loop):
             return
-        if not lightning_names.is_sequential(loop) or not all(
-            isinstance(loader, ElasticLoader) for loader in combined.flattened
-        ):
+        if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
             return  # every worker computes its own loaders' batches, so there is nothing to deal out
-        self._fetcher = _fetcher_of(package_of(loop))(self._fit.position, self._fit.collectives, loop, self)
-        lightning_names.replace_fetcher(loop, self._fetcher)
+        self._fetcher = _fetcher_of(package_of(loop))(self._position, self._round, loop, self)
+        loop._data_fetcher = self._fetcher
 
     def end_each_dataloader(self, loop: Any) -> None:
         """Make Lightning end each of several dataloaders once on every worker.
@@ -173,46 +174,47 @@ class Validation:
         Args:
             loop: of a validation or a test, in `fit` or outside of it.
         """
-        store, end_run = lightning_names.dataloader_end(loop), lightning_names.own_method(loop, "on_run_end")
+        store = lightning_names.own_method(loop, "_store_dataloader_outputs")
+        end_run = lightning_names.own_method(loop, "on_run_end")
 
         def end_up_to(number: int) -> None:
             results = lightning_names.results_of(loop)
             newest = results.dataloader_idx
-            for each in range(lightning_names.num_ended_dataloaders(loop), number + 1):
+            for each in range(len(loop._logged_outputs), number + 1):
                 results.dataloader_idx = each
                 self._is_between = each < loop.num_dataloaders - 1
                 store()
             results.dataloader_idx, self._is_between = newest, False
 
         def store_all() -> None:
-            if not lightning_names.is_sequential(loop) or loop.num_dataloaders == 1:
+            if not loop._is_sequential or loop.num_dataloaders == 1:
                 store()
             else:
                 end_up_to(lightning_names.results_of(loop).dataloader_idx or 0)
 
         def end_all() -> Any:
-            if lightning_names.is_sequential(loop) and loop.num_dataloaders > 1:
+            if loop._is_sequential and loop.num_dataloaders > 1:
                 end_up_to(loop.num_dataloaders - 1)
             return end_run()
 
-        lightning_names.replace_dataloader_end(loop, store_all)
+        loop._store_dataloader_outputs = store_all
         loop.on_run_end = end_all
 
     def step(self, loop: EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
         """Run Lightning's work on one validation batch. If its own collectives fail, its samples are dealt out again."""
         fetcher = self._fetcher
-        if fetcher is None or self._fit.position.size == 1:
+        if fetcher is None or self._round.size == 1:
             evaluate(*args)
             return
         before = Before(fetcher.metrics.values(), lightning_names.results_of(loop))
         progress = loop.batch_progress.state_dict()
         with fetcher.step():
-            done = self._fit.collectives.attempt(evaluate, *args)
+            done = self._round.attempt(evaluate, *args)
         if done is None:
             fetcher.take_back()
             before.restore()
             loop.batch_progress.load_state_dict(progress)
-            self._fit.collectives.recover()
+            self._round.recover()
 
     def take_plan(self, part: int) -> list[Positions] | None:
         return self._plans.pop((self.number, part), None)
@@ -221,7 +223,7 @@ class Validation:
 
     def settle(self) -> None:
         """Compare the survivors' progress, and deal out the rest of their current dataloader."""
-        self._deal_out(self._fit.collectives.gathered(self._report()), self._fit.position.rank)
+        self._deal_out(self._round.gathered(self._report()), self._round.rank)
 
     def _report(self) -> dict[str, Any]:
         """Return this worker's progress."""
@@ -229,7 +231,7 @@ class Validation:
             return vars(_Report(self.number + 1, 0))
         if self._fetcher is None:
             return vars(_Report(self.number, 0))
-        return vars(self._fetcher.report(self.number, self._fit.collectives.has_missed_result))
+        return vars(self._fetcher.report(self.number, self._round.has_missed_result))
 
     def _deal_out(self, all_reports: Sequence[dict[str, Any]], rank: int) -> None:
         """Deal out the rest of the survivors' current dataloader.
@@ -268,9 +270,7 @@ def _fetcher_of(package: str) -> type[_Fetcher]:
 class _Fetcher(DataFetcher):
     """Hands out this worker's batches of the validation dataloaders, one dataloader after the other."""
 
-    def __init__(
-        self, position: FitPosition, collectives: ResilientCollectives, loop: EvaluationLoop, validation: Validation
-    ) -> None:
+    def __init__(self, position: FitPosition, round_: Round, loop: EvaluationLoop, validation: Validation) -> None:
         super().__init__()
         combined = lightning_names.combined_loader(loop)
         assert combined is not None
@@ -278,7 +278,7 @@ class _Fetcher(DataFetcher):
         self.fetched = lightning_names.fetcher_of(loop).fetched
         self.part = 0  # index of the dataloader
         self._position = position
-        self._collectives = collectives
+        self._round = round_
         self._loop = loop
         self._validation = validation
         self._loaders: list[ElasticLoader] = combined.flattened
@@ -301,7 +301,7 @@ class _Fetcher(DataFetcher):
     def __next__(self) -> Any:
         with lightning_names.profiled(self):
             while self.part < len(self._loaders):
-                self._collectives.recover_if_broken()
+                self._round.renew_if_broken()
                 loader = self._loaders[self.part]
                 if loader.cursor < len(self._batches):
                     return self._fetch(loader)
@@ -387,10 +387,8 @@ class _Fetcher(DataFetcher):
         if self._position.size > 1:
             self._is_committing = True
             try:
-                outcome = self._collectives.once(
-                    lambda: self._collectives.named(
-                        "the exchange of validated samples", lambda: transfer.all_gather(self._ballot())
-                    )
+                outcome = self._round.once(
+                    lambda: self._round.named("the exchange of validated samples", lambda: transfer.all_gather(self._ballot()))
                 )
             finally:
                 self._is_committing = False
@@ -409,7 +407,7 @@ class _Fetcher(DataFetcher):
             if not metric.has_reset and metric.is_tensor and self._is_ours(metric)
         }
         metrics = {
-            name: {attr: _tensors_of(metric, attr) for attr in metric._reductions}
+            name: {attr: _state_parts(metric, attr) for attr in metric._reductions}
             for name, metric in self._to_exchange.items()
             if metric._update_count != self._update_counts.get(name, 0)
         }
@@ -472,7 +470,7 @@ class _Committed:
         return answer
 
 
-def _tensors_of(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
+def _state_parts(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
     """Return a state in the parts that torchmetrics exchanges."""
     value = getattr(metric, attr)
     if isinstance(value, torch.Tensor):

@@ -18,7 +18,8 @@
 | `epoch_loop._broadcast_sigterm_tensor` | nothing |
 | `trainer.save_checkpoint` | `LiveTraining.run_saving` |
 
-The replacements are attributes of the loops' instances, which every `fit` sets anew. Without a live job only the first two
+Each replacement gets Lightning's own method as its argument, see `surround`. The replacements are attributes of the loops'
+instances, which every `fit` sets anew. Without a live job only the first two
 methods are replaced, to time them.
 """
 
@@ -30,14 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.live.lightning_names import (
     Method,
-    replace,
-    replace_closures,
-    replace_evaluation_step,
-    replace_setup_of_data,
-    replace_validation_check,
     restart_nowhere,
     restore_sigterm,
-    stop_sending_sigterm,
+    surround,
     validates_by_clock,
 )
 from lightning_dlrover.live.validation import exchange_metrics_through
@@ -74,24 +70,24 @@ def wrap_loops(
     """
     epoch_loop, fit_loop = trainer.fit_loop.epoch_loop, trainer.fit_loop
     automatic, manual = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
+    timed = partial(_run_timed, times, clock, live)
     if live is None:
         for optimization in (automatic, manual):
-            replace(optimization, "run", lambda run: _timed(run, times, clock, None))
+            surround(optimization, "run", timed)
         return
     live.fit_begins()
-    replace(automatic, "run", lambda run: _timed(partial(live.steps.run_automatic, run), times, clock, live))
-    replace_closures(trainer, lambda make: partial(live.steps.closure, make))
-    replace(manual, "run", lambda run: _timed(partial(live.steps.run_manual, run), times, clock, live))
+    surround(automatic, "run", partial(timed, live.steps.run_automatic))
+    surround(automatic, "_make_closure", live.steps.closure)
+    surround(manual, "run", partial(timed, live.steps.run_manual))
     _wrap_validation(epoch_loop.val_loop, live)
-    replace_setup_of_data(fit_loop, lambda set_up: partial(live.set_up_data, set_up))
+    surround(fit_loop, "setup_data", live.set_up_data)
     wrap_restarts(fit_loop)
-    replace(fit_loop, "on_advance_start", lambda begin: partial(live.begin_epoch, begin))
+    surround(fit_loop, "on_advance_start", live.begin_epoch)
     _wrap_batches(epoch_loop, fit_loop, live, has_tables)
     if validates_by_clock(trainer):
-        # Each worker reads its own clock, and workers that validate would wait for those that do not. Rank 0 decides.
-        replace_validation_check(epoch_loop, lambda is_due: lambda fetcher: of_rank_zero(is_due(fetcher)))
-    replace(trainer, "save_checkpoint", lambda save: partial(live.run_saving, save))
-    stop_sending_sigterm(epoch_loop)
+        surround(epoch_loop, "_should_check_val_fx", partial(_decided_by_rank_zero, of_rank_zero))
+    surround(trainer, "save_checkpoint", live.run_saving)
+    epoch_loop._broadcast_sigterm_tensor = _send_no_sigterm
     restore_sigterm(trainer)
     live.world.listen_for_sigterm()
     live.position.is_in_loops = True
@@ -100,8 +96,8 @@ def wrap_loops(
 def wrap_restarts(fit_loop: Any) -> None:
     """Let a fit that resumes a checkpoint from an epoch's end begin with the first batch of the next one."""
     epoch_loop = fit_loop.epoch_loop
-    replace(fit_loop, "reset", lambda reset: partial(_begin_after_ended_epoch, fit_loop, reset))
-    replace(epoch_loop, "reset", lambda reset: partial(_reset_ended_epoch, epoch_loop, reset))
+    surround(fit_loop, "reset", partial(_begin_after_ended_epoch, fit_loop))
+    surround(epoch_loop, "reset", partial(_reset_ended_epoch, epoch_loop))
 
 
 def _begin_after_ended_epoch(fit_loop: Any, reset: Callable[[], None]) -> None:
@@ -127,48 +123,49 @@ def _reset_ended_epoch(epoch_loop: Any, reset: Callable[[], None]) -> None:
         progress.reset_on_run()
         epoch_loop.scheduler_progress.reset_on_run()
         epoch_loop.automatic_optimization.optim_progress.reset_on_run()
-        epoch_loop.val_loop.batch_progress.total.reset()
+        val_progress = epoch_loop.val_loop.batch_progress
+        val_progress.total.reset()
 
 
 def _wrap_validation(val_loop: Any, live: LiveTraining) -> None:
     validation = live.validation
-    replace(val_loop, "run", lambda run: partial(validation.run, run))
-    replace(val_loop, "reset", lambda reset: partial(validation.begin_batches, val_loop, reset))
-    replace_evaluation_step(val_loop, lambda evaluate: partial(validation.step, val_loop, evaluate))
+    surround(val_loop, "run", validation.run)
+    surround(val_loop, "reset", partial(validation.begin_batches, val_loop))
+    surround(val_loop, "_evaluation_step", partial(validation.step, val_loop))
     exchange_metrics_through(live.collectives)
 
 
 def _wrap_batches(epoch_loop: Any, fit_loop: Any, live: LiveTraining, has_tables: bool) -> None:
     """Continue after a rollback of tables, and agree on `should_stop`, at the three places where the loops may end."""
-
-    def replace_at(loop: Any, name: str, place: str, continue_after_rollback: Callable[..., None]) -> None:
-        replace(
-            loop,
-            name,
-            lambda run: _then_agree(partial(continue_after_rollback, run) if has_tables else run, live, place),
-        )
-
-    replace_at(epoch_loop, "advance", "batch", live.tables.again_if_rolled_back)
-    replace_at(epoch_loop, "on_advance_end", "validation", live.tables.end_batch)
-    replace_at(fit_loop, "on_advance_end", "epoch", live.tables.end_epoch)
+    tables = live.tables
+    for loop, name, place, continue_after_rollback in (
+        (epoch_loop, "advance", "batch", tables.again_if_rolled_back),
+        (epoch_loop, "on_advance_end", "validation", tables.end_batch),
+        (fit_loop, "on_advance_end", "epoch", tables.end_epoch),
+    ):
+        agreeing = partial(_run_then_agree, live, place)
+        surround(loop, name, partial(agreeing, continue_after_rollback) if has_tables else agreeing)
 
 
-def _then_agree(run: Method, live: LiveTraining, place: str) -> Method:
-    def run_then_agree(*args: Any) -> None:
-        run(*args)
-        live.votes.agree_on_stop(place)
-
-    return run_then_agree
+def _run_then_agree(live: LiveTraining, place: str, run: Method, *args: Any) -> None:
+    run(*args)
+    live.votes.agree_on_stop(place)
 
 
-def _timed(run: Method, times: StepTimes, clock: OwnClock, live: LiveTraining | None) -> Method:
-    def run_timed(*args: Any) -> Any:
-        own = clock.read()
-        try:
-            with times.measure("optimizer"):
-                return run(*args)
-        finally:
-            if live is not None:
-                live.batch_done(own)
+def _decided_by_rank_zero(of_rank_zero: Callable[[bool], bool], is_due: Method, fetcher: Any) -> bool:
+    """Return rank 0's answer: each worker reads its own clock, and one that validates would wait for one that does not."""
+    return of_rank_zero(is_due(fetcher))
 
-    return run_timed
+
+def _send_no_sigterm() -> None:
+    """Do nothing. Lightning broadcasts after each batch whether rank 0 has received SIGTERM. It hangs if another rank has."""
+
+
+def _run_timed(times: StepTimes, clock: OwnClock, live: LiveTraining | None, run: Method, *args: Any) -> Any:
+    own = clock.read()
+    try:
+        with times.measure("optimizer"):
+            return run(*args)
+    finally:
+        if live is not None:
+            live.batch_done(own)

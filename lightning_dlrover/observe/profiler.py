@@ -26,14 +26,14 @@ from lightning_dlrover.observe.resources import (
 from lightning_dlrover.observe.step_times import Part, StepParts, StepTimes, marks_of
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 
-__all__ = ["Model", "Place", "StepProfiler"]
+__all__ = ["Model", "ProfileKey", "StepProfiler"]
 
 MAX_SETTLING_STEPS = 20
 """Maximum number of steps at the start of a window that use batches prepared before it."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ProfileKey:
     """Conditions common to all steps of a window; a window ends when any of them changes."""
 
     round_number: int
@@ -73,7 +73,7 @@ class _Step:
 
 @dataclass
 class _Window:
-    place: Place
+    place: ProfileKey
     first_step: int
     started: float
     use: CpuUse
@@ -118,8 +118,8 @@ class StepProfiler:
             self._paused_s += time.perf_counter() - self._paused_at
             self._paused_at = None
 
-    def step_ended(self, place: Place, step: int) -> None:
-        """Record a step's end. The first steps after a change of place are left out, see `Place.settling_steps`.
+    def step_ended(self, place: ProfileKey, step: int) -> None:
+        """Record a step's end. The first steps after a change of place are left out, see `ProfileKey.settling_steps`.
 
         Args:
             step: batches done by the job.

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_dlrover import variables
+from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.codec import RecordError, from_fields, to_json
-from lightning_dlrover.whole_files import write_whole
 
 __all__ = [
     "ANSWER",
@@ -27,6 +27,7 @@ __all__ = [
     "Seat",
     "SeatReport",
     "has_reported",
+    "has_seat",
     "read_answer",
     "read_reports",
     "write_answer",
@@ -201,7 +202,12 @@ class Seat:
             threads=self._threads,
         )
         with suppress(OSError):  # a full disk must not stop training; the dispatcher then knows less
-            write_whole(self._path, to_json(report))
+            atomic_write(self._path, to_json(report))
+
+
+def has_seat(environ: Mapping[str, str]) -> bool:
+    """Return whether a dispatcher has started the process with this environment."""
+    return bool(environ.get(variables.SEAT))
 
 
 def has_reported(folder: Path) -> bool:
@@ -230,7 +236,7 @@ def write_answer(folder: Path, answer: Answer) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    write_whole(folder / ANSWER, to_json(answer))
+    atomic_write(folder / ANSWER, to_json(answer))
 
 
 def _document(path: Path) -> object:

@@ -35,6 +35,12 @@ class Configuration:
     """Conditions that determine step time and memory; the fullest worker where workers differ.
 
     `num_nodes` counts machines: two agents on one host are one node here, because they share its cores.
+
+    Example:
+        >>> two = Configuration(num_workers=2, num_nodes=1, cores=4, local_batch=256, loader_workers=0, intra_op_threads=1,
+        ...                     dense_bytes=0, node_cores=6)
+        >>> two.workers_on_node, two.core_share
+        (2, 3.0)
     """
 
     num_workers: int
@@ -80,7 +86,13 @@ class Configuration:
 
 
 def configuration_of(profile: StepProfile, node_cores: float = 0.0) -> Configuration:
-    """Return the configuration of a measured profile, which does not contain `node_cores`."""
+    """Return the configuration of a measured profile, which does not contain `node_cores`.
+
+    Example:
+        >>> configuration = configuration_of(windows[0])  # `windows`: step profiles of one job
+        >>> configuration.num_workers, configuration.local_batch
+        (1, 512)
+    """
     return Configuration(
         num_workers=profile.num_workers,
         num_nodes=profile.num_nodes,
@@ -118,6 +130,10 @@ class Columns:
     """One row for each configuration; every array has shape ``(num_configurations,)``.
 
     Holds the same figures as the properties of `Configuration`, for 100,000 of them in a tenth of a second.
+
+    Example:
+        >>> Columns.of([configuration_of(window) for window in windows]).num_workers  # `windows`: step profiles of one job
+        array([1., 2.])
     """
 
     num_workers: Floats

@@ -26,7 +26,6 @@ class Evaluation:
     trees_mape: float
     ridge_mape: float
     coverage: float  # share of samples within the 90 % interval
-    absolute_percentage_errors: Floats  # errors of the model, shape ``(num_test_samples,)``
 
     def __str__(self) -> str:
         names = ("mape", "prior_mape", "trees_mape", "coverage")
@@ -55,7 +54,6 @@ def evaluate(train: Sequence[StepProfile], test: Sequence[StepProfile], populati
         trees_mape=float(_percent(_trees_alone(train, test), measured_s).mean()),
         ridge_mape=float(_percent(_ridge_alone(train, test), measured_s).mean()),
         coverage=100 * float(np.mean(inside)),
-        absolute_percentage_errors=errors,
     )
 
 

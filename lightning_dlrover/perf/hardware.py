@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dlrover.perf.columns import Columns, Floats, windows_by_configuration
-from lightning_dlrover.perf.errors import Errors, Residuals, variances_of
 from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.model import COVERAGE, StepTimeModel
 from lightning_dlrover.perf.population import JobScale, Population, Ratios, shortest
 from lightning_dlrover.perf.prior import PhysicalPrior
+from lightning_dlrover.perf.residual_gp import ResidualGP, Residuals, variances_of
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.terms import SHAPES, TERMS, amounts_of, job_units
 from lightning_dlrover.perf.threads import one_blas_thread
@@ -58,6 +58,10 @@ def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0
     Args:
         jobs: windows of each job.
         node_cores: as in `StepTimeModel.fit`.
+
+    Example:
+        >>> population_of([windows]) is None  # two configurations are too few
+        True
     """
     known, used = [], []
     for windows in jobs:
@@ -70,11 +74,11 @@ def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0
         return None
     noise = max(MIN_NOISE, float(np.sqrt(np.mean([(job.residuals.step**2).mean() for job in known]))))
     ratios = tuple(_ratios(known, kind) for kind in range(len(SHAPES)))
-    errors = None
+    gp = None
     if len(known) >= MIN_JOBS_COMPARED:
         with one_blas_thread():
-            errors = Errors(variances_of([_some(job.residuals) for job in known]))
-    return Population(ratios, noise, errors, _leaving_width(used, known, noise, node_cores))
+            gp = ResidualGP(variances_of([_some(job.residuals) for job in known]))
+    return Population(ratios, noise, gp, _leaving_width(used, known, noise, node_cores))
 
 
 def _leaving_width(jobs: Sequence[Sequence[StepProfile]], known: Sequence[_Job], noise: float, node_cores: float) -> float:

@@ -28,7 +28,13 @@ PULL = 0.03  # weight of a default, as a share of the peak: defaults decide only
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """The highest resident set of a worker with its loader workers, or memory of its GPU, and its 90 % interval."""
+    """The highest resident set of a worker with its loader workers, or memory of its GPU, and its 90 % interval.
+
+    Example:
+        >>> prediction = MemoryPrediction(peak_bytes=900 * 2**20, low_bytes=800 * 2**20, high_bytes=1100 * 2**20)
+        >>> prediction.high_bytes <= 2**30  # may not fit into 1 GiB
+        False
+    """
 
     peak_bytes: int
     low_bytes: int
@@ -99,7 +105,15 @@ def on_gpu(samples: Sequence[StepProfile]) -> list[StepProfile]:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak memory of one worker of one job; create it with `fit`."""
+    """Peak memory of one worker of one job; create it with `fit`.
+
+    Example:
+        >>> from lightning_dlrover.perf import configuration_of
+        >>> model = MemoryModel.fit(windows)  # step profiles of one job
+        >>> prediction = model.predict(configuration_of(windows[0]))
+        >>> prediction.low_bytes < prediction.peak_bytes < prediction.high_bytes
+        True
+    """
 
     terms: Sequence[MemoryTerm]
     coefficients: Floats  # coefficients of the terms, in their order

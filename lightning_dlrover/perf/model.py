@@ -53,7 +53,13 @@ MAX_CORRECTION = math.log(2.0)  # trees may halve or double the prior at most
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step time, its parts and the job's rate, each with an interval that should hold nine of ten measured windows."""
+    """A step time, its parts and the job's rate, each with an interval that should hold nine of ten measured windows.
+
+    Example:
+        >>> prediction = Prediction(step_time_s=0.1, low_s=0.08, high_s=0.16, samples_per_s=512.0)
+        >>> prediction.samples_per_s_interval
+        (320.0, 640.0)
+    """
 
     step_time_s: float
     low_s: float
@@ -61,11 +67,6 @@ class Prediction:
     samples_per_s: float  # throughput of the whole job
     parts_s: Mapping[str, float] = field(default_factory=dict)  # compute, data and communication, which add up to the step
     parts_interval_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def samples_per_s_interval(self) -> tuple[float, float]:
-        samples = self.samples_per_s * self.step_time_s
-        return samples / self.high_s, samples / self.low_s
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,17 @@ class _HeldOut:
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Step time of one job on one kind of device; create it with `fit`."""
+    """Step time of one job on one kind of device; create it with `fit`.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from lightning_dlrover.perf import configuration_of
+        >>> model = StepTimeModel.fit(windows)  # step profiles of one job, here with one and two workers
+        >>> four = replace(configuration_of(windows[-1]), num_workers=4, local_batch=128)
+        >>> prediction = model.predict(four)
+        >>> prediction.low_s < prediction.step_time_s < prediction.high_s
+        True
+    """
 
     node_cores: float
     evidence: Sequence[Configuration]  # configurations of this job, newest last

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.columns import Floats
-from lightning_dlrover.perf.errors import Errors
 from lightning_dlrover.perf.measured import Measured
+from lightning_dlrover.perf.residual_gp import ResidualGP
 from lightning_dlrover.perf.terms import BETWEEN_NODES
 
 __all__ = ["JobScale", "PooledPulls", "Population", "Ratios", "shortest"]
@@ -58,11 +58,17 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Population:
-    """Common properties of jobs on one kind of hardware."""
+    """Common properties of jobs on one kind of hardware.
+
+    Example:
+        >>> from lightning_dlrover.perf import StepTimeModel, population_of
+        >>> population = population_of([windows, windows])  # None: the two jobs have too few configurations
+        >>> model = StepTimeModel.fit(windows, population=population)
+    """
 
     ratios: tuple[Ratios, ...]  # one for each of the prior's shapes
     noise: float  # deviation of the log of a configuration's step time about a job's fitted prior
-    errors: Errors | None = None  # None: too few jobs to know how errors of one job resemble each other
+    residual_gp: ResidualGP | None = None  # None: too few jobs to know how residuals of one job correlate
     leaving_width: float = 1.0  # width that intervals off the node need, relative to the one computed for them
 
 

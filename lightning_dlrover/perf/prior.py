@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_dlrover.perf.columns import Columns, Configuration, Floats, configuration_of, windows_by_configuration
-from lightning_dlrover.perf.errors import OwnErrors, Residuals
 from lightning_dlrover.perf.measured import Measured
 from lightning_dlrover.perf.population import Population, shortest
+from lightning_dlrover.perf.residual_gp import JobResidualGP, Residuals
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.perf.shapes import (
     OVERLAPS,
@@ -87,12 +87,19 @@ class Elasticities:
 
 @dataclass(frozen=True)
 class PhysicalPrior:
-    """Step time by `TERMS`: the mean of the logs of `SHAPES`. Create it with `fit`."""
+    """Step time by `TERMS`: the mean of the logs of `SHAPES`. Create it with `fit`.
+
+    Example:
+        >>> from lightning_dlrover.perf import Columns, configuration_of
+        >>> prior = PhysicalPrior.of(windows)  # step profiles of one job
+        >>> prior.predict(Columns.of([configuration_of(windows[0])])).log_s.shape
+        (1,)
+    """
 
     shapes: tuple[Shape, ...]
     weights: Floats  # weights of the shapes; they add up to 1
     kinds: tuple[int, ...]  # index into `SHAPES` of each shape
-    own: OwnErrors | None = None  # further deviations of this job
+    own: JobResidualGP | None = None  # further deviations of this job
     network: UnknownNetwork | None = None  # None: placements on several nodes were measured
 
     @classmethod
@@ -138,8 +145,8 @@ class PhysicalPrior:
                 starts = like.shapes if like else ()
                 prior = cls._by_evidence(fit_all(tried, columns, measured, population, starts), population.noise)
         own = None
-        if population is not None and population.errors is not None:
-            own = OwnErrors.of(population.errors, prior.residuals(columns, measured))
+        if population is not None and population.residual_gp is not None:
+            own = JobResidualGP.of(population.residual_gp, prior.residuals(columns, measured))
         return dataclasses.replace(prior, own=own, network=network)
 
     @classmethod

@@ -20,6 +20,16 @@ class StepProfile:
 
     Published under `profiles/{worker_id}` (a recent window of each worker); rank 0's windows, merged while nothing changes, are
     also kept in the job's events as kind "profile".
+
+    Example:
+        >>> parts = dict(data_wait_s=0.01, forward_s=0.03, backward_s=0.05, communication_s=0.0, optimizer_s=0.01, other_s=0.0)
+        >>> window = StepProfile(
+        ...     worker_id="w0", round_number=1, global_rank=0, num_workers=2, num_nodes=1, first_step=0, num_steps=20,
+        ...     global_batch=512, local_batch=256, loader_workers=0, intra_op_threads=1, cores=4.0, device="cpu",
+        ...     step_time_s=0.1, samples_per_s=5120.0, memory_bytes=2**28, cpu_percent=100.0, **parts,
+        ... )
+        >>> f"{window.samples_per_s * window.step_time_s:.0f} samples a step"
+        '512 samples a step'
     """
 
     worker_id: str

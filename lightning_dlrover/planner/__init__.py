@@ -3,7 +3,7 @@
 from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Candidate, Decision, Outcome, Settings, outcome
-from lightning_dlrover.planner.situation import Rules, Situation
+from lightning_dlrover.planner.plan_request import PlanRequest, Rules
 from lightning_dlrover.planner.space import Limits
 
 __all__ = [
@@ -12,10 +12,10 @@ __all__ = [
     "Limits",
     "Objective",
     "Outcome",
+    "PlanRequest",
     "Prices",
     "Rules",
     "Settings",
-    "Situation",
     "outcome",
     "plan",
 ]

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.output import counted
 from lightning_dlrover.perf import MemoryModel
-from lightning_dlrover.planner.field import INTERVAL_SIGMAS, Field
+from lightning_dlrover.planner.candidates import INTERVAL_SIGMAS, CandidateTable
 from lightning_dlrover.planner.objective import Objective
 from lightning_dlrover.planner.plan import Decision, Settings, seconds_text, step_text
-from lightning_dlrover.planner.situation import DEFAULT_RULES, Model, Rules, Situation
+from lightning_dlrover.planner.plan_request import DEFAULT_RULES, Model, PlanRequest, Rules
 from lightning_dlrover.planner.space import Limits
 from lightning_dlrover.planner.trial import has_failed
 
@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 
 
 def plan(
-    situation: Situation,
+    request: PlanRequest,
     model: Model,
     limits: Limits,
     objective: Objective,
@@ -53,67 +53,72 @@ def plan(
         at: seconds since the epoch, recorded only.
         memory: excludes settings with an upper bound above the worker's limit; None excludes nothing.
         gpu_memory: the same for the worker's GPU, where shares are not computed in parts. Else more parts take longer.
+
+    Example:
+        >>> from lightning_dlrover.perf import StepTimeModel
+        >>> request = PlanRequest(windows, node_cores=4, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> decision = plan(request, StepTimeModel.fit(windows), Limits(1, 4), Objective(), decision_id=1, at=0.0)
+        >>> 1 <= decision.chosen_workers <= 4
+        True
     """
-    field = Field.of(situation, model, limits, objective, memory, rules, gpu_memory)
-    search = _Search(situation, limits, objective, rules, field)
+    table = CandidateTable.of(request, model, limits, objective, memory, rules, gpu_memory)
+    search = _Search(request, limits, objective, rules, table)
     index, explored, reason = search.choose()
-    home = search.best_measured() if explored else field.now
-    if objective.budget is not None and field.cost_per_hour[field.now] is None:
+    home = search.best_measured() if explored else table.now
+    if objective.budget is not None and table.cost_per_hour[table.now] is None:
         reason += f"; the budget of {objective.budget:g} cannot be kept: the price of a GPU is unknown (gpu_hour)"
     return Decision(
         decision_id=decision_id,
         at=at,
-        current=field.settings[field.now],
-        chosen=field.settings[index],
+        current=table.settings[table.now],
+        chosen=table.settings[index],
         reason=reason,
-        candidates=field.candidates(keep=(field.now, index, home)),
-        observed_step_time_s=situation.current.step_time_s,
-        predicted_step_time_s=float(field.step_s[index]),
+        candidates=table.candidates(keep=(table.now, index, home)),
+        observed_step_time_s=request.current.step_time_s,
+        predicted_step_time_s=float(table.step_s[index]),
         explored=explored,
         objective=objective.describe(),
-        num_considered=len(field.settings),
-        num_windows=len(situation.windows),
-        left_s=None if situation.remaining_samples is None else field.left_s,
-        change_cost_s=field.change_cost_s(field.now, index),
-        spent=situation.spent,
-        node_cores=float(field.node_cores[index]) if field.node_cores[index] > field.node_cores[field.now] else 0.0,
-        node_memory_bytes=field.node_memory_bytes[index],
-        break_even_s=_break_even_s(field, index) if explored else None,
-        fallback=field.settings[home] if explored else None,
+        num_considered=len(table.settings),
+        num_windows=len(request.windows),
+        left_s=None if request.remaining_samples is None else table.left_s,
+        change_cost_s=table.change_cost_s(table.now, index),
+        spent=request.spent,
+        node_cores=float(table.node_cores[index]) if table.node_cores[index] > table.node_cores[table.now] else 0.0,
+        node_memory_bytes=table.node_memory_bytes[index],
+        break_even_s=_break_even_s(table, index) if explored else None,
+        fallback=table.settings[home] if explored else None,
     )
 
 
-def _break_even_s(field: Field, index: int) -> float:
+def _break_even_s(table: CandidateTable, index: int) -> float:
     """Return the step time up to which the settings are no worse than the present ones: longer where they cost less."""
-    now_s = max(field.situation.current.step_time_s, float(field.step_s[field.now]))
-    return now_s * max(1.0, float(field.step_s[index] / field.loss[index]))
+    now_s = max(table.request.current.step_time_s, float(table.step_s[table.now]))
+    return now_s * max(1.0, float(table.step_s[index] / table.loss[index]))
 
 
 @dataclass(frozen=True)
 class _Search:
     """The choice among all settings. Each rule is one method and works on indices."""
 
-    situation: Situation
+    request: PlanRequest
     limits: Limits
     objective: Objective
     rules: Rules
-    field: Field
+    table: CandidateTable
 
     def choose(self) -> tuple[int, bool, str]:
         """Return the index of the settings, whether they are an experiment, and the reason."""
-        field, now = self.field, self.field.now
+        table, now = self.table, self.table.now
         allowed = self._allowed
         if not allowed:
-            return now, False, f"{self._stay}: no settings within the limits can be run ({field.notes[now] or 'see the notes'})"
-        if not self.limits.allows(field.settings[now]):
-            workers = field.settings[now].num_workers
-            nearest = min(allowed, key=lambda i: (abs(field.settings[i].num_workers - workers), field.loss[i]))
+            return now, False, f"{self._stay}: no settings within the limits can be run ({table.notes[now] or 'see the notes'})"
+        if not self.limits.allows(table.settings[now]):
+            workers = table.settings[now].num_workers
+            nearest = min(allowed, key=lambda i: (abs(table.settings[i].num_workers - workers), table.loss[i]))
             limits = f"{self.limits.min_workers} to {self.limits.max_workers} workers"
             return nearest, False, f"{self._move(nearest)}: {workers} is outside the limits of {limits}"
-        if field.left_s <= self.situation.retune_cost_s:
-            reason = (
-                f"{seconds_text(field.left_s)} of work are left, a change costs {seconds_text(self.situation.retune_cost_s)}"
-            )
+        if table.left_s <= self.request.retune_cost_s:
+            reason = f"{seconds_text(table.left_s)} of work are left, a change costs {seconds_text(self.request.retune_cost_s)}"
             return now, False, f"{self._stay}: {reason}"
         if (warm := self._suggested(allowed)) is not None:
             return warm, True, self._reason_to_follow(warm)
@@ -130,7 +135,7 @@ class _Search:
 
     @cached_property
     def _allowed(self) -> Sequence[int]:
-        return [i for i, s in enumerate(self.field.settings) if not self.field.notes[i] and self.limits.allows(s)]
+        return [i for i, s in enumerate(self.table.settings) if not self.table.notes[i] and self.limits.allows(s)]
 
     # --- rules -----------------------------------------------------------------------------------------------------------
 
@@ -139,124 +144,124 @@ class _Search:
 
         None after this job's own experiments, or if the change does not pay.
         """
-        suggestion, field = self.situation.suggestion, self.field
-        if suggestion is None or any(d.explored for d in self.situation.past):
+        suggestion, table = self.request.suggestion, self.table
+        if suggestion is None or any(d.explored for d in self.request.past):
             return None
-        fits = [i for i in allowed if field.settings[i] == suggestion.settings]
-        if not fits or field.measured[fits[0]]:
+        fits = [i for i in allowed if table.settings[i] == suggestion.settings]
+        if not fits or table.measured[fits[0]]:
             return None
-        if field.step_s[field.now] <= field.bound_s[field.now] and field.step_s[fits[0]] > field.bound_s[fits[0]]:
+        if table.step_s[table.now] <= table.bound_s[table.now] and table.step_s[fits[0]] > table.bound_s[fits[0]]:
             return None  # predicted to miss the deadline or the budget, which the present settings keep
-        gain_s = field.left_s * (1 - 1 / suggestion.gain)
-        return fits[0] if gain_s > field.change_cost_s(field.now, fits[0]) + self.rules.min_gain * field.left_s else None
+        gain_s = table.left_s * (1 - 1 / suggestion.gain)
+        return fits[0] if gain_s > table.change_cost_s(table.now, fits[0]) + self.rules.min_gain * table.left_s else None
 
     def _has_failed(self) -> bool:
         """Return whether the present settings are a trial far outside its prediction."""
-        last = max(self.situation.past, key=lambda d: d.decision_id, default=None)
-        runs = self.field.settings[self.field.now]
-        return last is not None and last.chosen == runs and has_failed(last, self.situation.current.step_time_s)
+        last = max(self.request.past, key=lambda d: d.decision_id, default=None)
+        runs = self.table.settings[self.table.now]
+        return last is not None and last.chosen == runs and has_failed(last, self.request.current.step_time_s)
 
     def _scale(self) -> tuple[Floats, Floats]:
         """Return the loss to minimise, and the step time above which settings do not count.
 
         While no measured settings keep the deadline or the budget, the loss is the extent by which they miss it.
         """
-        field = self.field
-        able = field.measured & np.array([not note for note in field.notes])
-        if np.isinf(field.bound_s).all() or (field.step_s[able] <= field.bound_s[able]).any():
-            return np.where(field.step_s <= field.bound_s, field.loss, math.inf), field.bound_s
-        missed = field.step_s / field.bound_s
-        return missed * field.loss[field.now] / missed[field.now], np.full(len(missed), math.inf)
+        table = self.table
+        able = table.measured & np.array([not note for note in table.notes])
+        if np.isinf(table.bound_s).all() or (table.step_s[able] <= table.bound_s[able]).any():
+            return np.where(table.step_s <= table.bound_s, table.loss, math.inf), table.bound_s
+        missed = table.step_s / table.bound_s
+        return missed * table.loss[table.now] / missed[table.now], np.full(len(missed), math.inf)
 
     def best_measured(self) -> int:
         """Return the measured settings with the smallest loss."""
         loss, _ = self._scale()
-        measured = [i for i in self._allowed if self.field.measured[i]]
-        return min(measured, key=lambda i: (loss[i], i != self.field.now), default=self.field.now)
+        measured = [i for i in self._allowed if self.table.measured[i]]
+        return min(measured, key=lambda i: (loss[i], i != self.table.now), default=self.table.now)
 
     def _trial(self, allowed: Sequence[int], best: int, loss: Floats, bound_s: Floats) -> tuple[int | None, float]:
         """Return the untried settings with the largest worth, and that worth in seconds; None if no trial pays."""
-        field, rules = self.field, self.rules
-        explored = [d.chosen for d in self.situation.past if d.explored]
+        table, rules = self.table, self.rules
+        explored = [d.chosen for d in self.request.past if d.explored]
         if len(explored) >= rules.max_trials or not math.isfinite(loss[best]):
             return None, 0.0
-        workers = {s.num_workers for s, known in zip(field.settings, field.measured, strict=True) if known}
+        workers = {s.num_workers for s, known in zip(table.settings, table.measured, strict=True) if known}
         able = [
             i
             for i in allowed
-            if not field.measured[i]
-            and field.settings[i] not in explored
-            and any(1 / rules.max_stretch <= field.settings[i].num_workers / w <= rules.max_stretch for w in workers)
+            if not table.measured[i]
+            and table.settings[i] not in explored
+            and any(1 / rules.max_stretch <= table.settings[i].num_workers / w <= rules.max_stretch for w in workers)
         ]
         if not able:
             return None, 0.0
         at = np.array(able)
         factor = self._factor(at, loss)
-        gain = expected_improvement(field.step_s[at], field.sigma[at], factor, float(loss[best]), bound_s[at])
-        gain_s = field.left_s * gain / loss[field.now]
+        gain = expected_improvement(table.step_s[at], table.sigma[at], factor, float(loss[best]), bound_s[at])
+        gain_s = table.left_s * gain / loss[table.now]
         cost_s = np.array([self._trial_cost_s(i, best) for i in able])
         promising = gain >= rules.min_explore_gain * loss[best]
-        promising &= cost_s <= rules.max_explore_cost * field.left_s
+        promising &= cost_s <= rules.max_explore_cost * table.left_s
         worth_s = np.where(promising, gain_s - cost_s, -math.inf)
         top = int(np.argmax(worth_s))
         return (able[top], float(worth_s[top])) if worth_s[top] > 0 else (None, 0.0)
 
     def _factor(self, at: NDArray[np.int_], loss: Floats) -> Floats:
         """Return the factor that turns a step time into a loss."""
-        field = self.field
-        by_cost = field.loss[at] / field.step_s[at]
-        return np.where(np.isfinite(loss[at]), loss[at] / field.step_s[at], by_cost)
+        table = self.table
+        by_cost = table.loss[at] / table.step_s[at]
+        return np.where(np.isfinite(loss[at]), loss[at] / table.step_s[at], by_cost)
 
     def _trial_cost_s(self, index: int, best: int) -> float:
         """Return the seconds lost if the settings are as bad as their interval allows and are left again."""
-        field = self.field
-        slower = max(0.0, 1 - float(field.step_s[field.now] / field.high_s[index]))
-        return field.change_cost_s(field.now, index) + field.change_cost_s(index, best) + self.rules.trial_s * slower
+        table = self.table
+        slower = max(0.0, 1 - float(table.step_s[table.now] / table.high_s[index]))
+        return table.change_cost_s(table.now, index) + table.change_cost_s(index, best) + self.rules.trial_s * slower
 
     def _is_worth_moving(self, best: int, loss: Floats) -> bool:
-        field = self.field
+        table = self.table
         # A lost worker and a trial are not reversals of an earlier decision.
-        left = sum(d.current == field.settings[best] and d.is_change and not d.explored for d in self.situation.past)
-        gain = 1 - float(loss[best] / loss[field.now]) if math.isfinite(loss[field.now]) else 1.0
+        left = sum(d.current == table.settings[best] and d.is_change and not d.explored for d in self.request.past)
+        gain = 1 - float(loss[best] / loss[table.now]) if math.isfinite(loss[table.now]) else 1.0
         enough = gain >= max(self.rules.min_gain * 2**left, self._gain_by_chance(best))
-        return enough and gain * field.left_s > 2 * field.change_cost_s(field.now, best)
+        return enough and gain * table.left_s > 2 * table.change_cost_s(table.now, best)
 
     def _gain_by_chance(self, best: int) -> float:
         """Return the gain that noise alone exceeds once in twenty times; 0 on the return from a trial, to any settings."""
-        past = max(self.situation.past, key=lambda d: d.decision_id, default=None)
-        field = self.field
-        if past is None or (past.explored and past.chosen == field.settings[field.now]):
+        past = max(self.request.past, key=lambda d: d.decision_id, default=None)
+        table = self.table
+        if past is None or (past.explored and past.chosen == table.settings[table.now]):
             return 0.0
-        of_windows = field.noise**2 * sum(1 / max(1, field.num_windows[i]) for i in (best, field.now))
-        return INTERVAL_SIGMAS * math.sqrt(of_windows + 2 * field.drift**2)
+        of_windows = table.noise**2 * sum(1 / max(1, table.num_windows[i]) for i in (best, table.now))
+        return INTERVAL_SIGMAS * math.sqrt(of_windows + 2 * table.drift**2)
 
     # --- words -----------------------------------------------------------------------------------------------------------
 
     @property
     def _stay(self) -> str:
-        return f"stay at {counted(self.field.settings[self.field.now].num_workers, 'worker')}"
+        return f"stay at {counted(self.table.settings[self.table.now].num_workers, 'worker')}"
 
     def _move(self, to: int) -> str:
-        return describe_change(self.field.settings[self.field.now], self.field.settings[to])
+        return describe_change(self.table.settings[self.table.now], self.table.settings[to])
 
     def _times(self, to: int) -> str:
-        return f"{step_text(self.field.step_s[to])} instead of {step_text(self.field.step_s[self.field.now])} a step"
+        return f"{step_text(self.table.step_s[to])} instead of {step_text(self.table.step_s[self.table.now])} a step"
 
     def _left(self) -> str:
-        known = self.situation.remaining_samples is not None
-        return f"{seconds_text(self.field.left_s)} left" if known else f"{seconds_text(self.field.left_s)} assumed to be left"
+        known = self.request.remaining_samples is not None
+        return f"{seconds_text(self.table.left_s)} left" if known else f"{seconds_text(self.table.left_s)} assumed to be left"
 
     def _reason_to_follow(self, warm: int) -> str:
-        suggestion = self.situation.suggestion
+        suggestion = self.request.suggestion
         assert suggestion is not None
-        field = self.field
-        interval = f"{step_text(field.low_s[warm])} to {step_text(field.high_s[warm])}"
-        return f"{self._move(warm)}: {suggestion.reason}; predicted here: {step_text(field.step_s[warm])} ({interval})"
+        table = self.table
+        interval = f"{step_text(table.low_s[warm])} to {step_text(table.high_s[warm])}"
+        return f"{self._move(warm)}: {suggestion.reason}; predicted here: {step_text(table.step_s[warm])} ({interval})"
 
     def _reason_to_try(self, trial: int, best: int, worth_s: float) -> str:
-        field = self.field
-        beside = "" if best == field.now else f", best so far {step_text(field.step_s[best])}"
-        interval = f"{step_text(field.low_s[trial])} to {step_text(field.high_s[trial])}"
+        table = self.table
+        beside = "" if best == table.now else f", best so far {step_text(table.step_s[best])}"
+        interval = f"{step_text(table.low_s[trial])} to {step_text(table.high_s[trial])}"
         return (
             f"{self._move(trial)}: never tried; {self._times(trial)} predicted ({interval}{beside}); "
             f"trying costs at most {seconds_text(self._trial_cost_s(trial, best))} of the {self._left()} and "
@@ -264,32 +269,32 @@ class _Search:
         )
 
     def _reason_to_move(self, best: int) -> str:
-        field = self.field
-        saved_s = float(field.step_s[field.now] - field.step_s[best])
+        table = self.table
+        saved_s = float(table.step_s[table.now] - table.step_s[best])
         if saved_s <= 0:
-            cheaper = f"{field.cores[field.now]:g} -> {field.cores[best]:g} cores"
+            cheaper = f"{table.cores[table.now]:g} -> {table.cores[best]:g} cores"
             return f"{self._move(best)}: {self._times(best)}, {cheaper}; {self.objective.describe()}"
-        steps = math.ceil(field.change_cost_s(field.now, best) / saved_s)
+        steps = math.ceil(table.change_cost_s(table.now, best) / saved_s)
         return (
-            f"{self._move(best)}: {self._times(best)}, both measured; ends {seconds_text(field.worth_s(best))} sooner of "
+            f"{self._move(best)}: {self._times(best)}, both measured; ends {seconds_text(table.worth_s(best))} sooner of "
             f"{self._left()}; the change is repaid after {steps} steps"
         )
 
     def _reason_to_stay(self, allowed: Sequence[int], best: int) -> str:
-        field = self.field
+        table = self.table
         if len(allowed) == 1:
             return f"{self._stay}: no other settings are allowed"
-        if best != field.now:
-            worth_s = field.worth_s(best)
+        if best != table.now:
+            worth_s = table.worth_s(best)
             gain = f"gain {seconds_text(worth_s)} of {self._left()}, too little" if worth_s > 0 else "cost more than it gains"
             return f"{self._stay}: {self._move(best)} would {gain}" + (" for a change" if worth_s > 0 else "")
-        others = [i for i in allowed if i != field.now]
-        next_best = min(others, key=lambda i: float(field.loss[i]))
-        known = "measured" if field.measured[next_best] else "predicted"
-        interval = f"{step_text(field.low_s[next_best])} to {step_text(field.high_s[next_best])}"
+        others = [i for i in allowed if i != table.now]
+        next_best = min(others, key=lambda i: float(table.loss[i]))
+        known = "measured" if table.measured[next_best] else "predicted"
+        interval = f"{step_text(table.low_s[next_best])} to {step_text(table.high_s[next_best])}"
         return (
-            f"{self._stay}: {step_text(field.step_s[field.now])} a step; the next best ({self._move(next_best)}) takes "
-            f"{step_text(field.step_s[next_best])} ({known}, {interval}), "
+            f"{self._stay}: {step_text(table.step_s[table.now])} a step; the next best ({self._move(next_best)}) takes "
+            f"{step_text(table.step_s[next_best])} ({known}, {interval}), "
             f"which is not worth a trial or a change with {self._left()}"
         )
 

@@ -27,9 +27,9 @@ Floats = NDArray[np.float64]
 
 __all__ = [
     "Act",
+    "GrowthSituation",
     "MemoryForecast",
     "Remedy",
-    "Situation",
     "choose_remedy",
     "forecast_memory",
     "inherited_forecast",
@@ -100,7 +100,7 @@ class MemoryForecast:
 
 
 @dataclass(frozen=True)
-class Situation:
+class GrowthSituation:
     """The remedies at hand."""
 
     remaining_steps: float | None  # remaining steps of the job; None if unknown
@@ -201,7 +201,7 @@ def inherited_forecast(window: StepProfile, earlier: MemoryForecast) -> MemoryFo
     )
 
 
-def choose_remedy(forecast: MemoryForecast, situation: Situation) -> Remedy:
+def choose_remedy(forecast: MemoryForecast, situation: GrowthSituation) -> Remedy:
     """Choose a remedy for growing memory.
 
     Raises:
@@ -262,7 +262,7 @@ def node_memory_bytes(worker_bytes: float, max_bytes: int) -> int:
     return min(max_bytes, NODE_MEMORY_STEP * math.ceil(needed / NODE_MEMORY_STEP))
 
 
-def _enough_memory(forecast: MemoryForecast, situation: Situation) -> int:
+def _enough_memory(forecast: MemoryForecast, situation: GrowthSituation) -> int:
     """Return the bytes that one worker's node needs until the job's end, within the limit for nodes."""
     needed = UNKNOWN_END_FACTOR * (1 - RESERVE) * forecast.limit_bytes
     if situation.remaining_steps is not None:
@@ -270,7 +270,7 @@ def _enough_memory(forecast: MemoryForecast, situation: Situation) -> int:
     return node_memory_bytes(needed, situation.max_memory_bytes)
 
 
-def _enough_workers(forecast: MemoryForecast, situation: Situation) -> int:
+def _enough_workers(forecast: MemoryForecast, situation: GrowthSituation) -> int:
     """Return how many workers can share the growth until the end; the maximum if the remaining steps are unknown."""
     if situation.remaining_steps is None:
         return situation.max_workers

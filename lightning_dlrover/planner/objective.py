@@ -19,7 +19,12 @@ FASTEST_ELASTICITY = 0.05
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of each resource for an hour, in the user's own currency. None: unknown, and never guessed."""
+    """Price of each resource for an hour, in the user's own currency. None: unknown, and never guessed.
+
+    Example:
+        >>> Prices(core_hour=0.04).are_known
+        True
+    """
 
     core_hour: float | None = None
     gpu_hour: float | None = None
@@ -83,6 +88,13 @@ class Objective:
     Args:
         deadline_s: seconds since the job's start by which it should end.
         budget: money for the whole job; needs prices.
+
+    Example:
+        >>> Objective("cheapest", deadline_s=7200).describe()
+        'cheapest that ends within 7200 s of the start'
+        >>> Objective(budget=20)
+        Traceback (most recent call last):
+        ValueError: a budget of 20 needs prices to be kept; give at least one of core_hour, gpu_hour and gib_hour
     """
 
     aim: Aim = "fastest"

@@ -18,7 +18,13 @@ __all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome", "seconds_t
 
 @dataclass(frozen=True, order=True)
 class Settings:
-    """The settings that a plan may change while a job runs. The local batch follows, because the global batch is constant."""
+    """The settings that a plan may change while a job runs. The local batch follows, because the global batch is constant.
+
+    Example:
+        >>> settings = Settings(num_workers=2, loader_workers=1, intra_op_threads=4, prefetch_factor=2)
+        >>> settings.short
+        '2x4+1'
+    """
 
     num_workers: int
     loader_workers: int  # per worker; 0: the worker prepares its batches itself
@@ -43,7 +49,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that the planner considered."""
+    """Settings that the planner considered.
+
+    Example:
+        >>> settings = Settings(num_workers=2, loader_workers=0, intra_op_threads=1, prefetch_factor=0)
+        >>> candidate = Candidate(settings, step_time_s=0.06, low_s=0.05, high_s=0.08, samples_per_s=8533.0, worth_s=30.0,
+        ...                       measured=False, feasible=True, note="predicted to be faster")
+        >>> candidate.num_workers
+        2
+    """
 
     settings: Settings
     step_time_s: float
@@ -67,7 +81,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Settings chosen over others. JSON-safe: `from_data(to_data(d)) == d`, through `json` too."""
+    """Settings chosen over others. JSON-safe: `from_data(to_data(d)) == d`, through `json` too.
+
+    Example:
+        >>> from lightning_dlrover.perf import StepTimeModel
+        >>> from lightning_dlrover.planner import Limits, Objective, PlanRequest, plan
+        >>> request = PlanRequest(windows, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> decision = plan(request, StepTimeModel.fit(windows), Limits(2, 2), Objective(), decision_id=1, at=0.0)
+        >>> decision.is_change, decision.chosen.short
+        (False, '2x1')
+        >>> Decision.from_data(decision.to_data()) == decision
+        True
+    """
 
     decision_id: int
     at: float  # seconds since the epoch
@@ -133,7 +158,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a decision, once the chosen settings were measured."""
+    """The result of a decision, once the chosen settings were measured.
+
+    Example:
+        >>> Outcome(decision_id=1, observed_step_time_s=0.12, ratio=1.5, expected=False, text="slower than predicted").ratio
+        1.5
+    """
 
     decision_id: int
     observed_step_time_s: float
@@ -147,6 +177,14 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
 
     Raises:
         ValueError: the measured time is not a finite time above 0.
+
+    Example:
+        >>> from lightning_dlrover.perf import StepTimeModel
+        >>> from lightning_dlrover.planner import Limits, Objective, PlanRequest, plan
+        >>> request = PlanRequest(windows, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> decision = plan(request, StepTimeModel.fit(windows), Limits(2, 2), Objective(), decision_id=1, at=0.0)
+        >>> outcome(decision, observed_step_time_s=decision.predicted_step_time_s).expected
+        True
     """
     if not 0 < observed_step_time_s < math.inf:
         raise ValueError(f"decision {decision.decision_id} cannot be judged by a step time of {observed_step_time_s!r} s")

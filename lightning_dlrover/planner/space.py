@@ -37,7 +37,13 @@ ALL_SIZES_UP_TO = 128  # numbers of workers up to which each one is considered
 
 @dataclass(frozen=True)
 class Limits:
-    """The range that a plan may choose from. An empty tuple leaves that setting as it is."""
+    """The range that a plan may choose from. An empty tuple leaves that setting as it is.
+
+    Example:
+        >>> limits = Limits(min_workers=1, max_workers=8, intra_op_threads=(1, 2, 4), failed_sizes=frozenset({3}))
+        >>> limits.sizes
+        (1, 2, 4, 5, 6, 7, 8)
+    """
 
     min_workers: int
     max_workers: int

@@ -19,8 +19,8 @@ PROOF_S = 1.5
 """Minimum number and minimum duration of the newest steps whose median shows whether a trial has failed.
 
 On a shared core a step of any settings is slow now and then. Two slow steps are the median of three, whatever the third one.
-Other programs also take a core away for most of a second, which is many short steps. `benchmarks/trial_limits.py` has chosen
-these limits and `FAR_OUT` on recorded steps.
+Other programs also take a core away for most of a second, which is many short steps. These limits and `FAR_OUT` were chosen on
+recorded steps; the planner's page of the documentation has the figures.
 """
 
 

@@ -1,7 +1,7 @@
 """Membership of a job: the etcd rendezvous of TorchElastic, and live-elastic process groups for any PyTorch loop.
 
-This module exports the public names, and docs/plain_pytorch.md shows their use. They are loaded on first use because agents and
-the command line also import this package and must not pay for importing torch.
+This module exports the public names, and docs/guide/plain_pytorch.md shows their use. They are loaded on first use because
+agents and the command line also import this package and must not pay for importing torch.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from lightning_dlrover.output import counted, number_text
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings, seconds_text, step_text
-from lightning_dlrover.report.story import JobStory, outcome_of
 from lightning_dlrover.report.text_table import text_table
+from lightning_dlrover.report.timeline import JobTimeline, outcome_of
 
 __all__ = ["cost_text", "explain_text"]
 
@@ -17,7 +17,7 @@ MAX_COLUMNS = 110
 MAX_STAYS = 3  # consecutive decisions without a change
 
 
-def explain_text(story: JobStory, plan: int | None = None) -> str:
+def explain_text(timeline: JobTimeline, plan: int | None = None) -> str:
     """Describe every plan with its outcome, and the candidates of the changes.
 
     Args:
@@ -26,24 +26,24 @@ def explain_text(story: JobStory, plan: int | None = None) -> str:
     Raises:
         ValueError: the job has made no such plan.
     """
-    decisions = story.decisions
+    decisions = timeline.decisions
     if plan is not None:
         decisions = tuple(d for d in decisions if d.decision_id == plan)
         if not decisions:
-            known = ", ".join(str(d.decision_id) for d in story.decisions) or "none"
-            raise ValueError(f"job {story.run_id} has made no plan {plan}; its plans are {known}")
-    undone = [note.text for note in story.undone]
+            known = ", ".join(str(d.decision_id) for d in timeline.decisions) or "none"
+            raise ValueError(f"job {timeline.run_id} has made no plan {plan}; its plans are {known}")
+    undone = [note.text for note in timeline.undone]
     if not decisions:
-        return "\n".join([f"job {story.run_id}: the planner recorded no decision.", *undone])
+        return "\n".join([f"job {timeline.run_id}: the planner recorded no decision.", *undone])
     changes = sum(d.is_change for d in decisions)
-    judged = [o for d in decisions if (o := outcome_of(story, d)) is not None]
+    judged = [o for d in decisions if (o := outcome_of(timeline, d)) is not None]
     as_expected = sum(o.expected for o in judged)
     lines = [
-        f"job {story.run_id}: {counted(len(decisions), 'plan')}, {counted(changes, 'change')}; "
+        f"job {timeline.run_id}: {counted(len(decisions), 'plan')}, {counted(changes, 'change')}; "
         + (f"of {len(judged)} measured, {as_expected} came out as predicted" if judged else "none was measured"),
         f"objective: {decisions[-1].objective or 'unknown'}; settings are written "
         "workers x threads + loader workers each / batches ahead, if not 2",
-        cost_text(story),
+        cost_text(timeline),
         *undone,
     ]
     for number, decision in enumerate(decisions):
@@ -51,15 +51,15 @@ def explain_text(story: JobStory, plan: int | None = None) -> str:
         in_a_row = plan is None and not decision.is_change and len(before) == MAX_STAYS
         if in_a_row and after and not any(d.is_change for d in (*before, *after)):
             continue  # a long row of decisions without a change is shown by its first few and its last
-        lines += ["", *_told(story, decision, in_full=plan is not None)]
+        lines += ["", *_told(timeline, decision, in_full=plan is not None)]
     return "\n".join(lines)
 
 
-def cost_text(story: JobStory) -> str:
+def cost_text(timeline: JobTimeline) -> str:
     """Show the cost so far, and to the end: with the current settings and with each alternative of the last decision."""
-    if not story.decisions:
+    if not timeline.decisions:
         return "cost: unknown, as the planner recorded no decision"
-    last = story.decisions[-1]
+    last = timeline.decisions[-1]
     now = next((c for c in last.candidates if c.settings == last.current), None)
     if last.spent is None or now is None or now.cost_per_hour is None:
         return "cost: unknown, as no prices were given"
@@ -72,9 +72,9 @@ def cost_text(story: JobStory) -> str:
     return f"{text}; to the end {ends}"
 
 
-def _told(story: JobStory, decision: Decision, in_full: bool) -> list[str]:
+def _told(timeline: JobTimeline, decision: Decision, in_full: bool) -> list[str]:
     kind = "trial" if decision.explored else "change" if decision.is_change else "no change"
-    passed_s = decision.at - story.started_at
+    passed_s = decision.at - timeline.started_at
     head = f"plan {decision.decision_id}, {passed_s:.0f} s after the start: {kind}"
     if decision.is_change:
         head += f", {decision.current.short} -> {decision.chosen.short}"
@@ -84,7 +84,7 @@ def _told(story: JobStory, decision: Decision, in_full: bool) -> list[str]:
         f"{counted(decision.num_windows, 'window')} measured; {counted(decision.num_considered, 'setting')} considered"
     )
     lines = [head, *_wrapped(seen), *_wrapped(decision.reason)]
-    found = outcome_of(story, decision)
+    found = outcome_of(timeline, decision)
     if found is not None:
         lines += _wrapped(f"came out: {found.text}")
     elif decision.is_change:

@@ -1,7 +1,7 @@
 """Write a job's report: one HTML file with pictures, and a text that fits one screen.
 
-`report/story.py` interprets the events, `report/pictures.py` draws them, and `report/page.html.j2` arranges both. All text from
-the job is escaped. Only recorded data is shown, and missing data is named.
+`report/timeline.py` interprets the events, `report/pictures.py` draws them, and `report/page.html.j2` arranges both. All text
+from the job is escaped. Only recorded data is shown, and missing data is named.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.explain import cost_text
-from lightning_dlrover.report.story import JobStory, outcome_of, tell
 from lightning_dlrover.report.text_table import text_table
-from lightning_dlrover.whole_files import write_whole
+from lightning_dlrover.report.timeline import JobTimeline, outcome_of, timeline_of
 
 __all__ = ["render_page", "summary_text", "write_report"]
 
@@ -33,9 +33,9 @@ def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None
     Raises:
         OSError: `path` cannot be written.
     """
-    page = _page(tell(run_id, events))
+    page = _page(timeline_of(run_id, events))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, page)
+    atomic_write(path, page)
 
 
 def render_page(room: str, template: str, **values: Any) -> str:
@@ -58,22 +58,22 @@ def render_page(room: str, template: str, **values: Any) -> str:
 
 def summary_text(run_id: str, events: Sequence[EventRecord]) -> str:
     """Summarize a job in at most 24 lines of 80 columns."""
-    story = tell(run_id, events)
-    facts = [(fact.name, fact.value + (f" ({fact.remark})" if fact.remark else "")) for fact in _facts(story)]
+    timeline = timeline_of(run_id, events)
+    facts = [(fact.name, fact.value + (f" ({fact.remark})" if fact.remark else "")) for fact in _facts(timeline)]
     lines = [_clip(f"job {_one_line(run_id)}"), *text_table("<<", facts, indent=2)]
     rows = [("round", "time", "kind", "workers", "stall", "reason")]
-    for r in story.rounds:
-        at, kind = _clock(r.at - story.started_at), _one_line(r.kind)[:8]
+    for r in timeline.rounds:
+        at, kind = _clock(r.at - timeline.started_at), _one_line(r.kind)[:8]
         rows.append((str(r.number), at, kind, str(r.num_workers), _ms(r.stall_s), _one_line(r.reason)))
     rounds = [_clip(line) for line in text_table(">><>><", rows, indent=2)]
-    notes = [f"  {line}" for sentence in _remarks(story) for line in textwrap.wrap(sentence, MAX_COLUMNS - 2)]
+    notes = [f"  {line}" for sentence in _remarks(timeline) for line in textwrap.wrap(sentence, MAX_COLUMNS - 2)]
     notes = notes[:6]
     room = MAX_LINES - len(lines) - len(notes) - 1
     if len(rounds) > room:
         # At the end of a job, its newest rounds matter most.
         left_out = len(rounds) - room
         rounds = [rounds[0], f"  ... {left_out + 1} earlier rounds", *rounds[left_out + 2 :]]
-    if story.rounds:
+    if timeline.rounds:
         lines += rounds
     return "\n".join([*lines, *notes])
 
@@ -85,47 +85,47 @@ class _Fact:
     remark: str = ""
 
 
-def _facts(story: JobStory) -> list[_Fact]:
-    sizes = [r.num_workers for r in story.rounds if r.kind != "stop"]
-    seconds = sum(p.num_steps * p.step_time_s for p in story.profiles)
-    num_stalls = sum(r.stall_s is not None and r.kind != "start" for r in story.rounds)
+def _facts(timeline: JobTimeline) -> list[_Fact]:
+    sizes = [r.num_workers for r in timeline.rounds if r.kind != "stop"]
+    seconds = sum(p.num_steps * p.step_time_s for p in timeline.profiles)
+    num_stalls = sum(r.stall_s is not None and r.kind != "start" for r in timeline.rounds)
     if num_stalls:
-        stall = _Fact("total stall", _ms(story.total_stall_s), f"in {counted(num_stalls, 'change')}")
+        stall = _Fact("total stall", _ms(timeline.total_stall_s), f"in {counted(num_stalls, 'change')}")
     else:
-        stall = _Fact("total stall", "not measured" if story.num_resizes else "none")
+        stall = _Fact("total stall", "not measured" if timeline.num_resizes else "none")
     return [
         _Fact(
             "duration",
-            _clock(story.duration_s),
-            story.end or "not finished",
+            _clock(timeline.duration_s),
+            timeline.end or "not finished",
         ),
-        _Fact("steps", f"{story.num_steps:,}"),
+        _Fact("steps", f"{timeline.num_steps:,}"),
         _Fact(
             "samples profiled",
-            f"{story.num_profiled_samples:,}",
-            f"{story.num_profiled_samples / seconds:,.0f}/s in steps" if seconds else "",
+            f"{timeline.num_profiled_samples:,}",
+            f"{timeline.num_profiled_samples / seconds:,.0f}/s in steps" if seconds else "",
         ),
-        _Fact("rounds", str(len(story.rounds)), f"{story.num_resizes} of them changes"),
+        _Fact("rounds", str(len(timeline.rounds)), f"{timeline.num_resizes} of them changes"),
         _Fact(
             "workers",
             " to ".join(str(n) for n in sorted({min(sizes), max(sizes)})) if sizes else "unknown",
         ),
-        _Fact("workers lost", str(story.num_losses)),
+        _Fact("workers lost", str(timeline.num_losses)),
         stall,
     ]
 
 
-def _remarks(story: JobStory) -> list[str]:
-    remarks = list(story.missing)
-    if story.errors:
-        last_line = (story.errors[-1].text.strip().splitlines() or ["(no text)"])[-1]
-        remarks.append(_clip(f"last of {counted(len(story.errors), 'error')}: {_one_line(last_line)}", MAX_COLUMNS - 2))
-    if story.num_skipped:
-        remarks.append(f"{counted(story.num_skipped, 'event')} could not be read and left out.")
+def _remarks(timeline: JobTimeline) -> list[str]:
+    remarks = list(timeline.missing)
+    if timeline.errors:
+        last_line = (timeline.errors[-1].text.strip().splitlines() or ["(no text)"])[-1]
+        remarks.append(_clip(f"last of {counted(len(timeline.errors), 'error')}: {_one_line(last_line)}", MAX_COLUMNS - 2))
+    if timeline.num_skipped:
+        remarks.append(f"{counted(timeline.num_skipped, 'event')} could not be read and left out.")
     return remarks
 
 
-def _drawn(story: JobStory) -> tuple[str | None, str | None, str | None, str | None]:
+def _drawn(timeline: JobTimeline) -> tuple[str | None, str | None, str | None, str | None]:
     """Return pictures of throughput, of a step's parts, of predictions and of plans; None where nothing was recorded."""
     # Imported here: matplotlib takes a second to import, and the text does not need it.
     from lightning_dlrover.report.pictures import (
@@ -136,34 +136,34 @@ def _drawn(story: JobStory) -> tuple[str | None, str | None, str | None, str | N
         to_svg,
     )
 
-    profiled = bool(story.profiles)
+    profiled = bool(timeline.profiles)
     throughput = parts = predicted = plans = None
-    if profiled or story.rounds:
-        throughput = to_svg(throughput_picture(story), "throughput")
+    if profiled or timeline.rounds:
+        throughput = to_svg(throughput_picture(timeline), "throughput")
     if profiled:
-        parts = to_svg(step_parts_picture(story), "parts")
-    if profiled or story.decisions:
-        predicted = to_svg(prediction_picture(story), "prediction")
-    if story.decisions:
-        plans = to_svg(plans_picture(story), "plans")
+        parts = to_svg(step_parts_picture(timeline), "parts")
+    if profiled or timeline.decisions:
+        predicted = to_svg(prediction_picture(timeline), "prediction")
+    if timeline.decisions:
+        plans = to_svg(plans_picture(timeline), "plans")
     return throughput, parts, predicted, plans
 
 
-def _page(story: JobStory) -> str:
+def _page(timeline: JobTimeline) -> str:
     from lightning_dlrover.report.pictures import KIND_COLOURS
 
-    throughput, parts, predicted, plans = _drawn(story)
+    throughput, parts, predicted, plans = _drawn(timeline)
     return render_page(
         "report",
         "page.html.j2",
-        story=story,
-        facts=_facts(story),
-        began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(story.started_at)),
+        timeline=timeline,
+        facts=_facts(timeline),
+        began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timeline.started_at)),
         throughput=throughput,
         parts=parts,
         predicted=predicted,
         plans=plans,
-        cost=cost_text(story),
+        cost=cost_text(timeline),
         outcome_of=outcome_of,
         colours=KIND_COLOURS,
         max_rows=MAX_TABLE_ROWS,

@@ -1,4 +1,4 @@
-"""Draw a job's story with matplotlib, as SVG text for embedding in an HTML page.
+"""Draw a job's timeline with matplotlib, as SVG text for embedding in an HTML page.
 
 Axes and text use a placeholder colour that becomes `currentColor`, so a picture follows the page's light or dark theme. The
 data's colours (Okabe and Ito, 2008) are legible on both and to colour-blind readers.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.perf.samples import STEP_PARTS
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.report.story import JobStory, Profile, outcome_of
+from lightning_dlrover.report.timeline import JobTimeline, Profile, outcome_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,30 +92,30 @@ def in_our_style(**more: Any) -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def _styled(draw: Callable[[JobStory], Figure]) -> Callable[[JobStory], Figure]:
+def _styled(draw: Callable[[JobTimeline], Figure]) -> Callable[[JobTimeline], Figure]:
     """Wrap `draw` in our style. matplotlib reads most of a style when it creates an artist, not when it draws one."""
 
     @functools.wraps(draw)
-    def drawn(story: JobStory) -> Figure:
+    def drawn(timeline: JobTimeline) -> Figure:
         with in_our_style():
-            return draw(story)
+            return draw(timeline)
 
     return drawn
 
 
 @_styled
-def throughput_picture(story: JobStory) -> Figure:
+def throughput_picture(timeline: JobTimeline) -> Figure:
     """Plot samples per second over time with every round marked, above the number of workers."""
     from matplotlib.ticker import MaxNLocator
 
     figure, (rate, workers) = _figure(4.0, rows=2, sharex=True, height_ratios=[3.2, 1])
-    _scale_time(story, rate, workers)
-    unit = _time_unit(story)
-    profiles = _thin(story.profiles)
-    ended_at = _ends_of_rounds(story)
-    for first, run in _runs(story, profiles):
+    _scale_time(timeline, rate, workers)
+    unit = _time_unit(timeline)
+    profiles = _thin(timeline.profiles)
+    ended_at = _ends_of_rounds(timeline)
+    for first, run in _runs(timeline, profiles):
         # A round's last window is recorded after the next round has begun.
-        ends = [_x(story, min(p.at, ended_at.get(p.round_number, p.at))) for p in run]
+        ends = [_x(timeline, min(p.at, ended_at.get(p.round_number, p.at))) for p in run]
         label = "samples per second" if first else None
         rates = [p.samples_per_s for p in run]
         rate.plot(ends, rates, "o-", color=MEASURED, markersize=3, linewidth=1.4, label=label)
@@ -125,8 +125,8 @@ def throughput_picture(story: JobStory) -> Figure:
     rate.set_ylabel("throughput (samples/s)")
     rate.yaxis.set_major_formatter(_thousands())
     drawn = set()
-    for number, round_ in enumerate(story.rounds):
-        x = _x(story, round_.at)
+    for number, round_ in enumerate(timeline.rounds):
+        x = _x(timeline, round_.at)
         colour = KIND_COLOURS.get(round_.kind, "#8a8a8a")
         kind = round_.kind if round_.kind in KIND_COLOURS else "other"
         label = None if kind in drawn else kind
@@ -134,9 +134,9 @@ def throughput_picture(story: JobStory) -> Figure:
         for axes in (rate, workers):
             axes.axvline(x, color=colour, linewidth=1.5, linestyle=(0, (4, 2)), label=label if axes is rate else None)
         if round_.stall_s:
-            end = _x(story, round_.stalled_until)
+            end = _x(timeline, round_.stalled_until)
             rate.axvspan(end - round_.stall_s / unit[0], end, color=colour, alpha=0.18, linewidth=0)
-        if len(story.rounds) <= 40:
+        if len(timeline.rounds) <= 40:
             # Numbers of adjacent rounds alternate in height to avoid overprinting.
             height = 0.995 if number % 2 == 0 else 0.93
             rate.annotate(
@@ -150,9 +150,9 @@ def throughput_picture(story: JobStory) -> Figure:
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
             )
-    if story.rounds:
-        times = [_x(story, r.at) for r in story.rounds] + [_x(story, story.ended_at)]
-        counts = [r.num_workers for r in story.rounds]
+    if timeline.rounds:
+        times = [_x(timeline, r.at) for r in timeline.rounds] + [_x(timeline, timeline.ended_at)]
+        counts = [r.num_workers for r in timeline.rounds]
         workers.step(times, [*counts, counts[-1]], where="post", color=INK, linewidth=1.8)
         workers.fill_between(times, [*counts, counts[-1]], step="post", color="#8a8a8a", alpha=0.25, linewidth=0)
         workers.set_ylim(0, max(counts) + 0.6)
@@ -163,15 +163,15 @@ def throughput_picture(story: JobStory) -> Figure:
 
 
 @_styled
-def step_parts_picture(story: JobStory) -> Figure:
+def step_parts_picture(timeline: JobTimeline) -> Figure:
     """Plot milliseconds of a step by part: over time, and the mean for each number of workers."""
     figure, (over_time, by_size) = _figure(3.4, columns=2, width_ratios=[2.4, 1], sharey=True)
-    _scale_time(story, over_time)
-    profiles = _thin(story.profiles)
-    for first, run in _runs(story, profiles):
+    _scale_time(timeline, over_time)
+    profiles = _thin(timeline.profiles)
+    for first, run in _runs(timeline, profiles):
         # Bars from window to window, as edges: one path for each part, regardless of the number of windows.
-        begin = max(story.started_at, run[0].at - run[0].num_steps * run[0].step_time_s)
-        edges = [_x(story, at) for at in (begin, *(p.at for p in run))]
+        begin = max(timeline.started_at, run[0].at - run[0].num_steps * run[0].step_time_s)
+        edges = [_x(timeline, at) for at in (begin, *(p.at for p in run))]
         below = [0.0] * len(run)
         for part in STEP_PARTS:
             top = [b + 1000 * p.part_s[part] for b, p in zip(below, run, strict=True)]
@@ -181,13 +181,13 @@ def step_parts_picture(story: JobStory) -> Figure:
                 baseline=below,
                 fill=True,
                 color=PART_COLOURS[part],
-                label=_words(part) if first else None,
+                label=part.replace("_", " ") if first else None,
                 linewidth=0,
             )
             below = top
-    sizes = sorted({p.num_workers for p in story.profiles})
+    sizes = sorted({p.num_workers for p in timeline.profiles})
     for place, size in enumerate(sizes):
-        chosen = [p for p in story.profiles if p.num_workers == size]
+        chosen = [p for p in timeline.profiles if p.num_workers == size]
         num_steps = max(sum(p.num_steps for p in chosen), 1)
         base = 0.0
         for part in STEP_PARTS:
@@ -208,19 +208,19 @@ def step_parts_picture(story: JobStory) -> Figure:
     by_size.set_title("mean by number of workers")
     over_time.set_title("over time")
     over_time.set_ylabel("step time (ms)")
-    _limit_to_typical(over_time, [1000 * sum(p.part_s.values()) for p in story.profiles])
+    _limit_to_typical(over_time, [1000 * sum(p.part_s.values()) for p in timeline.profiles])
     figure.legend(*over_time.get_legend_handles_labels(), loc="outside upper center", ncols=len(STEP_PARTS))
     return figure
 
 
 @_styled
-def prediction_picture(story: JobStory) -> Figure:
+def prediction_picture(timeline: JobTimeline) -> Figure:
     """Plot measured step times against the planner's predictions: over time, and for each settings of the last decision."""
     figure, (over_time, by_settings) = _figure(3.6, columns=2, width_ratios=[1.5, 1], sharey=True)
-    _scale_time(story, over_time)
-    profiles = _thin(story.profiles)
+    _scale_time(timeline, over_time)
+    profiles = _thin(timeline.profiles)
     over_time.plot(
-        [_x(story, p.at) for p in profiles],
+        [_x(timeline, p.at) for p in profiles],
         [1000 * p.step_time_s for p in profiles],
         "o",
         color=MEASURED,
@@ -228,19 +228,19 @@ def prediction_picture(story: JobStory) -> Figure:
         label="measured",
     )
     labelled = False
-    for decision, until in zip(story.decisions, [*(d.at for d in story.decisions[1:]), story.ended_at], strict=False):
+    for decision, until in zip(timeline.decisions, [*(d.at for d in timeline.decisions[1:]), timeline.ended_at], strict=False):
         predicted = {c.settings: c for c in decision.candidates}
         # A decision holds until the next one. Within it, the settings change when the decision is carried out.
-        for begin, end, settings in _stretches(story, decision, until):
+        for begin, end, settings in _stretches(timeline, decision, until):
             if (candidate := predicted.get(settings)) is None:
                 continue
-            span = [_x(story, begin), _x(story, end)]
+            span = [_x(timeline, begin), _x(timeline, end)]
             label = None if labelled else "predicted for what ran"
             over_time.plot(span, [1000 * candidate.step_time_s] * 2, color=PREDICTED, linewidth=1.8, label=label)
             low, high = 1000 * candidate.low_s, 1000 * candidate.high_s
             over_time.fill_between(span, low, high, color=PREDICTED, alpha=0.16, linewidth=0)
             labelled = True
-    shown = next((d for d in reversed(story.decisions) if d.candidates), None)
+    shown = next((d for d in reversed(timeline.decisions) if d.candidates), None)
     considered = _shown_candidates(shown) if shown is not None else []
     ran = [p.settings for p in profiles]
     places = {each: i for i, each in enumerate(sorted({*(c.settings for c in considered), *ran[-MAX_SETTINGS:]}))}
@@ -262,7 +262,7 @@ def prediction_picture(story: JobStory) -> Figure:
     over_time.set_ylabel("step time (ms)")
     _limit_to_typical(
         over_time,
-        [1000 * p.step_time_s for p in story.profiles] + [1000 * c.high_s for c in considered],
+        [1000 * p.step_time_s for p in timeline.profiles] + [1000 * c.high_s for c in considered],
     )
     handles, labels = over_time.get_legend_handles_labels()
     if handles:
@@ -271,17 +271,19 @@ def prediction_picture(story: JobStory) -> Figure:
 
 
 @_styled
-def plans_picture(story: JobStory) -> Figure:
+def plans_picture(timeline: JobTimeline) -> Figure:
     """Plot every plan's prediction beside the measurement after it, and the candidates of the last plan."""
     figure, (plans, choice) = _figure(3.8, columns=2, width_ratios=[1.5, 1])
-    decisions = [d for d in story.decisions if d.is_change or outcome_of(story, d) is not None][-MAX_PLANS:]
+    decisions = [d for d in timeline.decisions if d.is_change or outcome_of(timeline, d) is not None][-MAX_PLANS:]
     _draw_predictions(plans, [(i, d.choice) for i, d in enumerate(decisions)], "#8a8a8a", label="predicted, 90 % interval")
     for expected, colour, label in ((True, MEASURED, "measured, as predicted"), (False, WRONG, "measured, not as predicted")):
-        found = [(i, o) for i, d in enumerate(decisions) if (o := outcome_of(story, d)) is not None and o.expected == expected]
+        found = [
+            (i, o) for i, d in enumerate(decisions) if (o := outcome_of(timeline, d)) is not None and o.expected == expected
+        ]
         if found:
             times = [1000 * o.observed_step_time_s for _, o in found]
             plans.plot([i for i, _ in found], times, "o", color=colour, markersize=7, label=label)
-    pending = [(i, d) for i, d in enumerate(decisions) if outcome_of(story, d) is None]
+    pending = [(i, d) for i, d in enumerate(decisions) if outcome_of(timeline, d) is None]
     if pending:
         times = [1000 * d.predicted_step_time_s for _, d in pending]
         plans.plot([i for i, _ in pending], times, "x", color=INK, markersize=8, label="never measured")
@@ -293,7 +295,7 @@ def plans_picture(story: JobStory) -> Figure:
     plans.set_ylabel("step time (ms)")
     plans.set_xlabel("plan, and its workers x threads + loader workers each")
     plans.set_title("predicted and measured, for every plan")
-    shown = next((d for d in reversed(story.decisions) if d.candidates), None)
+    shown = next((d for d in reversed(timeline.decisions) if d.candidates), None)
     if shown is not None:
         _draw_choice(choice, shown)
     choice.set_ylabel("throughput (samples/s)")
@@ -368,11 +370,11 @@ def _shown_candidates(decision: Decision) -> list[Candidate]:
     return sorted(ordered[:MAX_SETTINGS], key=lambda c: c.settings)
 
 
-def _stretches(story: JobStory, decision: Decision, until: float) -> list[tuple[float, float, Settings]]:
+def _stretches(timeline: JobTimeline, decision: Decision, until: float) -> list[tuple[float, float, Settings]]:
     """Return begin, end and settings of each stretch under a decision, from its windows."""
     found: list[tuple[float, float, Settings]] = []
     begin, settings = decision.at, decision.current
-    for profile in story.profiles:
+    for profile in timeline.profiles:
         if not decision.at < profile.at <= until:
             continue
         if profile.settings != settings:
@@ -412,22 +414,22 @@ def _figure(height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tupl
     return figure, list(axes)
 
 
-def _time_unit(story: JobStory) -> tuple[float, str]:
-    if story.duration_s <= 600:
+def _time_unit(timeline: JobTimeline) -> tuple[float, str]:
+    if timeline.duration_s <= 600:
         return 1.0, "s"
-    return (60.0, "min") if story.duration_s <= 4 * 3600 else (3600.0, "h")
+    return (60.0, "min") if timeline.duration_s <= 4 * 3600 else (3600.0, "h")
 
 
-def _scale_time(story: JobStory, *axes: Axes) -> None:
-    seconds, name = _time_unit(story)
-    span = max(story.duration_s, 1.0) / seconds
+def _scale_time(timeline: JobTimeline, *axes: Axes) -> None:
+    seconds, name = _time_unit(timeline)
+    span = max(timeline.duration_s, 1.0) / seconds
     for one in axes:
         one.set_xlim(-0.01 * span, 1.01 * span)
     axes[-1].set_xlabel(f"time since the job's first event ({name})")
 
 
-def _x(story: JobStory, at: float) -> float:
-    return (at - story.started_at) / _time_unit(story)[0]
+def _x(timeline: JobTimeline, at: float) -> float:
+    return (at - timeline.started_at) / _time_unit(timeline)[0]
 
 
 def _thin(profiles: Sequence[Profile]) -> Sequence[Profile]:
@@ -435,7 +437,7 @@ def _thin(profiles: Sequence[Profile]) -> Sequence[Profile]:
     return profiles[:: 1 + len(profiles) // MAX_POINTS]
 
 
-def _runs(story: JobStory, profiles: Sequence[Profile]) -> list[tuple[bool, list[Profile]]]:
+def _runs(timeline: JobTimeline, profiles: Sequence[Profile]) -> list[tuple[bool, list[Profile]]]:
     """Group windows by round. The flag marks the first round."""
     rounds: dict[int, list[Profile]] = {}
     for profile in sorted(profiles, key=lambda p: p.at):
@@ -443,9 +445,9 @@ def _runs(story: JobStory, profiles: Sequence[Profile]) -> list[tuple[bool, list
     return [(i == 0, run) for i, run in enumerate(rounds.values())]
 
 
-def _ends_of_rounds(story: JobStory) -> dict[int, float]:
+def _ends_of_rounds(timeline: JobTimeline) -> dict[int, float]:
     """Return the start of the next round by the number of each round but the last."""
-    ordered = sorted(story.rounds, key=lambda r: r.number)
+    ordered = sorted(timeline.rounds, key=lambda r: r.number)
     return {one.number: later.at for one, later in itertools.pairwise(ordered)}
 
 
@@ -479,7 +481,3 @@ def _thousands() -> Any:
     from matplotlib.ticker import FuncFormatter
 
     return FuncFormatter(lambda value, _: f"{value:,.0f}")
-
-
-def _words(part: str) -> str:
-    return part.replace("_", " ")

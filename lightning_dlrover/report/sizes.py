@@ -10,7 +10,7 @@ from statistics import median
 from lightning_dlrover.output import counted, number_text
 from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord
-from lightning_dlrover.report.story import Profile
+from lightning_dlrover.report.timeline import Profile
 
 __all__ = ["GivenSize", "given_sizes", "sizes_text"]
 

@@ -24,7 +24,6 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.events import SnapshotCompleted, SnapshotFailed, StreamOpened, ValuesLost, events_of
 from lightning_dlrover.rdzv.job.journal import read, readable_folder
-from lightning_dlrover.rdzv.job.pool_records import POOLS_FOLDER
 from lightning_dlrover.rdzv.job.records import (
     DEFAULT_PREFIX,
     HISTORY_TTL_S,
@@ -44,12 +43,12 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
 )
 from lightning_dlrover.rdzv.live import rounds
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.report.discovery import DEFAULT_RUN_DIR, EtcdDefaults
 from lightning_dlrover.report.event_log import EVENTS_FILE, JobEndedError, JobNotFoundError, ended_how, last_events
 from lightning_dlrover.report.skipped import described_skipped, skipped_rows
 from lightning_dlrover.report.streams import described, described_sequence, read_sequences, read_streams
-from lightning_dlrover.report.surroundings import DEFAULT_RUN_DIR, Surroundings
 
 __all__ = [
     "JOB_FILE",
@@ -145,10 +144,10 @@ def find_job(
         JobNotFoundError: none of these names it.
     """
     file = run_dir / run_id / JOB_FILE
-    around = Surroundings.of_this_process()
-    endpoint = endpoint or (around.endpoint if not os.path.exists(file) else None)
+    defaults = EtcdDefaults.of_this_process()
+    endpoint = endpoint or (defaults.endpoint if not os.path.exists(file) else None)
     if endpoint:
-        return JobPlace(run_id, endpoint, prefix or around.prefix, access or around.access)
+        return JobPlace(run_id, endpoint, prefix or defaults.prefix, access or defaults.access)
     try:
         place = read_job_file(file).place
     except JobNotFoundError as error:
@@ -174,8 +173,8 @@ def list_jobs(
 ) -> list[JobSummary]:
     """List every job in an etcd or, without an endpoint, in a folder of run folders."""
     if endpoint:
-        around = Surroundings.of_this_process()
-        return _jobs_of_etcd(JobPlace("list", endpoint, prefix or around.prefix, access or around.access))
+        defaults = EtcdDefaults.of_this_process()
+        return _jobs_of_etcd(JobPlace("list", endpoint, prefix or defaults.prefix, access or defaults.access))
     jobs: list[JobSummary] = []
     etcds: dict[tuple[str, str], list[JobSummary] | None] = {}  # None: it does not answer
     for file in sorted(run_dir.glob(f"*/{JOB_FILE}")):
@@ -217,7 +216,9 @@ def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
     by_job: dict[str, dict[str, KeyValue]] = {}
     for entry in entries:
         by_job.setdefault(entry.key.removeprefix(folder).partition("/")[0], {})[entry.key] = entry
-    by_job.pop(POOLS_FOLDER, None)
+    # Add-ons keep their own records, as of pools, in folders whose names begin with a dot.
+    for name in [name for name in by_job if name.startswith(".") and Keys(name, folder).job not in by_job[name]]:
+        del by_job[name]
     return [_summary(run_id, folder, found) for run_id, found in sorted(by_job.items())]
 
 
@@ -323,7 +324,7 @@ def has_ended_here(place: JobPlace, folder: Path) -> bool:
 class FoundJob:
     """Records of a job in etcd."""
 
-    view: View
+    view: JobView
     agents: AgentView
     controller: ControllerRecord | None
     nodes: NodesRecord | None
@@ -461,7 +462,7 @@ def _show_stream(opened: StreamOpened, events: Sequence[EventRecord]) -> str:
     return "; ".join(filter(None, (described(opened), described_skipped(skipped_rows(events, opened)))))
 
 
-def _show_workers(view: View, profiles: Mapping[str, StepProfile], now: float) -> list[dict[str, Any]]:
+def _show_workers(view: JobView, profiles: Mapping[str, StepProfile], now: float) -> list[dict[str, Any]]:
     """List workers: the round's members by rank, then the others."""
     waits = rounds.waits(view)
     members = view.round.members if view.round else []

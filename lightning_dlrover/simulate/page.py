@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.output import counted
 from lightning_dlrover.report.page import render_page
 from lightning_dlrover.simulate.figures import completions_figure, costs_figure, sizes_figure, use_figure
 from lightning_dlrover.simulate.records import Simulated
 from lightning_dlrover.simulate.study import Inputs
 from lightning_dlrover.simulate.summary import COLUMNS, by_trace, cells, summarize
-from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["REPORT", "write_report"]
 
 REPORT = "report.html"
-FAVOURITE = "ours"
+FAVOURITE = "jct"
 """Policy that is drawn first where there is room for a few only."""
 
 
@@ -49,7 +49,7 @@ def write_report(path: Path, inputs: Inputs, simulations: Sequence[Simulated]) -
         lengths=inputs.lengths,
         every_s=inputs.every_s,
     )
-    write_whole(path, page)
+    atomic_write(path, page)
 
 
 def _facts(inputs: Inputs, simulations: Sequence[Simulated]) -> list[tuple[str, str, str]]:

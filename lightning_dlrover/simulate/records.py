@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.record_file import RecordFile, RecordForm, read_lines
+from lightning_dlrover.record_file import RecordFile, RecordForm
 
 __all__ = ["BY_MODEL", "FILE_NAME", "LIVE", "Results", "ResultsError", "Simulated"]
 
@@ -109,12 +108,12 @@ FORM: RecordForm[Header] = RecordForm(
     format=FORMAT,
     file_of="simulations",
     line_of="a record of a simulation",
-    user="dlrover simulate",
+    user="dlrover lab simulate",
     error=ResultsError,
 )
 
 
-class Results:
+class Results(RecordFile[Header]):
     """The finished simulations of a folder by key. Use as a context manager.
 
     Raises:
@@ -123,32 +122,13 @@ class Results:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / FILE_NAME
-        self._file = RecordFile(path, FORM)
-        try:
-            header, records = _read(self._file.content, path)
-            if header is None:
-                self._file.append(Header(FORMAT))
-        except BaseException:
-            self._file.close()
-            raise
-        self._by_key = {record.key: record for record in records}
+        super().__init__(folder / FILE_NAME, FORM, Header(FORMAT))
+        self._by_key = {record.key: record for record in self.records}
 
     @property
     def by_key(self) -> Mapping[str, Simulated]:
         return self._by_key
 
-    def add(self, simulated: Simulated) -> None:
-        """Put one on record; it is on disk when this returns."""
-        self._file.append(simulated)
-        self._by_key[simulated.key] = simulated
-
-    def __enter__(self) -> Results:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._file.close()
-
-
-def _read(data: bytes, path: Path) -> tuple[Header | None, list[Simulated]]:
-    return read_lines(data, path, FORM)
+    def add(self, record: Simulated) -> None:
+        super().add(record)
+        self._by_key[record.key] = record

@@ -25,7 +25,6 @@ class Row:
 
     policy: str
     cost: str
-    num_simulations: int
     mean_s: float
     median_s: float
     p99_s: float
@@ -106,7 +105,6 @@ def _row(policy: str, cost: str, simulations: Sequence[Simulated]) -> Row:
     return Row(
         policy,
         cost,
-        len(simulations),
         mean(lambda s: s.mean_completion_s),
         mean(lambda s: s.median_completion_s),
         mean(lambda s: s.p99_completion_s),

@@ -28,10 +28,10 @@ from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.layout import Region
 
 __all__ = [
+    "BufferSlot",
     "Part",
     "PartHeader",
     "PartWriter",
-    "Place",
     "SnapshotError",
     "changes_of",
     "holders_of",
@@ -53,7 +53,7 @@ class SnapshotError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSlot:
     """Position of one block's values in a part.
 
     Attributes:
@@ -89,7 +89,7 @@ class PartHeader:
     members: tuple[str, ...]
     owner: str
     plan: dict[str, Any]
-    blocks: tuple[Place, ...]
+    blocks: tuple[BufferSlot, ...]
     state_offset: int
     state_bytes: int
     counters: dict[str, int] = field(default_factory=dict)
@@ -211,7 +211,7 @@ def part_header(
     places, offset = [], 0
     for b in blocks:
         places.append(
-            Place(b.table, b.what, b.region, tuple(b.values.shape), str(b.values.dtype).removeprefix("torch."), offset)
+            BufferSlot(b.table, b.what, b.region, tuple(b.values.shape), str(b.values.dtype).removeprefix("torch."), offset)
         )
         offset += -(-b.values.nbytes // 64) * 64
     return PartHeader(batch, round_, tuple(members), owner, plan, tuple(places), offset, state_bytes)
@@ -313,11 +313,11 @@ def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
         there.copy_(here)
 
 
-def _num_bytes(place: Place) -> int:
+def _num_bytes(place: BufferSlot) -> int:
     dtype: torch.dtype = getattr(torch, place.dtype)
     return math.prod(place.shape) * dtype.itemsize
 
 
-def _view(values: torch.Tensor, place: Place) -> torch.Tensor:
+def _view(values: torch.Tensor, place: BufferSlot) -> torch.Tensor:
     part = values[place.offset : place.offset + _num_bytes(place)]
     return part.view(getattr(torch, place.dtype)).view(place.shape)

@@ -75,6 +75,10 @@ class SnapshotConfig:
         memory: folder with its files in the host's memory.
         disk: folder visible to all hosts, for copies that outlast the hosts. A process beside each worker writes them.
         disk_interval_s: minimum seconds between two snapshots that are copied there.
+
+    Example:
+        >>> from lightning_dlrover import DLRoverStrategy
+        >>> strategy = DLRoverStrategy(snapshots=SnapshotConfig(interval_s=30, replicas=2))  # survives two losses at once
     """
 
     interval_s: float = 60.0

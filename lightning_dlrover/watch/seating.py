@@ -1,9 +1,14 @@
-"""A Trainer beside other jobs of a dispatcher: it asks for memory before the first step, and reports steps."""
+"""A Trainer's place among the jobs of a dispatcher: it asks for memory before the first step, and reports steps.
+
+`SEATING` plugs in by the entry point `dlrover.callbacks`. So the core knows nothing of it, and a job that runs by itself, whose
+environment names no seat, has no such callback.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +17,9 @@ import torch
 from lightning_dlrover.live.lightning_names import combined_loader
 from lightning_dlrover.live.progress import remaining_batches
 from lightning_dlrover.observe.gpu_memory import gpu_bytes
-from lightning_dlrover.observe.seat import Seat, SeatReport
+from lightning_dlrover.observe.seat import Seat, SeatReport, has_seat
 from lightning_dlrover.output import counted
+from lightning_dlrover.packages import package_of, submodule
 from lightning_dlrover.rdzv.job.records import PlanRecord
 
 if TYPE_CHECKING:
@@ -21,10 +27,53 @@ if TYPE_CHECKING:
 
     from lightning_dlrover.rdzv.live.membership import Membership
 
-__all__ = ["keep_seat", "take_seat"]
+
+class SeatingPlugin:
+    """Seats the Trainers of a job that a dispatcher has started."""
+
+    def applies(self, environ: Mapping[str, str]) -> bool:
+        return has_seat(environ)
+
+    def callback(self, trainer: L.Trainer) -> Any:
+        base: type = submodule(package_of(trainer), "callbacks").Callback
+        return type("SeatedJob", (SeatedJob, base), {"__module__": __name__})()
 
 
-def take_seat(seat: Seat, trainer: L.Trainer, module: L.LightningModule, batch: Any, membership: Membership | None) -> None:
+SEATING = SeatingPlugin()
+
+
+class SeatedJob:
+    """Hooks of Lightning, for one process of a job with a seat. `SeatingPlugin` derives a callback from it."""
+
+    def __init__(self) -> None:
+        self._seat: Seat | None = None
+        self._has_asked = False
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._seat is None and (seat := Seat.from_environment(os.environ, trainer.global_rank)) is not None:
+            seat.report(None, torch.get_num_threads(), gpu_bytes=gpu_bytes(trainer.strategy.root_device))
+            self._seat = seat
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._seat is not None and not self._has_asked:
+            self._has_asked = True
+            _take_seat(self._seat, trainer, pl_module, batch, _membership(trainer))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._seat is not None:
+            strategy: Any = trainer.strategy
+            _keep_seat(self._seat, trainer, strategy.times.data_wait_s, _membership(trainer))
+
+
+def _membership(trainer: L.Trainer) -> Membership | None:
+    """Return the live job's records; None outside of a live job."""
+    strategy: Any = trainer.strategy
+    return strategy.live.world.membership if strategy.live is not None else None
+
+
+def _take_seat(seat: Seat, trainer: L.Trainer, module: L.LightningModule, batch: Any, membership: Membership | None) -> None:
     """Report the peak memory of this process, estimated unless it is known, and wait until the dispatcher admits the job.
 
     A worker that joins a live job does not ask: the others, which were admitted, wait for it in the first step.
@@ -44,7 +93,7 @@ def take_seat(seat: Seat, trainer: L.Trainer, module: L.LightningModule, batch: 
         torch.set_num_threads(answer.threads)
 
 
-def keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, membership: Membership | None) -> None:
+def _keep_seat(seat: Seat, trainer: L.Trainer, data_wait_s: float, membership: Membership | None) -> None:
     """Count a step, and follow the dispatcher: its threads, or in a live job, which plans its own, its number of workers."""
     seat.step_ended(data_wait_s)
     if not seat.is_due:

@@ -29,9 +29,9 @@ from lightning_dlrover.planner.memory_growth import (
     MAX_WINDOWS,
     NUM_SETTLING,
     Act,
+    GrowthSituation,
     MemoryForecast,
     Remedy,
-    Situation,
     choose_remedy,
     forecast_memory,
     inherited_forecast,
@@ -428,12 +428,12 @@ class _Memory:
         nodes = shared.nodes
         remedy = choose_remedy(
             forecast,
-            Situation(
+            GrowthSituation(
                 remaining_steps=self._fit.remaining_steps,
                 lead_s=lead_s,
                 num_workers=windows[-1].num_workers,
                 max_workers=view.job.most_workers(windows[-1].num_workers) if view.job is not None else windows[-1].num_workers,
-                can_add=can_replace and (view.plan is None or view.plan.source != "user"),
+                can_add=can_replace and (view.plan is None or view.plan.owner != "user"),
                 can_replace=can_replace,
                 has_sharded_tables=windows[-1].embedding_bytes > 0,
                 max_memory_bytes=nodes.max_memory_mb * 2**20 if nodes is not None else 0,
@@ -503,7 +503,7 @@ class _Memory:
             def more(now: PlanRecord | None) -> PlanRecord | None:
                 if now is None:
                     return plan
-                if now.keeps_workers or now.num_workers >= plan.num_workers:
+                if now.owner != "planner" or now.num_workers >= plan.num_workers:
                     return None
                 return replace(
                     now,

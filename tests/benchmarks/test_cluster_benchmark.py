@@ -9,7 +9,7 @@ from typing import Any
 
 import cluster_workloads
 import pytest
-from benchmark_figures import figures_of
+from benchmark_figures import ONE_THREAD, figures_of
 from cluster_policies import compare
 from jobs import BenchmarkError
 from measured_clusters import write_speeds, write_trace
@@ -47,7 +47,7 @@ def test_every_policy_is_compared_on_every_workload(
         num_seeds=2,
         processes=1,
         quick=False,
-        policies=["ours", "sia", "pollux"],
+        policies=["jct", "sia", "pollux"],
         elsewhere=[flow, gavel],
     )
     names = ["jct_vs_best", "best", "jct_unknown", "resizes_unknown", "worst_workload", "live_gain", "p99_ratio"]
@@ -97,7 +97,7 @@ def test_folders_without_traces_or_speeds_are_refused(tmp_path: Path) -> None:
 
 
 def test_figures_need_ours_and_another_policy(tmp_path: Path) -> None:
-    for policies in (["ours"], ["as-requested", "sia"]):
+    for policies in (["jct"], ["as-requested", "sia"]):
         with pytest.raises(BenchmarkError, match="the figures need ours and another policy"):
             quickly(tmp_path, policies=policies)
 
@@ -105,7 +105,7 @@ def test_figures_need_ours_and_another_policy(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SPEEDS.is_dir(), reason=f"no {SPEEDS}: set DLROVER_SHARED_DATA to the folder that holds step_traces")
 @pytest.mark.long
 def test_one_decision_for_a_large_cluster_is_fast_and_near_the_optimum() -> None:
-    figures = figures_of("cluster.py", "--scale", "--quick", "--speeds", str(SPEEDS))
+    figures = figures_of("cluster.py", "--scale", "--quick", "--speeds", str(SPEEDS), environment=ONE_THREAD)
     assert list(figures) == ["decision_s", "decision_mb", "optimality"]
     assert figures["decision_s"] < 5  # 0.25 s on an idle core
     assert figures["decision_mb"] < 500

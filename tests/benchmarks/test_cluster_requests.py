@@ -31,7 +31,7 @@ def test_memory_ends_only_in_jobs_that_outgrow_their_request() -> None:
 @pytest.fixture(scope="module")
 def results() -> dict[str, Result]:
     requests = draw_requests(40, SEED)
-    return {policy: run(requests, policy, SEED) for policy in ("as-requested", "ours")}
+    return {policy: run(requests, policy, SEED) for policy in ("as-requested", "jct")}
 
 
 def test_all_jobs_end_or_fail_under_both_policies(results: dict[str, Result]) -> None:
@@ -40,7 +40,7 @@ def test_all_jobs_end_or_fail_under_both_policies(results: dict[str, Result]) ->
 
 
 def test_resized_jobs_leave_fewer_cores_idle(results: dict[str, Result]) -> None:
-    assert results["ours"].cpu > results["as-requested"].cpu + 0.1
+    assert results["jct"].cpu > results["as-requested"].cpu + 0.1
 
 
 def test_users_jobs_use_about_the_published_share_of_their_memory(results: dict[str, Result]) -> None:
@@ -48,4 +48,4 @@ def test_users_jobs_use_about_the_published_share_of_their_memory(results: dict[
 
 
 def test_jobs_under_ours_ended_with_all_their_steps(results: dict[str, Result]) -> None:
-    assert mean(float(ended.is_whole) for ended in results["ours"].outcome.finished) >= 0.95
+    assert mean(float(ended.is_whole) for ended in results["jct"].outcome.finished) >= 0.95

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from benchmark_figures import ONE_THREAD, figures_of
 from colocation_mixes import MIXES
 from colocation_rehearsal import GPU_KINDS, rehearse
-from gavel_traces import TraceError, default_folder, read_arrivals, read_pairs
+from gavel_traces import TraceError, default_folder, read_pairs
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_traces = pytest.mark.skipif(
     not default_folder().is_dir(), reason=f"no traces in {default_folder()}: set DLROVER_SHARED_DATA to the data's folder"
 )
@@ -22,16 +19,7 @@ needs_traces = pytest.mark.skipif(
 @pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_slowdowns_and_sets_on_measured_pairs_stay_within_their_bounds() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "colocation.py"), "--pairs", "--quick", "--seeds", "1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = {name: float(value) for name, value in (pair.split("=") for pair in done.stdout.splitlines()[-1].split())}
+    figures = figures_of("colocation.py", "--pairs", "--quick", "--seeds", "1", environment=ONE_THREAD)
     assert list(figures) == ["known_error", "left_out_error", "oracle", "decision_ms"]
     assert figures["known_error"] <= 0.14
     assert figures["left_out_error"] <= 0.16
@@ -84,17 +72,3 @@ def test_bad_pairs_are_refused_with_their_line(tmp_path: Path, alone: str, pairs
     (tmp_path / "pair_throughputs.csv").write_text(pairs)
     with pytest.raises(TraceError, match=message):
         read_pairs(tmp_path, "k80")
-
-
-def test_bad_arrivals_are_refused_with_their_line(tmp_path: Path) -> None:
-    (tmp_path / "throughputs.csv").write_text(ALONE)
-    (tmp_path / "pair_throughputs.csv").write_text(PAIRS + "k80,A (batch size 2),1,B,1,2,1\n")
-    pairs = read_pairs(tmp_path, "k80")
-    trace = tmp_path / "jobs.csv"
-    trace.write_text("job,num_devices,total_steps,arrival_s\nB,1,100,0\nunknown,1,100,0\nB,1,100,-5\n")
-    assert [a.job.name for a in read_arrivals(trace, pairs, 1)] == ["B#0"]
-    with pytest.raises(TraceError, match=r"jobs.csv:4: 100 steps on 1 devices at -5 s"):
-        read_arrivals(trace, pairs, 2)
-    trace.write_text("job,num_devices,total_steps,arrival_s\n")
-    with pytest.raises(TraceError, match="0 jobs of known models"):
-        read_arrivals(trace, pairs, 1)

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import perf_model
 import pytest
-from benchmark_figures import figures_of
+from benchmark_figures import ONE_THREAD, figures_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data"))
@@ -22,7 +23,7 @@ needs_traces = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_errors_on_measured_traces_stay_within_their_bounds() -> None:
-    measured = figures_of("perf_model.py", "--quick")
+    measured = figures_of("perf_model.py", "--quick", environment=ONE_THREAD)
     assert list(measured) == [*SPLITS, "worst_ratio", "coverage", "off_node", "off_node_coverage"]
     assert measured["interp"] <= 5
     assert measured["extrap"] <= 5
@@ -39,7 +40,7 @@ def test_errors_on_measured_traces_stay_within_their_bounds() -> None:
 @pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
-    measured = figures_of("perf_model.py", "--quick", "--without-sync")
+    measured = figures_of("perf_model.py", "--quick", "--without-sync", environment=ONE_THREAD)
     assert measured["interp"] <= 5.5
     assert measured["few"] <= 9
     assert 85 <= measured["coverage"] <= 95
@@ -49,7 +50,7 @@ def test_it_works_where_synchronisation_was_not_measured_apart() -> None:
 @pytest.mark.on_demand
 @pytest.mark.timeout(300)
 def test_other_jobs_on_the_same_hardware_lower_the_errors() -> None:
-    measured = figures_of("perf_model.py", "--history", "--quick")
+    measured = figures_of("perf_model.py", "--history", "--quick", environment=ONE_THREAD)
     with_history = ["few_history", "interp_history", "by_placement_history"]
     assert list(measured) == [*with_history, "worst_harm", "coverage", "off_node", "off_node_coverage"]
     assert measured["few_history"] <= 7.5
@@ -59,6 +60,24 @@ def test_other_jobs_on_the_same_hardware_lower_the_errors() -> None:
     assert 85 <= measured["coverage"] <= 95
     assert measured["off_node"] <= 15
     assert 85 <= measured["off_node_coverage"] <= 98
+
+
+@needs_traces
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("layers, of_others", [(perf_model.LAYERS, False), (perf_model.OF_HISTORY, True)])
+def test_each_layer_that_is_left_out_changes_a_prediction(layers: tuple[perf_model.Layer, ...], of_others: bool) -> None:
+    job, *others = (
+        perf_model.with_bytes(model, perf_model.read(DATA / "step_traces", model, "placements", with_sync=True))
+        for model in ("bert", "cifar10", "imagenet", "yolov3")
+    )
+    cases = [next(perf_model.splits(split, job, (), 1)) for split in ("interp", "off_node")]
+    found = {
+        layer.name: perf_model.errors_without(layer, cases, others if of_others else [])
+        for layer in (perf_model.WHOLE, *layers)
+    }
+    unchanged = [name for name, errors in found.items() if errors == found[perf_model.WHOLE.name]]
+    assert unchanged == [perf_model.WHOLE.name]
 
 
 def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from pool_jobs import PooledJobs, decision
 from waiting import run_until
 
 from lightning_dlrover.brain import outsiders
-from lightning_dlrover.brain.brain import Brain, BrainBusyError, Patience
+from lightning_dlrover.brain.brain import Brain, BrainBusyError, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.brain.standing import standing_of
+from lightning_dlrover.brain.snapshot import snapshot_of
 from lightning_dlrover.brain.watch import Watch
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -27,7 +27,7 @@ from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, encode
 
-QUICK = Patience(lease_s=5.0, settle_s=0.05, gone_s=0.1)
+QUICK = PoolTimeouts(lease_s=5.0, settle_s=0.05, gone_s=0.1)
 CORES = 4
 RULES = Rules(Resources(float(CORES)))
 CURVED = [10.0, 14.0, 16.0, 17.0]
@@ -113,7 +113,7 @@ def test_job_whose_training_has_ended_is_shown_so_until_its_nodes_have_ended(job
     jobs.submit("a", (1, 2))
     live(jobs, brain.step, "a", lambda: jobs.sizes == {"a": 2})
     jobs.client.put(jobs.keys("a").job, encode(JobRecord("finished", True, 1, 2, "1")))
-    [shown] = standing_of(Watch(jobs.client, jobs.pool).look(time.time()), time.time())["jobs"]
+    [shown] = snapshot_of(Watch(jobs.client, jobs.pool).look(time.time()), time.time())["jobs"]
     assert (shown["workers"], shown["state"]) == (2, "has finished, its nodes end")
 
 
@@ -129,10 +129,10 @@ def test_job_outside_of_all_pools_takes_part_of_the_budget_and_is_left_alone(job
         jobs.follow()
     assert jobs.sizes == {"a": 2}
     assert readable(PlanRecord, jobs.client.get(outside.plan)) == plan
-    standing = standing_of(Watch(jobs.client, jobs.pool).look(time.time()), time.time())
-    shown = {job["job"]: (job["workers"], job["has"], job["state"]) for job in standing["jobs"]}
+    snapshot = snapshot_of(Watch(jobs.client, jobs.pool).look(time.time()), time.time())
+    shown = {job["job"]: (job["workers"], job["has"], job["state"]) for job in snapshot["jobs"]}
     assert shown[outside.run_id] == (2, "2 cores, 0.5 GiB", "runs outside of all pools")
-    assert standing["used"] == "4 cores, 0.5 GiB"
+    assert snapshot["used"] == "4 cores, 0.5 GiB"
     jobs.client.delete_prefix(outside.root)
     jobs.decide("a", CURVED)
     live(jobs, brain.step, "a with all cores", lambda: jobs.sizes == {"a": 4})

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.brain.brain import Brain, Patience
+from lightning_dlrover.brain.brain import Brain, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.place import Place, PlaceError, member_key
 from lightning_dlrover.planner.cluster.pool.resources import Resources
@@ -22,7 +22,7 @@ from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, NodesRecord, PlanRecord, encode
 
-QUICK = Patience(settle_s=0.0, gone_s=0.1)
+QUICK = PoolTimeouts(settle_s=0.0, gone_s=0.1)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def pool(run_id: str) -> PoolKeys:
 def brain(pool: PoolKeys, etcd: EmbeddedEtcd) -> Iterator[Brain]:
     with (
         EtcdClient(EtcdConfig(etcd.endpoint)) as own,
-        Brain(own, pool, Rules(Resources(2.0), counts_others=False), patience=QUICK) as made,
+        Brain(own, pool, Rules(Resources(2.0), counts_others=False), timeouts=QUICK) as made,
     ):
         yield made
 
@@ -94,7 +94,7 @@ def test_wait_is_told_again_when_the_queue_moves_and_not_when_its_estimate_does(
 def test_wait_without_a_brain_names_the_command_that_is_missing(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     with (
         Place(client, pool, keys, ask()) as place,
-        pytest.raises(PlaceError, match=f"start `dlrover brain --pool {pool.pool} --budget"),
+        pytest.raises(PlaceError, match=f"start `dlrover pool run --pool {pool.pool} --budget"),
     ):
         place.wait(0.2)
 

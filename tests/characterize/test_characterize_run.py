@@ -22,7 +22,7 @@ TIMEOUT_S = 90.0
 
 def command(out: Path, *options: str) -> list[str]:
     place = ["--out", str(out), "--history", str(out.parent / "history.sqlite")]
-    return [sys.executable, "-m", "lightning_dlrover.cli", "characterize", *place, *options]
+    return [sys.executable, "-m", "lightning_dlrover.cli", "lab", "characterize", *place, *options]
 
 
 def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -107,6 +107,6 @@ def test_wrong_input_is_refused_in_words_before_anything_is_measured(
     (tmp_path / "file").write_text("")
     (tmp_path / "garbage").mkdir()
     (tmp_path / "garbage" / FILE_NAME).write_text(json.dumps({"kind": "other"}) + "\n")
-    assert main(["characterize", *options]) == 2
+    assert main(["lab", "characterize", *options]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "characterization").exists()

@@ -88,7 +88,7 @@ def test_job_in_a_queue_is_cancelled_before_it_begins(
     ask = MemberRecord("h", 1, 1, 2, submitted_at=1.0)
     with Place(client, PoolKeys("team-a"), keys, ask) as place:
         code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, run_id)
-        assert (code, "its `dlrover run` still has or wants its place in the pool" in errors) == (2, True)
+        assert (code, "its `dlrover run` still waits for its permission to run, or has it" in errors) == (2, True)
         with pytest.raises(PlaceError, match="has not begun: cancelled by"):
             place.wait(30.0)
     assert client.get_prefix(keys.root)[1] == []

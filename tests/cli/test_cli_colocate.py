@@ -16,7 +16,7 @@ from colocated_jobs import SEATED
 from waiting import eventually
 
 from lightning_dlrover import variables
-from lightning_dlrover.cli import parser
+from lightning_dlrover.cli import colocate_options
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.colocate.usage import marked
 from lightning_dlrover.planner.cluster import policies
@@ -88,7 +88,7 @@ def test_job_whose_memory_no_device_has_is_refused_with_both_figures(
 
 
 def test_parser_offers_every_policy() -> None:
-    assert set(parser.POLICIES) == set(policies.POLICIES)
+    assert set(colocate_options.POLICIES) == set(policies.POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_parser_offers_every_policy() -> None:
         (["--memory", "9T"], "are available; give less"),
         (["--devices", "cpu:100000-99999"], "is not a core or range of cores"),
         (["--devices", "cpu:2000-2098"], "not 2000 to 2098"),
-        (["--learn-from", "nowhere"], "nowhere holds no queue"),
+        (["--profiles", "nowhere"], "nowhere holds no queue"),
     ],
 )
 def test_wrong_use_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:

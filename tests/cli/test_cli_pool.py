@@ -1,4 +1,4 @@
-"""`dlrover queue`, `what-if`, `explain` of sizes, and the options of pools."""
+"""`dlrover pool status`, `what-if`, `explain` of sizes, and the options of pools."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from pool_jobs import PooledJobs
 from run_cli import RunCli
 
-from lightning_dlrover.brain.brain import Brain, Patience
+from lightning_dlrover.brain.brain import Brain, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
 from lightning_dlrover.brain.what_if import Prospect
 from lightning_dlrover.cli import what_if
-from lightning_dlrover.cli.values import owner_weight, pool_budget, quota
+from lightning_dlrover.cli.pool_options import owner_weight, pool_budget, quota
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -34,7 +34,7 @@ CURVED = [10.0, 14.0, 16.0, 17.0]
 def jobs(client: EtcdClient, run_id: str) -> Iterator[PooledJobs]:
     """A pool of four cores in which `a` runs with all, and `b` asks for three."""
     made = PooledJobs(client, PoolKeys(run_id), 4)
-    with Brain(client, made.pool, Rules(Resources(4.0), counts_others=False), patience=Patience(settle_s=0.0)) as brain:
+    with Brain(client, made.pool, Rules(Resources(4.0), counts_others=False), timeouts=PoolTimeouts(settle_s=0.0)) as brain:
         made.submit("a", (1, 4))
         for _ in range(8):
             brain.step()
@@ -47,25 +47,25 @@ def jobs(client: EtcdClient, run_id: str) -> Iterator[PooledJobs]:
 
 def test_queue_lists_who_has_what_who_waits_and_why(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
     a, b = jobs.keys("a").run_id, jobs.keys("b").run_id
-    code, output, errors = dlrover("queue", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)
+    code, output, errors = dlrover("pool", "status", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)
     assert code == 0, errors
-    assert f"process {os.getpid()} on {socket.gethostname()} decides, by policy ours" in output
+    assert f"process {os.getpid()} on {socket.gethostname()} decides, by policy jct" in output
     assert "budget: 4 cores of 4 cores in use" in output
     assert "shrinks" in output
     assert "number 1 of 1 in the queue" in output
-    listed = json.loads(dlrover("queue", "--json", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)[1])
+    listed = json.loads(dlrover("pool", "status", "--json", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool)[1])
     assert [(job["job"], job["workers"], job["granted"]) for job in listed["jobs"]] == [(a, 4, 1), (b, 0, 0)]
 
 
 def test_pool_without_jobs_or_brain_is_shown_as_such(dlrover: RunCli, etcd: EmbeddedEtcd) -> None:
-    code, output, _ = dlrover("queue", "--endpoint", etcd.endpoint, "--pool", "nothing")
+    code, output, _ = dlrover("pool", "status", "--endpoint", etcd.endpoint, "--pool", "nothing")
     assert (code, output) == (
         0,
         "pool nothing: no process decides; jobs keep their sizes, and waiting ones wait\nno jobs\n",
     )
-    code, _, errors = dlrover("queue", "--pool", "a/b", "--endpoint", etcd.endpoint)
+    code, _, errors = dlrover("pool", "status", "--pool", "a/b", "--endpoint", etcd.endpoint)
     assert (code, "cannot name a pool" in errors) == (2, True)
-    code, _, errors = dlrover("queue")
+    code, _, errors = dlrover("pool", "status")
     assert (code, "name it with --endpoint" in errors) == (2, True)
 
 
@@ -76,16 +76,16 @@ def test_list_does_not_take_pools_for_jobs(dlrover: RunCli, etcd: EmbeddedEtcd, 
 
 
 def test_what_if_shows_time_and_interval_of_another_size(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
-    ask = ("what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, jobs.keys("a").run_id)
+    ask = ("pool", "what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, jobs.keys("a").run_id)
     code, output, errors = dlrover(*ask, "--workers", 1)
     assert code == 0, errors
     lines = output.splitlines()
     assert lines[2].split() == ["4", "17", "28", "min", "27", "min", "to", "31", "min", "unknown", "measured"]
     assert lines[3].split()[:4] == ["1", "10", "48", "min"]
     assert "it would end 20 min later" in output
-    assert f"pool {jobs.pool.pool}, by policy ours:" in output
+    assert f"pool {jobs.pool.pool}, by policy jct:" in output
     assert "more than the budget" not in output
-    code, output, errors = dlrover(*ask, "--workers", 4, "--cluster", "-1", "cores")
+    code, output, errors = dlrover(*ask, "--workers", 4, "--add", "cores=-1")
     assert (code, "together they need 4 cores, more than the budget of 3 cores" in output) == (0, True), errors
     code, _, errors = dlrover(*ask, "--workers", 5)
     assert (code, "has no prediction for 5 workers" in errors) == (2, True)
@@ -108,13 +108,13 @@ def test_difference_is_sure_only_where_intervals_do_not_overlap(then: tuple[floa
 
 
 def test_what_if_in_a_job_without_a_pool_does_not_name_a_brain(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    code, _, errors = dlrover("what-if", "--endpoint", etcd.endpoint, job.run_id, "--cluster", "+1", "cores")
+    code, _, errors = dlrover("pool", "what-if", "--endpoint", etcd.endpoint, job.run_id, "--add", "cores=1")
     assert (code, "is not in pool 'default'" in errors) == (2, True), errors
 
 
 def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
     a, b = jobs.keys("a").run_id, jobs.keys("b").run_id
-    ask = ("what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, a)
+    ask = ("pool", "what-if", "--endpoint", etcd.endpoint, "--pool", jobs.pool.pool, a)
 
     def sizes(*question: str) -> dict[str, list[str]]:
         code, output, errors = dlrover(*ask, *question)
@@ -122,13 +122,13 @@ def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, 
         rows = [line.split() for line in output.splitlines()]
         return {row[0]: row[1:3] for row in rows if row and row[0] in (a, b)}
 
-    assert sizes("--cluster", "+3", "cores") == {a: ["4", "4"], b: ["0", "3"]}
+    assert sizes("--add", "cores=3") == {a: ["4", "4"], b: ["0", "3"]}
     assert sizes("--without", b) == {a: ["4", "4"], b: ["0", "0"]}
-    code, _, errors = dlrover(*ask, "--cluster", "-5", "cores")
+    code, _, errors = dlrover(*ask, "--add", "cores=-5")
     assert code == 2
-    assert "--cluster -5 cores takes more than the pool has: its budget is 4 cores" in errors
-    code, _, errors = dlrover(*ask, "--cluster", "16", "apples")
-    assert (code, "is not a change of a budget" in errors) == (2, True)
+    assert f"--add takes away more than pool {jobs.pool.pool!r} has: its budget is 4 cores" in errors
+    code, _, errors = dlrover(*ask, "--add", "apples=16")
+    assert (code, "'apples=16' is not part of a budget" in errors) == (2, True)
     code, _, errors = dlrover(*ask, "--without", "nobody")
     assert (code, "has no job 'nobody'" in errors) == (2, True)
 
@@ -141,14 +141,14 @@ def test_explain_shows_for_whom_a_job_was_made_smaller_and_what_came_of_it(
     Journal(client, keys).append(record_of(stall, ""), "test")
     code, output, errors = dlrover("explain", "--endpoint", etcd.endpoint, keys.run_id)
     assert code == 0, errors
-    assert f"size by the brain of pool {jobs.pool.pool} (policy ours)" in output
+    assert f"size by the brain of pool {jobs.pool.pool} (policy jct)" in output
     assert f"changes in the same decision: {jobs.keys('b').run_id} 0 -> 3" in " ".join(output.split())
     assert "predicted: 17 -> 10 samples/s" in output
     assert "came out: never measured with 1 worker, after a pause of 0.3 s" in output
 
 
 def test_outcome_of_a_size_is_the_median_of_its_windows() -> None:
-    given = SizeGiven("p", "ours", 1, 2, 10.0, 18.0, 15.0, 21.0, 0.5, {})
+    given = SizeGiven("p", "jct", 1, 2, 10.0, 18.0, 15.0, 21.0, 0.5, {})
     back = dataclasses.replace(given, workers_before=2, workers_after=1)
     [first, second] = given_sizes([record_of(given, "", at=100.0), record_of(back, "", at=200.0)], ())
     assert (first.measured_per_s, second.measured_per_s) == (None, None)
@@ -187,10 +187,10 @@ def test_budgets_and_weights_are_parsed_or_refused() -> None:
 
 
 def test_brain_refuses_a_policy_that_is_only_there_to_be_compared_with(dlrover: RunCli) -> None:
-    code, _, errors = dlrover("brain", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
+    code, _, errors = dlrover("pool", "run", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
     assert code == 2
     said = " ".join(errors.split())
-    assert "'las' cannot divide a pool: choose ours, sia, as-requested; `dlrover simulate --policy` has others" in said
+    assert "'las' cannot divide a pool: choose jct, sia, as-requested; `dlrover lab simulate --policy` has others" in said
 
 
 def test_expected_start_is_shown_as_time_from_now(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:

@@ -164,7 +164,7 @@ def test_budget_is_divided_among_running_jobs_by_their_gains(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys]
 ) -> None:
     flat, steep = competitors
-    divide = ("divide", "--endpoint", etcd.endpoint, flat.run_id, f"{steep.run_id}=1", "--budget", 8)
+    divide = ("pool", "plan", "--endpoint", etcd.endpoint, flat.run_id, f"{steep.run_id}=1", "--budget", 8)
     code, output, _ = dlrover(*divide)
     assert (code, plan_of(client, flat), plan_of(client, steep)) == (0, None, None)
     assert f"{steep.run_id}: 3 workers" in output
@@ -173,7 +173,7 @@ def test_budget_is_divided_among_running_jobs_by_their_gains(
     assert code == 0, errors
     shares = [plan_of(client, keys) for keys in competitors]
     assert [(plan.num_workers, plan.binding, plan.source) for plan in shares if plan] == [(1, True, "user"), (3, True, "user")]
-    dlrover("divide", "--endpoint", etcd.endpoint, f"{flat.run_id}=100", steep.run_id, "--budget", 8, "--apply")
+    dlrover("pool", "plan", "--endpoint", etcd.endpoint, f"{flat.run_id}=100", steep.run_id, "--budget", 8, "--apply")
     assert [plan.num_workers for keys in competitors if (plan := plan_of(client, keys))] == [3, 1]
 
 
@@ -185,7 +185,7 @@ def test_a_budget_that_is_none_or_too_small_is_refused(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys], budget: str, message: str
 ) -> None:
     names = [keys.run_id for keys in competitors]
-    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, f"--budget={budget}", "--apply")
+    code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, *names, f"--budget={budget}", "--apply")
     assert (code, message in errors) == (2, True), errors
     assert [plan_of(client, keys) for keys in competitors] == [None, None]
 
@@ -194,14 +194,14 @@ def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, competitors: list[Keys], job: Keys
 ) -> None:
     names = [keys.run_id for keys in competitors]
-    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, job.run_id, "--budget", 8, "--apply")
+    code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, *names, job.run_id, "--budget", 8, "--apply")
     assert (code, "has not published any prediction" in errors) == (2, True)
-    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, names[0], names[0], "--budget", 8, "--apply")
+    code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, names[0], names[0], "--budget", 8, "--apply")
     assert (code, "have one name" in errors) == (2, True)
-    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, f"{names[0]}=much", "--budget", 8, "--apply")
+    code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, f"{names[0]}=much", "--budget", 8, "--apply")
     assert (code, "'much' is not a weight" in errors) == (2, True)
     decided(client, competitors[1], [10.0, 19.0], gpus=1)
-    code, _, errors = dlrover("divide", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply")
+    code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply")
     assert (code, "do not compete for the same" in errors) == (2, True)
     assert [plan_of(client, keys) for keys in competitors] == [None, None]
 

@@ -17,6 +17,7 @@ from lightning_dlrover.cli.main import main
 from lightning_dlrover.cli.own_etcd import own_etcd
 from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.cli.run_folder import run_folder
+from lightning_dlrover.cli.run_hooks import requested_ticket
 from lightning_dlrover.cli.run_options import objective
 from lightning_dlrover.cli.run_output import Announcer, write_final_report
 from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
@@ -209,7 +210,7 @@ def test_run_refuses_a_user_without_an_endpoint(dlrover: RunCli) -> None:
 
 def test_run_refuses_more_workers_than_a_machine_can_bear(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    code, _, errors = dlrover("run", "--workers", "100000:200000", "script.py")
+    code, _, errors = dlrover("run", "--workers", "10000:20000", "script.py")
     assert code == 2
     assert "this machine has 8 cores, which is enough for 32 workers at most" in errors
 
@@ -258,7 +259,7 @@ def test_job_has_finished_though_its_report_cannot_be_drawn(
     assert "report:" not in out
 
 
-def test_run_passes_the_objective_and_the_pool_to_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_passes_the_objective_to_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = build_parser().parse_args(
         ["run", "--objective", "cheapest", "--deadline", "1.5h", "--prices", "core_hour=0.04", "--history", "h.sqlite", "x.py"]
@@ -268,12 +269,18 @@ def test_run_passes_the_objective_and_the_pool_to_its_nodes(tmp_path: Path, monk
         "DLROVER_DEADLINE_S": "5400.0",
         "DLROVER_PRICES": "core_hour=0.04",
         "DLROVER_HISTORY": f"sqlite:///{tmp_path / 'h.sqlite'}",
-        "DLROVER_POOL": "",
     }
-    assert objective(build_parser().parse_args(["run", "x.py"])) == {"DLROVER_POOL": ""}
-    assert objective(build_parser().parse_args(["run", "--pool", "a", "x.py"])) == {"DLROVER_POOL": "a"}
     off = build_parser().parse_args(["run", "--history", "off", "x.py"])
-    assert objective(off) == {"DLROVER_HISTORY": "off", "DLROVER_POOL": ""}
+    assert objective(off) == {"DLROVER_HISTORY": "off"}
+
+
+@pytest.mark.parametrize("given, pool", [([], ""), (["--pool", "a"], "a")])
+def test_nodes_learn_the_pool_of_their_own_job(given: list[str], pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLROVER_POOL", "of-the-job-around")
+    options = build_parser().parse_args(["run", "--workers", "1:2", *given, "x.py"])
+    asked = requested_ticket(options, "h:1", "/dlrover")
+    spec = run._node_spec(options, ["x.py"], JobPlace("j", "h:1", "/dlrover", {}), asked)
+    assert spec.environment == {"DLROVER_POOL": pool}
 
 
 def test_a_budget_without_prices_is_refused_before_anything_is_started(dlrover: RunCli) -> None:

@@ -1,4 +1,4 @@
-"""`dlrover simulate`: figures, report and records of tiny traces, and clear refusals."""
+"""`dlrover lab simulate`: figures, report and records of tiny traces, and clear refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from measured_clusters import write_speeds, write_trace
 from waiting import eventually
 
-from lightning_dlrover.cli import parser
+from lightning_dlrover.cli import lab_options
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
 
@@ -23,14 +23,14 @@ def command(tmp_path: Path, *more: str) -> list[str]:
     work = tmp_path / "work.csv"
     work.write_text("application,samples\ntoy,6400\n")
     places = ["--speeds", str(speeds), "--work", str(work), "--nodes", "2x2", "--out", str(tmp_path / "out")]
-    return ["simulate", str(trace), *places, *more]
+    return ["lab", "simulate", str(trace), *places, *more]
 
 
 def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = command(tmp_path, "--policy", "as-requested", "srtf", "ours", "--resize-cost", "live", "30", "--seeds", "2")
+    arguments = command(tmp_path, "--policy", "as-requested", "srtf", "jct", "--resize-cost", "live", "30", "--seeds", "2")
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    for policy in ("as-requested", "srtf", "ours"):
+    for policy in ("as-requested", "srtf", "jct"):
         assert re.search(rf"^{policy} +live ", shown, re.MULTILINE)
         assert re.search(rf"^{policy} +30 s ", shown, re.MULTILINE)
     page = (tmp_path / "out" / "report.html").read_text()
@@ -44,7 +44,7 @@ def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: p
 
 
 def test_an_oracle_and_one_cost_need_no_curve(tmp_path: Path) -> None:
-    assert main(command(tmp_path, "--policy", "las", "--oracle", "--every", "30")) == 0
+    assert main(command(tmp_path, "--policy", "las", "--oracle", "--interval", "30")) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 3
     assert "They know the real speeds." in page
@@ -128,7 +128,7 @@ def test_folder_that_cannot_be_made_is_named_with_its_option(tmp_path: Path, cap
 
 
 def test_parser_offers_every_policy_of_the_registry() -> None:
-    assert set(parser.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
+    assert set(lab_options.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
 
 
 @pytest.mark.long

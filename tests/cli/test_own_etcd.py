@@ -72,7 +72,7 @@ def test_an_etcd_whose_preparation_was_killed_is_prepared_anew(tmp_path: Path) -
 
 
 def test_no_value_leaves_an_etcd_by_requests_that_are_not_about_keys(tmp_path: Path) -> None:
-    """etcd 3.5.1 answers some requests without a user: docs/security.md lists them."""
+    """etcd 3.5.1 answers some requests without a user: docs/reference/security.md lists them."""
     with own_etcd(SLURM, tmp_path) as own, grpc.insecure_channel(own.server.endpoint) as channel:
         maintenance: Any = etcdrpc.MaintenanceStub(channel)
         watch: Any = etcdrpc.WatchStub(channel)

@@ -18,7 +18,7 @@ from lightning_dlrover.colocate import dispatcher as dispatcher_module
 from lightning_dlrover.colocate.dispatcher import Rules
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, Profiled, read_records
-from lightning_dlrover.colocate.kept_job import OUTPUT
+from lightning_dlrover.colocate.supervised_job import OUTPUT
 from lightning_dlrover.colocate.usage import families, is_program, marked
 from lightning_dlrover.observe.seat import Answer, write_answer
 
@@ -185,7 +185,7 @@ def test_command_that_reports_nothing_is_charged_with_what_its_probe_found(tmp_p
             made.look, lambda: job.phase == "running" and job.charges["host"] > 1500 << 20, "the end of the probe", TIMEOUT_S
         )
         assert job.charges["host"] < 2500 << 20
-        job.kept.end(0.0)
+        job.supervised.end(0.0)
         run_until(made.look, lambda: not made.running, "the job's end", TIMEOUT_S)
 
 
@@ -237,7 +237,7 @@ with Journal(folder) as journal:
     assert results(tmp_path)["quick"] == ["done"]
 
 
-def test_process_that_survived_dispatcher_and_keeper_is_ended_by_the_next_one(tmp_path: Path) -> None:
+def test_process_that_survived_dispatcher_and_supervisor_is_ended_by_the_next_one(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         environment = {**os.environ, variables.QUEUE: journal.queue}
         subprocess.run(["sh", "-c", "setsid sleep 100 &"], env=environment, check=True)
@@ -247,18 +247,18 @@ def test_process_that_survived_dispatcher_and_keeper_is_ended_by_the_next_one(tm
         assert not marked(variables.QUEUE, journal.queue)
 
 
-def test_killed_keeper_fails_its_job_only(tmp_path: Path) -> None:
+def test_killed_supervisor_fails_its_job_only(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         program = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '100']); time.sleep(100)"
         made = dispatcher(tmp_path, journal, [python("kept", program), seated("good", 50, 20)])
         run_until(
             made.look, lambda: "kept" in made.running and made.running["kept"].use.num_processes >= 2, "processes", TIMEOUT_S
         )
-        os.kill(made.running["kept"].kept.keeper_pid, signal.SIGKILL)
+        os.kill(made.running["kept"].supervised.supervisor_pid, signal.SIGKILL)
         made.run()
         assert not marked(variables.QUEUE, journal.queue)
     assert results(tmp_path) == {"kept": ["failed"], "good": ["done"]}
-    assert reason(tmp_path, "kept").startswith("its keeper was killed")
+    assert reason(tmp_path, "kept").startswith("its supervisor was killed")
 
 
 def test_changed_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
@@ -327,9 +327,9 @@ def test_job_that_is_done_before_it_is_asked_to_end_stays_done(tmp_path: Path) -
         job = made.running["parent"]
 
         def is_left_behind() -> bool:
-            below = families([job.kept.keeper_pid])[job.kept.keeper_pid]
+            below = families([job.supervised.supervisor_pid])[job.supervised.supervisor_pid]
             return len(below) == 1 and is_program(below[0], "sleep")
 
-        eventually(is_left_behind, "the end of the command, which its keeper has reaped")
+        eventually(is_left_behind, "the end of the command, which its supervisor has reaped")
         made._stop()
     assert results(tmp_path) == {"parent": ["done"]}

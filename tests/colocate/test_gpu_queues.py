@@ -121,7 +121,7 @@ def test_jobs_on_a_gpu_and_on_cores_share_a_queue_and_see_their_own_devices(nvml
 
 def test_jobs_of_any_device_run_on_the_gpu_and_on_cores(nvml: FakeNvml, tmp_path: Path) -> None:
     jobs = [seated(f"job-{number}", 50, 20, steps=50) for number in range(4)]
-    run_queue(jobs, tmp_path / "out", policy="fifo", devices=["gpu:0", "cpu"], at_once=1, rules=RULES)
+    run_queue(jobs, tmp_path / "out", policy="fifo", devices=["gpu:0", "cpu"], max_parallel=1, rules=RULES)
     records = read_records(tmp_path / "out")
     assert {record.device for record in records if isinstance(record, Started)} == {"cpu", "gpu:0"}
     found = ends(tmp_path / "out")

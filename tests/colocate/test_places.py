@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_dlrover.colocate.gpus import Gpu
-from lightning_dlrover.colocate.places import Place, places_of
+from lightning_dlrover.colocate.places import LocalDevice, places_of
 
 GIB = 1 << 30
 
@@ -14,7 +14,7 @@ GIB = 1 << 30
 GPU = Gpu(0, "GPU-0", "Fake", 8 * GIB, 5 * GIB, {"gpu": 1.0})
 
 
-def made(devices: Sequence[str], memory_bytes: int = 0, num_cores: float = 4.0) -> list[Place]:
+def made(devices: Sequence[str], memory_bytes: int = 0, num_cores: float = 4.0) -> list[LocalDevice]:
     return places_of(devices, memory_bytes, usable={0, 1, 2, 3}, num_cores=num_cores, available=10 * GIB, gpus={0: GPU})
 
 

@@ -24,9 +24,9 @@ from waiting import TooLateError, run_until
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import (
     CancelNode,
-    Give,
+    FailurePolicy,
+    FinishJob,
     Limits,
-    Patience,
 )
 from lightning_dlrover.components.targets.target import NodeSize, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -47,7 +47,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 
-QUICK = Patience(
+QUICK = FailurePolicy(
     first_backoff_s=0.01,
     max_backoff_s=0.02,
     max_long_backoff_s=0.02,
@@ -96,7 +96,7 @@ class Job:
 
     def __init__(self, etcd: EmbeddedEtcd, keys: Keys, fault: Fault, folder: Path) -> None:
         self.etcd, self.keys, self.fault = etcd, keys, fault
-        self.patience = QUICK
+        self.policy = QUICK
         self.silent: set[str] = set()  # nodes without started workers
         self.registers = True  # whether new nodes' workers register
         self.hand = EtcdClient(EtcdConfig(etcd.endpoint))
@@ -106,7 +106,7 @@ class Job:
         self.target.cancel = fault.around(self.target.cancel)  # type: ignore[method-assign]
         self.controller: Controller | None = None
         self.client: EtcdClient | None = None
-        self.end: Give | None = None
+        self.end: FinishJob | None = None
         self.num_kills = 0
         self.registered: set[str] = set()
         self.members: list[str] = []
@@ -128,7 +128,7 @@ class Job:
                 for request in ("txn", "put") if self.fault.error is Killed else ():
                     setattr(self.client, request, self.fault.around(getattr(self.client, request)))
                 limits = Limits(1, 3, SIZE, NodeSize(1, 8 * SIZE.memory_mb))
-                self.controller = Controller(self.client, self.keys, self.target, limits, show=print, patience=self.patience)
+                self.controller = Controller(self.client, self.keys, self.target, limits, show=print, policy=self.policy)
             self.end = self.controller.step()
             self.controller.wait(0.003)
         except Killed:
@@ -263,7 +263,7 @@ def add_drain_replace_and_lose(job: Job) -> None:
 
 def cancel_what_is_not_wanted(job: Job) -> None:
     """A job with nodes that do not end by themselves. Afterwards no node may be left."""
-    job.patience = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4, come_s=1.0)
+    job.policy = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4, come_s=1.0)
     job.plan(2)
     job.run_until("two workers", job.trains_with(2))
     wanted_back = job.members[0]
@@ -282,7 +282,7 @@ def cancel_what_is_not_wanted(job: Job) -> None:
     job.run_until("the end of the one that nobody has asked for", job.trains_with(2, without="node90"))
     job.stop("enough")
     job.run_until("the end", lambda: job.end is not None)
-    assert job.end == Give(1, "enough")
+    assert job.end == FinishJob(1, "enough")
     assert job.target.living == []
 
 
@@ -421,7 +421,7 @@ def test_no_node_is_added_for_one_whose_planned_end_etcd_shows_late(make_job: Ma
     may_apply.set()
     if change == "finish":
         job.run_until("the end", lambda: job.end is not None)
-        assert job.end == Give(0, "the job has finished", is_trained=True)
+        assert job.end == FinishJob(0, "the job has finished", is_trained=True)
     else:
         job.run_until("calm", job.trains_with(1 if change == "shrink" else 2, without="node1" if change == "replace" else ""))
     assert len(job.target.nodes) == num_nodes
@@ -455,7 +455,7 @@ def test_full_scheduler_is_asked_again_while_others_train(make_job: MakeJob) -> 
 
 def test_refused_cancellation_is_repeated_ever_more_rarely(make_job: MakeJob) -> None:
     job = make_job()
-    job.patience = dataclasses.replace(QUICK, first_cancel_s=0.1, cancel_s=60.0)
+    job.policy = dataclasses.replace(QUICK, first_cancel_s=0.1, cancel_s=60.0)
     job.run_until("a worker", job.trains_with(1))
     job.target.answers = False
     assert job.controller is not None
@@ -546,14 +546,14 @@ def test_resumed_old_controller_does_not_fail_its_successors_job(make_job: MakeJ
     former._office.lease.revoke()  # expires in etcd without the controller's knowledge
     job.controller = None
     job.run_until("the next controller's first step", lambda: job.controller is not None)
-    assert former._act([Give(1, "all nodes seemed to have failed")], SIZE) is None
+    assert former._act([FinishJob(1, "all nodes seemed to have failed")], SIZE) is None
     entry = job.hand.get(job.keys.job)
     assert entry is not None
     assert decode(JobRecord, entry.value, entry.key).phase == "training"
     assert job.hand.get_prefix(job.keys.events)[1] == []
     former.close()
     assert job.controller is not None
-    assert job.controller._act([Give(1, "all nodes have failed")], SIZE) == Give(1, "all nodes have failed")  # type: ignore[unreachable]
+    assert job.controller._act([FinishJob(1, "all nodes have failed")], SIZE) == FinishJob(1, "all nodes have failed")  # type: ignore[unreachable]
     entry = job.hand.get(job.keys.job)
     assert entry is not None
     assert decode(JobRecord, entry.value, entry.key).phase == "failed"
@@ -614,7 +614,7 @@ def test_cancelled_job_ends_with_all_its_nodes(make_job: MakeJob) -> None:
     job.run_until("two workers", job.trains_with(2))
     job.stop("enough")
     job.run_until("the end", lambda: job.end is not None)
-    assert job.end == Give(1, "enough")
+    assert job.end == FinishJob(1, "enough")
     assert job.target.living == []
 
 

@@ -52,12 +52,12 @@ def dryrun(runner: Runner, component: str, scheduler: str, *arguments: str, **co
 
 
 def test_a_job_on_this_machine_is_one_process_that_starts_its_nodes(tmp_path: Path) -> None:
-    options = ["--script", "train.py", "--workers", "1:4", "--options=--objective cheapest --notice 5"]
+    options = ["--script", "train.py", "--workers", "1:4", "--options=--objective cheapest --preemption-notice 5"]
     done = torchx("run", "--dryrun", "-s", "local_cwd", f"{COMPONENT}:train", *options, "--", "--epochs", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     request = done.stdout.partition("SCHEDULER REQUEST")[2]
     words = ["lightning_dlrover.cli", "run", "--target=auto", "--workers=1:4", "--rdzv-id=train-"]
-    words += ["--objective", "cheapest", "--notice", "5", "train.py", "--epochs", "3"]
+    words += ["--objective", "cheapest", "--preemption-notice", "5", "train.py", "--epochs", "3"]
     places = [request.find(f"'{word}") for word in words]
     assert -1 not in places, request
     assert places == sorted(places)
@@ -188,7 +188,7 @@ def test_components_and_resources_are_found_by_name_beside_torchxs_own(installed
 
 
 def test_the_commands_on_the_page_about_torchx_work_as_written(installed: dict[str, str], tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "torchx.md").read_text()
+    page = (REPOSITORY / "docs" / "start" / "torchx.md").read_text()
     found = re.findall(r"^torchx run ((?:.*\\\n)*.*)$|`torchx run (-s [^`]*)`", page, re.MULTILINE)
     commands = [shlex.split((block or inline).replace("\\\n", " ")) for block, inline in found]
     assert {words[1] for words in commands if words[0] == "-s"} >= {"local_cwd", "slurm", "kubernetes"}

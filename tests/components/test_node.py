@@ -71,10 +71,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def wait_for_output(folder: Path, text: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while text not in (folder / "output").read_text():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {text!r}: {(folder / 'output').read_text()}"
-        time.sleep(0.05)
+    output = (folder / "output").read_text
+    eventually(lambda: text in output(), f"{text!r}", timeout_s, 0.05, report=output)
 
 
 def test_a_notice_is_written_down_and_then_passed_on_to_the_worker_alone(start: Start, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_every_row_has_exactly_one_position(lengths: list[int], seed: int | None
     found = rows(plan)
     assert sorted(found) == [(shard, row) for shard, length in enumerate(lengths) for row in range(length)]
     for position, (shard, row) in enumerate(found):
-        assert plan.row_at(position) == (shard, row)
+        assert [numbers.tolist() for numbers in plan.rows_between(position, position + 1)] == [[shard], [row]]
         place = plan.place_of(shard, row)
         assert place.batch * layout.batch_size + place.offset == position
     assert list(zip(*(numbers.tolist() for numbers in plan.rows_between(0, plan.num_rows)), strict=True)) == found

@@ -119,7 +119,7 @@ def test_page_of_an_index_has_no_link_into_the_repository(built: Distributions) 
     page = built.metadata.description or ""
     targets = re.findall(r"\]\(([^)]*)\)", page)
     assert [target for target in targets if not target.startswith("https://")] == []
-    assert "docs/guide.md" in page
+    assert "docs/start/quickstart.md" in page
     assert "kill.svg" not in page
     assert (REPOSITORY / "README.md").read_text().partition("\n")[0] == page.partition("\n")[0]
 

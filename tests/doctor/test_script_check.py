@@ -19,7 +19,7 @@ from waiting import eventually
 
 from lightning_dlrover.checks.arguments import check_arguments
 from lightning_dlrover.cli.main import main
-from lightning_dlrover.doctor.rehearsal import Notes, note_problem
+from lightning_dlrover.doctor.dry_run import Notes, note_problem
 from lightning_dlrover.doctor.script import check_script
 from lightning_dlrover.finding import Finding
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys

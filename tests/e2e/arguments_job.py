@@ -14,8 +14,6 @@ from toy_job import Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 
-__all__ = ["BATCH_SIZE", "NUM_ROWS", "Arguments", "search_and_train", "train_with_devices"]
-
 NUM_ROWS, BATCH_SIZE = 240, 8
 
 

@@ -13,8 +13,6 @@ from plain_loop import PlainSettings, run_plain_loop
 from stand_in_jobs import OverStandIn, run_over_stand_in
 from toy_job import Recorder
 
-__all__ = ["FailpointSettings", "Scenario", "run_with_failpoint"]
-
 
 @dataclass(frozen=True)
 class FailpointSettings:
@@ -47,7 +45,7 @@ class Scenario:
 
     def play(self) -> None:
         self._start("first")
-        self._until(lambda: any(name == "put convener" for _, name in self.writes), "a convener")
+        self._until(lambda: any(name == "put convener" for _, name in self.writes), "a coordinator")
         self._start("second")
         self._world(2)
         self._start("third")

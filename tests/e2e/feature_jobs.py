@@ -27,6 +27,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchmetrics import CatMetric, MeanMetric
 from toy_job import Recorder, Rows, ToyModel, fingerprint, make_trainer
+from waiting import eventually
 
 from lightning_dlrover import DLRoverStrategy, variables
 
@@ -567,11 +568,8 @@ class Accumulating(ToyModel):
     def await_loss(self) -> None:
         """Wait until this worker's round has ended."""
         assert self.live is not None
-        deadline = time.monotonic() + 20
-        while not self.live.world.broken:
-            if time.monotonic() > deadline:
-                raise TimeoutError("waited 20 s for the end of the round that another worker was lost from")
-            time.sleep(0.005)
+        world = self.live.world
+        eventually(lambda: world.broken, "the end of the round that another worker was lost from", 20)
 
     def on_train_end(self) -> None:
         self.recorder.write("weights", values=[float(value) for p in self.parameters() for value in p.flatten()])

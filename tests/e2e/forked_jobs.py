@@ -11,8 +11,6 @@ import pytest
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
-__all__ = ["MakeJob", "make_job"]
-
 MakeJob = Callable[..., harness.Job]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from quiet_trainer import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from toy_job import Rows
@@ -69,16 +70,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
-    trainer = L.Trainer(
-        strategy=DLRoverStrategy(global_batch_size=BATCH_SIZE, check_interval_s=0.03),
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
+    trainer = quiet_trainer(strategy=DLRoverStrategy(global_batch_size=BATCH_SIZE, check_interval_s=0.03), max_epochs=EPOCHS)
     model = GroupedModel(given.folder)
     trainer.fit(model, DataLoader(Rows(NUM_ROWS), batch_size=BATCH_SIZE, shuffle=True))
     if trainer.is_global_zero:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -24,8 +23,9 @@ from typing import Any, TypeVar
 
 import psutil
 from iterables import order_of
+from processes import JsonLines, environment
 from toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
-from waiting import TooLateError, eventually
+from waiting import eventually
 from warm_tree import PADDING
 
 from lightning_dlrover.data import Stream
@@ -46,8 +46,6 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.live.requests import read_stacks
 
-__all__ = ["Job", "Record", "Worker", "streamed_order", "violations"]
-
 T = TypeVar("T")
 
 Record = dict[str, Any]  # a line of a worker's file; see the `write` calls of toy_job.py
@@ -58,8 +56,8 @@ DEADLINE_S = 60.0
 POLL_S = 0.02
 """Seconds between looks at a job. Each reads the records of all its workers."""
 
-PATIENCE_S = 1.0
-"""Seconds in which an idle machine starts a worker and lets it join."""
+PATIENCE_S = 0.3
+"""Seconds in which an idle machine makes most changes of a job's workers."""
 
 _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and its polling is not thread-safe
 
@@ -82,7 +80,7 @@ def start_fork_server() -> None:
         "OMP_NUM_THREADS": "1",
         "PADDING": PADDING,
     }
-    with _environment(changed):
+    with environment(changed):
         stop_fork_server()  # a server started by a data loader's test has not preloaded our modules
         _fork_server()
         forkserver.ensure_running()
@@ -94,33 +92,17 @@ def stop_fork_server() -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def _environment(changed: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for processes that start inside the block."""
-    saved = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 class Worker:
     """One forked worker and its records so far."""
 
-    def __init__(self, place: Place, script: Script, settings: Any, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, place: Place, script: Script, settings: Any, variables: Mapping[str, str] | None = None) -> None:
         self.place = place
         self.doomed = False  # true once the test has asked the worker to leave or to die
         self.killed = False
-        self._records: list[Record] = []
-        self._offset = 0
-        context = _fork_server() if environment is None else multiprocessing.get_context("spawn")
+        self._records: JsonLines[Record] = JsonLines(Path(place.records), dict)
+        context = _fork_server() if variables is None else multiprocessing.get_context("spawn")
         self.process: BaseProcess = context.Process(target=run_worker, args=(place, script, settings))
-        with _PROCESSES, _environment(environment or {}):
+        with _PROCESSES, environment(variables or {}):
             self.process.start()
 
     @property
@@ -139,17 +121,7 @@ class Worker:
 
     def records(self, kind: str = "") -> list[Record]:
         """Lines written so far."""
-        try:
-            with open(self.place.records, "rb") as file:
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._offset += len(line)
-                    self._records.append(json.loads(line))
-        except FileNotFoundError:
-            pass
-        return [r for r in self._records if not kind or r["kind"] == kind]
+        return [r for r in self._records.read() if not kind or r["kind"] == kind]
 
     @property
     def step(self) -> int:
@@ -297,9 +269,9 @@ class Job:
         return self._round.members
 
     @property
-    def convener(self) -> str:
-        """Id of the worker that convenes."""
-        entry = self._client.get(Keys(self.run_id).convener)
+    def coordinator(self) -> str:
+        """Id of the worker that coordinates."""
+        entry = self._client.get(Keys(self.run_id).coordinator)
         return entry.value.decode() if entry is not None else ""
 
     @property
@@ -308,18 +280,10 @@ class Job:
         return decode(RoundRecord, entry.value, entry.key) if entry else RoundRecord(0, [], "", "start", planned=True)
 
     def wait_until(self, found: Callable[[], T | None], what: str, timeout_s: float = DEADLINE_S) -> T:
-        try:
-            return eventually(lambda: found() or self._all_ended(found), what, timeout_s, POLL_S)
-        except TooLateError as error:
-            raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
+        return eventually(found, what, timeout_s, POLL_S, ended=self._all_ended, report=self.report)
 
-    def _all_ended(self, found: Callable[[], T | None]) -> T | None:
-        if any(worker.exit_code is None for worker in self.workers):
-            return None
-        # The workers' last action may satisfy the wait, or start another worker.
-        if not (result := found()) and all(worker.exit_code is not None for worker in self.workers):
-            raise AssertionError(f"all workers have ended\n{self.report()}")
-        return result
+    def _all_ended(self) -> str:
+        return "all workers have ended" if all(worker.exit_code is not None for worker in self.workers) else ""
 
     def drain(self) -> None:
         """Ask all registered workers to leave, at the same moment."""
@@ -355,18 +319,15 @@ class Job:
         """
         if hurry:
             (self.folder / "hurry").touch()
-        try:
-            eventually(lambda: all(w.exit_code is not None for w in self.workers), "all workers to end", timeout_s, POLL_S)
-        except TooLateError as error:
-            raise AssertionError(f"{error}\n{self.report(stacks=True)}") from None
+        eventually(self._all_ended, "all workers to end", timeout_s, POLL_S, report=self.report)
         return [w.exit_code for w in self.workers if w.exit_code is not None]
 
-    def report(self, stacks: bool = False) -> str:
-        """Readable summary: stack traces of every worker and the end of its output."""
+    def report(self) -> str:
+        """Readable summary: stack traces of every running worker and the end of its output."""
         entries = self._client.get_prefix(Keys(self.run_id).live)[1]
         texts = [f"{entry.key}@{entry.mod_revision}: {entry.value.decode()}" for entry in entries]
         for worker in self.workers:
-            output = worker.stacks() if stacks and worker.exit_code is None else worker.output
+            output = worker.stacks() if worker.exit_code is None else worker.output
             last = worker.records()[-1:]
             texts.append(f"--- {worker.name} pid {worker.pid} exit {worker.exit_code} last {last}\n{output[-20000:]}")
         return "\n".join(texts)
@@ -402,7 +363,8 @@ def streamed_order(data: Stream, epoch: int, global_batch_size: int, max_workers
     """Return the ids of an epoch's rows, in the training order of a job of so many workers."""
     plan = data.plan(SEED + epoch, data.layout_for(global_batch_size, max_workers))
     firsts = [0, *itertools.accumulate(shard.rows for shard in data.shards)]
-    return [firsts[shard] + row for shard, row in map(plan.row_at, range(plan.num_rows))]
+    shards, rows = plan.rows_between(0, plan.num_rows)
+    return [firsts[shard] + row for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
 
 
 def violations(job: Job, settings: ToySettings) -> list[str]:

@@ -15,8 +15,6 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, content_of
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, RoundRecord, decode
 
-__all__ = ["Change", "History", "history_violations"]
-
 
 @dataclass(frozen=True)
 class Change:
@@ -83,18 +81,18 @@ class History:
 def history_violations(changes: Iterable[Change], keys: Keys) -> list[str]:
     """Violations at any moment.
 
-    Two rounds with one number, a gap, a round without a convener, a duplicate member, or a round without the lines about itself
-    and the workers lost before it.
+    Two rounds with one number, a gap, a round without a coordinator, a duplicate member, or a round without the lines about
+    itself and the workers lost before it.
     """
     changes = list(changes)
     bad = _unannounced(changes, keys)
-    number, convener, known = 0, "", set[str]()
+    number, coordinator, known = 0, "", set[str]()
     for change in changes:
         name = f"revision {change.revision}"
-        if change.key == keys.convener:
-            if change.value is not None and convener:
-                bad.append(f"{name}: {change.value.decode()} took the election key from {convener}")
-            convener = change.value.decode() if change.value is not None else ""
+        if change.key == keys.coordinator:
+            if change.value is not None and coordinator:
+                bad.append(f"{name}: {change.value.decode()} took the election key from {coordinator}")
+            coordinator = change.value.decode() if change.value is not None else ""
         elif change.key.startswith(keys.workers) and change.value is not None:
             known.add(change.key.removeprefix(keys.workers))
         elif change.key == keys.round:
@@ -105,8 +103,8 @@ def history_violations(changes: Iterable[Change], keys: Keys) -> list[str]:
             if found.number != number + 1:
                 bad.append(f"{name}: round {found.number} follows round {number}")
             number = found.number
-            if found.convener != convener:
-                bad.append(f"{name}: round {number} was written by {found.convener}, convener was {convener or 'nobody'}")
+            if found.convener != coordinator:
+                bad.append(f"{name}: round {number} was written by {found.convener}, coordinator was {coordinator or 'nobody'}")
             if len(set(found.members)) != len(found.members):
                 bad.append(f"{name}: round {number} has a member twice: {found.members}")
             if strangers := set(found.members) - known:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_dlrover.data.one_pass import OwnRandom, Place
-
-__all__ = ["ITERABLES", "Opaque", "Stateful", "order_of"]
+from lightning_dlrover.data.one_pass import EpochKey, OwnRandom
 
 
 class Opaque(IterableDataset[Any]):
@@ -90,6 +88,6 @@ def order_of(kind: str, num_rows: int, shuffle: bool, seed: int, epoch: int) -> 
     if shuffle and kind == "stateful":
         random.Random(epoch).shuffle(order)
     elif shuffle:
-        with OwnRandom.of(Place(seed, epoch)).in_force():
+        with OwnRandom.of(EpochKey(seed, epoch)).in_force():
             order = torch.randperm(num_rows).tolist()
     return order

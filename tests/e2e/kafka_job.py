@@ -19,8 +19,6 @@ from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.data import kafka, stream
 from lightning_dlrover.data.lane_plan import share
 
-__all__ = ["KafkaSettings", "batches", "places", "produce", "reference", "train_kafka", "violations"]
-
 MAX_ROWS = 2000
 
 

@@ -13,8 +13,6 @@ from toy_job import Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 
-__all__ = ["train_and_log"]
-
 
 class Logged(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -11,8 +11,6 @@ from plain_loop import PlainSettings, run_plain_loop
 from torch import Tensor, nn
 from toy_job import Recorder, ToyModel, ToySettings, train_toy
 
-__all__ = ["MODELS", "train_for_good", "train_outgrown", "train_plain_outgrown"]
-
 
 class OutgrownError(Exception):
     """The script's own error."""

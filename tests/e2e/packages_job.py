@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 from toy_job import SEED, Place, Recorder, Rows, ToySettings, ToySteps
-
-__all__ = ["PackageSettings", "gate", "train_with"]
+from waiting import eventually
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,7 @@ def train_with(recorder: Recorder, settings: PackageSettings) -> None:
     loggers = importlib.import_module(f"{settings.package}.loggers")
     from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
-    deadline = time.monotonic() + 60
-    while not gate(recorder.place).exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the test has not let worker {recorder.place.agent_id} begin for 60 s")
-        time.sleep(0.01)
+    eventually(gate(recorder.place).exists, f"the test to let worker {recorder.place.agent_id} begin", 60)
 
     class Model(ToySteps, package.LightningModule):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

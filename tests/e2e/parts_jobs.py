@@ -19,6 +19,8 @@ from toy_job import Recorder, Rows, ToyModel, make_trainer, streamed, write_file
 
 from lightning_dlrover import DLRoverStrategy
 
+__all__ = ["PartsRun", "run_in_parts", "write_files"]
+
 NUM_ROWS, BATCH_SIZE, EPOCHS = 164, 8, 2
 """The last batch of an epoch has 4 rows."""
 
@@ -285,6 +287,3 @@ def run_in_parts(recorder: Recorder, run: PartsRun) -> None:
         metrics={name: float(value) for name, value in trainer.callback_metrics.items() if "step" not in name},
         zeroed=progress.zero_grad.total.completed,
     )
-
-
-__all__ = ["PartsRun", "run_in_parts", "write_files"]

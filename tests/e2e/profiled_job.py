@@ -15,8 +15,6 @@ from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
-__all__ = ["DENSE_FLOPS", "TABLE_BYTES", "Profiled", "train_profiled"]
-
 LOOKUPS = len(KINDS)
 TABLE_BYTES = 4 * DIM * sum(NUM_ROWS)
 DENSE_FLOPS = {"dense": 3 * 2 * (8 * 16 + 16), "tables": 3 * 2 * (DIM * len(KINDS) * 16 + 16)}

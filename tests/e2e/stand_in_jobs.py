@@ -20,17 +20,6 @@ from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.gloo import RoundSockets
 from lightning_dlrover.rdzv.group.torch_names import is_in_backward
 
-__all__ = [
-    "FAULTS",
-    "OnDevice",
-    "OverStandIn",
-    "run_on_device",
-    "run_over_stand_in",
-    "train_awaiting",
-    "train_counted",
-    "train_synced",
-]
-
 
 @dataclass(frozen=True)
 class OverStandIn:

@@ -26,9 +26,6 @@ from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
 from lightning_dlrover.tables import elastic, neighbours, snapshot, snapshots
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
-__all__ = ["TableSettings", "train_tables"]
-
-
 KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 NUM_ROWS = (41, 30, 7, 19)
 DIM = 8

@@ -19,8 +19,6 @@ from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
 from lightning_dlrover.rdzv.job.snapshot_folders import ROOT, short
 
-__all__ = ["assembled", "judge", "lose_shared_memory_of", "shared_memory_of", "steps_that_count", "undisturbed"]
-
 TOLERANCE = 1e-3
 """Relative tolerance of losses. Worlds of different sizes add in a different order."""
 

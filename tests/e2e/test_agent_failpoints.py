@@ -17,6 +17,7 @@ import pytest
 from disturbed_writes import ACTIONS, STOP_S, Failpoint
 from elastic_agents import ElasticAgents, Node, Nursery, RunningAgent
 from history import Change, History
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import (
@@ -63,7 +64,7 @@ class Scenario:
 
     def _play(self) -> None:
         self._start("first")
-        self._until(lambda: any("agent_convener" in write["name"] for write in self.slots["first"].writes()), "a convener")
+        self._until(lambda: any("agent_convener" in write["name"] for write in self.slots["first"].writes()), "a coordinator")
         self._start("second")
         self._until(lambda: self._are_together(2), "a round of two nodes")
         self._start("third")
@@ -96,13 +97,14 @@ class Scenario:
         return None not in found and len(sizes) == 1 and sizes.pop()[0] == num_nodes == len(self.slots)
 
     def _until(self, found: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not found():
-            if time.monotonic() > deadline:
-                outputs = "\n".join(f"--- {slot} is {agent}\n{agent.output}" for slot, agent in self.slots.items())
-                raise AssertionError(f"waited {DEADLINE_S:g} s for {what}; {self.agents.starts()}\n{outputs}")
+        def report() -> str:
+            return "\n".join([f"{slot} is {agent}" for slot, agent in self.slots.items()] + [self.agents.report()])
+
+        def look() -> bool:
             self._tend()
-            time.sleep(0.05)
+            return found()
+
+        eventually(look, what, DEADLINE_S, 0.05, report=report)
 
     def _tend(self) -> None:
         for slot, agent in list(self.slots.items()):
@@ -116,12 +118,12 @@ class Scenario:
 
 
 def agent_history_violations(changes: Iterable[Change], keys: Keys) -> list[str]:
-    """Violations at any moment: two rounds with one number, a gap, a round not written by the convener, a duplicate member."""
+    """Violations: two rounds with one number, a gap, a round not written by the coordinator, a duplicate member."""
     bad: list[str] = []
-    number, convener = 0, ""
+    number, coordinator = 0, ""
     for change in changes:
-        if change.key == keys.agent_convener:
-            convener = change.value.decode() if change.value is not None else ""
+        if change.key == keys.agent_coordinator:
+            coordinator = change.value.decode() if change.value is not None else ""
         elif change.key == keys.agent_round and change.value is not None:
             found = decode(AgentRound, change.value, change.key)
             if found.state == "closed":
@@ -129,9 +131,9 @@ def agent_history_violations(changes: Iterable[Change], keys: Keys) -> list[str]
             if found.number != number + 1:
                 bad.append(f"revision {change.revision}: round {found.number} follows round {number}")
             number = found.number
-            if found.written_by != convener:
+            if found.written_by != coordinator:
                 bad.append(
-                    f"revision {change.revision}: round {number} is {found.written_by}'s, {convener or 'nobody'} convenes"
+                    f"revision {change.revision}: round {number} is {found.written_by}'s, {coordinator or 'nobody'} coordinates"
                 )
             if len(set(found.agents)) != len(found.agents):
                 bad.append(f"revision {change.revision}: round {number} has a member twice: {found.agents}")

@@ -28,8 +28,8 @@ def elastic(folder: Path, until: Path) -> JobSpec:
 
 
 def resident(job: WatchedJob) -> int:
-    keeper = job.kept.keeper_pid
-    return tree_use(families([keeper])[keeper]).resident_bytes
+    supervisor = job.supervised.supervisor_pid
+    return tree_use(families([supervisor])[supervisor]).resident_bytes
 
 
 @pytest.mark.slow

@@ -85,9 +85,9 @@ def test_cut_for_less_than_two_leases_costs_no_worker_its_place(cut: Cut, etcd: 
     job.wait_until(lambda: job.num_registered == 3 or None, "a spare")
     number = job.round_number
     for seconds in CUTS_S:
-        convening = job.convener
-        conveners = [worker for worker in members if f"-{worker.pid}-" in convening]
-        for who in (conveners, members) if LEASE_S < 5 else (members[:1], conveners, members):
+        elected = job.coordinator
+        coordinators = [worker for worker in members if f"-{worker.pid}-" in elected]
+        for who in (coordinators, members) if LEASE_S < 5 else (members[:1], coordinators, members):
             with cut.off(who):
                 end = time.monotonic() + seconds
                 while time.monotonic() < end:
@@ -121,8 +121,8 @@ def test_longer_cut_may_cost_a_worker_its_place_but_never_the_jobs_state(
                 job.wait_until(lambda: job.num_registered == len(of_job(job)), "a worker")
             job.wait_for_world(2)
             members = [worker for worker in of_job(job) if any(f"-{worker.pid}-" in member for member in job.members)]
-            # The convener has to find that it was cut off itself; anyone else is the one that is missed.
-            off = members if is_of_all else [next(w for w in members if f"-{w.pid}-" not in job.convener)]
+            # The coordinator has to find that it was cut off itself; anyone else is the one that is missed.
+            off = members if is_of_all else [next(w for w in members if f"-{w.pid}-" not in job.coordinator)]
             step = job.step
             with cut.off(off):
                 end = time.monotonic() + seconds

@@ -54,7 +54,7 @@ CONVENER = [
     ("put workers/own:reforming", 1),
     ("put workers/own:starting", 1),
 ]
-"""Writes of the first worker of an undisturbed scenario. It convenes all along."""
+"""Writes of the first worker of an undisturbed scenario. It coordinates all along."""
 
 OTHERS = {
     "second": [  # trains from the start, and is asked to leave
@@ -164,7 +164,7 @@ def test_every_write_of_an_undisturbed_job_is_a_failpoint(make_job: MakeJob, etc
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["gloo", pytest.param(NAME, marks=pytest.mark.on_demand)])
-def test_a_convener_may_be_killed_at_each_of_its_writes(backend: str, make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
+def test_a_coordinator_may_be_killed_at_each_of_its_writes(backend: str, make_job: MakeJob, etcd: EmbeddedEtcd) -> None:
     assert_fired(play_all(make_job, etcd, KILLS, backend=backend))
 
 

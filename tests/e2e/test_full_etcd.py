@@ -33,29 +33,29 @@ def small(tmp_path: Path) -> Iterator[Small]:
         yield small
 
 
-def convener_of(job: Job) -> int:
-    """Index of the worker that convenes."""
-    [convener] = {r["pid"] for r in job.records("done")} & {int(job.convener.split("-")[-2])}
-    return next(index for index, worker in enumerate(job.workers) if worker.pid == convener)
+def coordinator_of(job: Job) -> int:
+    """Index of the worker that coordinates."""
+    [coordinator] = {r["pid"] for r in job.records("done")} & {int(job.coordinator.split("-")[-2])}
+    return next(index for index, worker in enumerate(job.workers) if worker.pid == coordinator)
 
 
 def test_changes_wait_until_a_full_etcd_has_room(start: Callable[..., Watched], small: Small) -> None:
-    """A worker starts, one is drained, one is killed, the convener is killed, a lease is lost: each in a job of its own."""
+    """A worker starts, one is drained, one is killed, the coordinator is killed, a lease is lost: each in a job of its own."""
     server, others = small
     ttls_s = (10, 10, 3, 3, 3)
     jobs = [start(endpoint=server.endpoint, lease_ttl_s=ttl_s) for ttl_s in ttls_s]
     grown, drained, broken, headless, paused = jobs
     rounds = [watched.num_rounds for watched in jobs]
-    convener = convener_of(headless.job)
+    coordinator = coordinator_of(headless.job)
     fill(others)
     for watched in jobs:
         watched.go_on_for(5)
     joiner, leaver = grown.job.start(), drained.job.workers[1]
     leaver.terminate()
     broken.job.workers[1].kill()
-    headless.job.workers[convener].kill()
+    headless.job.workers[coordinator].kill()
     paused.job.workers[1].stop()
-    for worker in (joiner, leaver, broken.job.workers[0], headless.job.workers[1 - convener]):
+    for worker in (joiner, leaver, broken.job.workers[0], headless.job.workers[1 - coordinator]):
         worker_is_told(worker)
     for watched in (broken, headless, paused):
         eventually(lambda: watched.job.num_registered == 1, "the lease of a dead or stopped worker expires", 20)  # noqa: B023

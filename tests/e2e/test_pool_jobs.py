@@ -1,4 +1,4 @@
-"""`dlrover brain` with real jobs: they share two cores, come and go, and the brain is killed."""
+"""`dlrover pool run` with real jobs: they share two cores, come and go, and the brain is killed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cluster:
         self.client = EtcdClient(EtcdConfig(etcd.endpoint))
 
     def brain(self, *options: object) -> Run:
-        command = [sys.executable, "-m", "lightning_dlrover.cli", "brain", "--budget", "cores=2", "--every", "0.5s"]
+        command = [sys.executable, "-m", "lightning_dlrover.cli", "pool", "run", "--budget", "cores=2", "--interval", "0.5s"]
         return self.dlrover.follow([*command, "--endpoint", self.etcd.endpoint, *map(str, options)], "brain")
 
     def job(self, name: str, *arguments: object, workers: str = "1:2", options: tuple[object, ...] = ()) -> Run:
@@ -237,7 +237,7 @@ def test_job_set_by_hand_keeps_its_size_and_the_queue_shows_who_waits_and_why(cl
     cluster.wait_for_decision(first)
     waiting = cluster.job("b", "--steps", 20, options=("--priority", 3, "--owner", "ads"))
     waiting.wait_for_output("number 1 of 1 in the queue")
-    shown = cluster.dlrover("queue", "--endpoint", cluster.etcd.endpoint)
+    shown = cluster.dlrover("pool", "status", "--endpoint", cluster.etcd.endpoint)
     assert shown.returncode == 0, shown.stderr
     assert "budget: 2 cores of 2 cores in use" in shown.stdout
     assert "runs, its size set by hand" in shown.stdout
@@ -245,7 +245,7 @@ def test_job_set_by_hand_keeps_its_size_and_the_queue_shows_who_waits_and_why(cl
         "it needs 1 core, and the other jobs leave it nothing; when it starts depends on a, whose end is not known"
         in shown.stdout
     )
-    listed = json.loads(cluster.dlrover("queue", "--json", "--endpoint", cluster.etcd.endpoint).stdout)
+    listed = json.loads(cluster.dlrover("pool", "status", "--json", "--endpoint", cluster.etcd.endpoint).stdout)
     assert [(job["job"], job["workers"], job["place"]) for job in listed["jobs"]] == [("a", 2, 0), ("b", 0, 1)]
     assert cluster.dlrover("scale", "a", 1).returncode == 0
     assert waiting.wait_for_exit(60) == 0, waiting.output

@@ -39,13 +39,13 @@ def history(*values: tuple[str, bytes | None], lost: Sequence[str] = (), lines: 
 
 
 REGISTERED = ((KEYS.workers + "a", b"{}"), (KEYS.workers + "b", b"{}"))
-ELECTED = (KEYS.convener, b"a")
+ELECTED = (KEYS.coordinator, b"a")
 GOOD = (*REGISTERED, ELECTED, (KEYS.round, encode(FIRST)), (KEYS.round, encode(SECOND)))
 
 
 def test_a_good_history_is_not_blamed() -> None:
     assert history_violations(history(*GOOD), KEYS) == []
-    handed_over = (*GOOD[:4], (KEYS.convener, None), (KEYS.convener, b"b"))
+    handed_over = (*GOOD[:4], (KEYS.coordinator, None), (KEYS.coordinator, b"b"))
     by_b = encode(dataclasses.replace(SECOND, convener="b"))
     assert history_violations(history(*handed_over, (KEYS.round, by_b)), KEYS) == []
 
@@ -57,10 +57,10 @@ def test_a_good_history_is_not_blamed() -> None:
         ((*GOOD, (KEYS.round, encode(dataclasses.replace(SECOND, number=4)))), "round 4 follows round 2"),
         ((*GOOD, (KEYS.round, encode(FIRST))), "round 1 follows round 2"),
         ((*GOOD, (KEYS.round, None)), "was deleted"),
-        ((*GOOD, (KEYS.convener, b"b")), "took the election key"),
-        ((*REGISTERED, *GOOD[3:]), "convener was nobody"),
-        ((*GOOD[:4], (KEYS.convener, None), *GOOD[4:]), "convener was nobody"),
-        ((*GOOD[:4], (KEYS.convener, None), (KEYS.convener, b"b"), *GOOD[4:]), "convener was b"),
+        ((*GOOD, (KEYS.coordinator, b"b")), "took the election key"),
+        ((*REGISTERED, *GOOD[3:]), "coordinator was nobody"),
+        ((*GOOD[:4], (KEYS.coordinator, None), *GOOD[4:]), "coordinator was nobody"),
+        ((*GOOD[:4], (KEYS.coordinator, None), (KEYS.coordinator, b"b"), *GOOD[4:]), "coordinator was b"),
         ((*GOOD, (KEYS.round, encode(dataclasses.replace(SECOND, number=3, members=["a", "a"])))), "twice"),
         (GOOD[1:], "never registered: ['a']"),
     ],
@@ -88,14 +88,14 @@ def test_history_holds_every_change_in_order_across_a_crash_of_etcd(private_etcd
         private_etcd.kill()
         private_etcd.restart()
         client.put(KEYS.round, b"2")
-        client.put(KEYS.convener, b"a")
+        client.put(KEYS.coordinator, b"a")
         client.delete(KEYS.round)
     changes = followed.finish()
     followed.close()
     assert [(c.key, c.value) for c in changes] == [
         (KEYS.round, b"1"),
         (KEYS.round, b"2"),
-        (KEYS.convener, b"a"),
+        (KEYS.coordinator, b"a"),
         (KEYS.round, None),
     ]
     assert [c.revision for c in changes] == sorted({c.revision for c in changes})

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
-from harness import Job, Worker, violations
+from harness import Job, violations
+from scheduled import Action, bad_ends, has_ended, standing
 from toy_job import ToySettings
 
 SCHEDULES = 208 if os.environ.get("DLROVER_ALL_FAULTS") else 24
@@ -21,17 +22,6 @@ BATCH = 8  # schedules per test
 AT_ONCE = 3  # jobs at once, which mostly sleep
 
 MOMENTS = ("forward", "backward", "reduced", "zero_grad", "batch_end", "validation", "validation_end")
-
-
-@dataclass(frozen=True)
-class Action:
-    """A change or a fault of the job."""
-
-    kind: str  # grow, shrink, replace, kill, kill_joiner, kill_forming
-    step: int  # step after which the action begins
-    delay_s: float  # seconds after that step
-    moment: str = ""  # kill: moment in the victim's own program; empty: at once
-    victim: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,48 +75,23 @@ def carry_out(schedule: Schedule, job: Job) -> list[str]:
         job.start()
     job.wait_for_step(1)
     for action in schedule.actions:
-        if _has_ended(job):
+        if has_ended(job):
             break
-        job.wait_for_step(action.step)
+        job.wait_for_step(action.steps)
         time.sleep(action.delay_s)
         _act(action, job)
     exit_codes = job.finish(hurry=False)  # the last action may still be under way
-    bad = violations(job, schedule.settings)
-    for worker, code in zip(job.workers, exit_codes, strict=True):
-        # An armed worker need not reach its moment any more. A drained worker may not have started yet.
-        allowed = {0, -9} if worker.killed else {0}
-        if worker.doomed and worker.records("after_fit"):
-            allowed.add(-15)  # drained too late: the script handles the signal again
-        if code not in allowed:
-            bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
-    return bad
-
-
-def _has_ended(job: Job) -> bool:
-    return any(w.exit_code == 0 for w in job.workers if not w.doomed)
+    return [*violations(job, schedule.settings), *bad_ends(job, exit_codes)]
 
 
 def _act(action: Action, job: Job) -> None:
-    if action.kind in ("grow", "replace", "kill_joiner") and sum(not w.doomed for w in job.workers) < 5:
-        joiner = job.start()
-        if action.kind == "kill_joiner":
-            # Depending on the delay, it is starting, waiting, receiving the state or training.
-            joiner.doomed = joiner.killed = True
-            time.sleep(action.delay_s)
-            joiner.kill()
+    if action.kind in ("grow", "replace", "kill_joiner"):
+        action.start_joiner(job, 5, action.delay_s)
     if action.kind == "kill_forming":
         _kill_while_forming(action, job)
     # A worker that holds the state must stay: the job ends with the last one.
-    standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
-    if action.kind not in ("shrink", "replace", "kill") or len(standing) < 2:
-        return
-    victim: Worker = standing[action.victim % len(standing)]
-    if action.kind != "kill":
-        victim.terminate()
-    elif action.moment:
-        victim.arm(action.moment)
-    else:
-        victim.kill()
+    elif len(workers := standing(job)) > 1:
+        action.strike(action.victim_of(workers))
 
 
 def _kill_while_forming(action: Action, job: Job) -> None:
@@ -137,12 +102,11 @@ def _kill_while_forming(action: Action, job: Job) -> None:
     joiner = job.start()
     is_full = len(job.members) == job.max_workers  # the joiner becomes a spare, unless another worker leaves
     deadline = time.monotonic() + (0.5 if is_full else 5.0)
-    while job.round_number == number and time.monotonic() < deadline and not _has_ended(job):
+    while job.round_number == number and time.monotonic() < deadline and not has_ended(job):
         time.sleep(0.0005)
     time.sleep(action.delay_s / 20)
-    standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
-    victims = [joiner, *standing] if len(standing) > 1 else [joiner]
-    victims[action.victim % len(victims)].kill()
+    workers = standing(job)
+    action.victim_of([joiner, *workers] if len(workers) > 1 else [joiner]).kill()
 
 
 @pytest.mark.long

@@ -293,7 +293,7 @@ def finish(run: Run, slurm: SlurmCluster, until: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--partition", "main", "--notice", "0"), id="SIGTERM at the end of the grace"),
+        pytest.param(("--partition", "main", "--preemption-notice", "0"), id="SIGTERM at the end of the grace"),
         pytest.param(("--partition", "requeued"), id="no grace"),
     ],
 )
@@ -356,7 +356,7 @@ def test_requeued_nodes_and_nodes_of_dead_hosts_are_replaced_for_good(
 @pytest.mark.timeout(600)
 def test_a_job_lasts_longer_than_the_time_limit_of_its_nodes(dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path) -> None:
     until = tmp_path / "enough"
-    options = ("--target", "slurm", "--workers", "1:1", "--time", "3", "--notice", "120", "--etcd-host", "127.0.0.1")
+    options = ("--target", "slurm", "--workers", "1:1", "--time", "3", "--preemption-notice", "120", "--etcd-host", "127.0.0.1")
     run = dlrover.start(*options, SCRIPT, "--until", until)
     wait_for_first_round(run)
     began = time.monotonic()

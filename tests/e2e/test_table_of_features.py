@@ -23,7 +23,7 @@ def grow(job: Job) -> None:
         job.wait_until(lambda: any(r["epoch"] == 1 and r["batch"] >= 1 for r in job.records("done")), "the second epoch")
     for size in (2, 3):
         job.start()
-        job.wait_for_world(size, patience_s=0.3)  # later ones have only the third and fourth epoch to come
+        job.wait_for_world(size)
 
 
 def lose_in_step(job: Job) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from harness import Job
+from scheduled import Action, bad_ends, has_ended, standing
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 from table_job import KINDS, TableSettings, train_tables
@@ -49,17 +50,6 @@ MODELS = (
 
 
 @dataclass(frozen=True)
-class Action:
-    """A change or a fault of the job."""
-
-    kind: str  # grow, shrink, replace, kill, kill_joiner, kill_changing
-    steps: int  # steps after the previous action
-    delay_s: float
-    moment: str = ""  # kills: moment in the victim's own program; empty: at once
-    victim: int = 0
-
-
-@dataclass(frozen=True)
 class Schedule:
     """A training run and its changes and faults, all from one seed."""
 
@@ -88,27 +78,20 @@ def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
         job.start()
     job.wait_for_step(1)
     for action in schedule.actions:
-        if any(w.exit_code == 0 for w in job.workers if not w.doomed):
+        if has_ended(job):
             break
         settled = job.step
         job.wait_until(
             lambda settled=settled, action=action: (  # type: ignore[misc]
                 (job.step >= min(settled + action.steps + 8, schedule.settings.num_steps - 4) and _can_lose_a_worker(job))
-                or any(w.exit_code == 0 for w in job.workers if not w.doomed)
+                or has_ended(job)
             ),
             "the steps before an action, and a snapshot",
         )
         time.sleep(action.delay_s)
         _act(action, job)
     exit_codes = job.finish(hurry=False)  # the last action may still be under way
-    bad = judge(job, schedule.settings, reference)
-    for worker, code in zip(job.workers, exit_codes, strict=True):
-        # An armed worker need not reach its moment any more. A drained worker may not have started yet.
-        allowed = {0, -9} if worker.killed else {0}
-        if worker.doomed and worker.records("after_fit"):
-            allowed.add(-15)  # drained too late: the script handles the signal again
-        if code not in allowed:
-            bad.append(f"{worker.name} ended with {code}:\n{worker.output[-3000:]}")
+    bad = [*judge(job, schedule.settings, reference), *bad_ends(job, exit_codes)]
     if shared_memory_of(job):
         bad.append("files are left in shared memory")
     return bad
@@ -123,25 +106,14 @@ def _can_lose_a_worker(job: Job) -> bool:
 
 def _act(action: Action, job: Job) -> None:
     # A worker that holds the state must stay: the job ends with the last one.
-    standing = [w for w in job.workers if not w.doomed and w.exit_code is None and w.records("done")]
-    victim = standing[action.victim % len(standing)] if len(standing) > 1 else None
+    workers = standing(job)
+    victim = action.victim_of(workers) if len(workers) > 1 else None
     if action.kind == "kill_changing" and victim is not None:
         victim.arm(action.moment or "forward")
-    joiner = None
-    if action.kind in ("grow", "replace", "kill_joiner", "kill_changing") and sum(not w.doomed for w in job.workers) < 4:
-        joiner = job.start()
-    if action.kind == "kill_joiner" and joiner is not None:
-        # Depending on the delay, it is starting, waiting, receiving the state or training.
-        joiner.doomed = joiner.killed = True
-        time.sleep(2 * action.delay_s)
-        joiner.kill()
-    if action.kind in ("shrink", "replace") and victim is not None:
-        victim.terminate()
-    if action.kind == "kill" and victim is not None:
-        if action.moment:
-            victim.arm(action.moment)
-        else:
-            victim.kill()
+    if action.kind in ("grow", "replace", "kill_joiner", "kill_changing"):
+        action.start_joiner(job, 4, 2 * action.delay_s)
+    if victim is not None:
+        action.strike(victim)
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from iterables import ITERABLES
+from quiet_trainer import lightning, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -36,7 +37,7 @@ from lightning_dlrover.live.training import LiveTraining
 
 torch.set_num_threads(1)
 
-L: Any = importlib.import_module(os.environ.get("TOY_PACKAGE", "lightning"))
+L: Any = lightning
 """Lightning package that the workers' scripts use."""
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Place:
         }
 
 
-DAWDLE_S = 0.6
+DAWDLE_S = 1.0
 """Seconds of a step while a test waits for workers."""
 
 
@@ -360,17 +361,7 @@ def fingerprint(tensors: list[Any]) -> str:
 
 def make_trainer(folder: str, **kwargs: Any) -> L.Trainer:
     """Build a Trainer with our strategy and only the features that a test asks for."""
-    defaults: dict[str, Any] = {
-        "strategy": DLRoverStrategy(),
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": folder,
-    }
-    return L.Trainer(**{**defaults, **kwargs})
+    return quiet_trainer(**{"strategy": DLRoverStrategy(), "default_root_dir": folder, **kwargs})
 
 
 def train_toy(recorder: Recorder, settings: ToySettings, model: type[ToyModel] = ToyModel) -> None:

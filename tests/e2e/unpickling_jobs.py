@@ -20,8 +20,6 @@ from toy_job import Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
-__all__ = ["train_tables_without_pickle", "train_without_pickle"]
-
 
 class UnpickledError(Exception):
     """Something was unpickled."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ctr_data import ClickData, collate, load
 from ctr_model import WideAndDeep, auc_of_counts, count_scores, measure_auc
+from quiet_trainer import quiet_trainer
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 
@@ -22,15 +23,7 @@ def generated() -> ClickData:
 
 def fit(data: ClickData, model: WideAndDeep, epochs: int, batch_size: int = 256) -> L.Trainer:
     torch.set_num_threads(1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(max_epochs=epochs)
     train = DataLoader(data.train, batch_size, shuffle=True, collate_fn=collate)
     trainer.fit(model, train, DataLoader(data.val, batch_size, collate_fn=collate))
     return trainer

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from waiting import eventually
 from warm_process import WarmProcess, run_warm
 from warm_tree import run_program
 
@@ -81,12 +81,14 @@ class Trace:
 
     def until_world(self, size: int, node: Node) -> None:
         """Wait until `size` workers have gone beyond a step later than the last awaited one."""
-        deadline = time.monotonic() + 60
-        while not (found := [step for step, _, its_size, _ in self.attempts() if its_size == size and step > self.last_step]):
-            assert time.monotonic() < deadline, f"no step of {size} workers:\n{node.log.read_text()}"
-            assert node.process.poll() is None, node.log.read_text()
-            time.sleep(0.1)
-        self.last_step = min(found)
+
+        def steps() -> list[int]:
+            return [step for step, _, its_size, _ in self.attempts() if its_size == size and step > self.last_step]
+
+        def ended() -> str:
+            return "the node has ended" if node.process.poll() is not None else ""
+
+        self.last_step = min(eventually(steps, f"a step of {size} workers", 60, 0.1, ended=ended, report=node.log.read_text))
 
 
 StartNode = Callable[..., Node]

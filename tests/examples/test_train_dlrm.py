@@ -18,6 +18,7 @@ import train_dlrm
 from criteo_to_parquet import Layout, convert, write_generated
 from ctr_data import ClickData, collate, load
 from ctr_parquet import ClickStreams, load_streams
+from quiet_trainer import quiet_trainer
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 from warm_process import run_warm
@@ -59,16 +60,7 @@ def built(data: ClickData | ClickStreams) -> L.LightningModule:
 
 
 def fit(data: ClickData | ClickStreams, model: L.LightningModule, epochs: int = 1, max_steps: int = -1) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        max_steps=max_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(max_epochs=epochs, max_steps=max_steps)
     is_streams = isinstance(data, ClickStreams)
     collate_fn = data.collate if isinstance(data, ClickStreams) else collate
     loaders: list[DataLoader[Any]] = [DataLoader(rows, 256, collate_fn=collate_fn) for rows in (data.val, data.test)]

@@ -15,21 +15,12 @@ import pytest
 from simulated_jobs import Truth, input_bound, window
 from waiting import eventually
 
-from lightning_dlrover.learn import analyst
-from lightning_dlrover.learn import analyst as analyst_module
-from lightning_dlrover.learn.analyst import (
-    Analyst,
-    Intentions,
-)
-from lightning_dlrover.learn.history import (
-    JobEntry,
-    JobHistory,
-)
-from lightning_dlrover.learn.job_memory import JobMemory
+from lightning_dlrover.learn.analyst import Analyst
+from lightning_dlrover.learn.autotuner import WINDOWS_PER_DECISION, TuningConfig
+from lightning_dlrover.learn.plan_writer import PATIENCE_WITH_A_PLAN_S
 from lightning_dlrover.perf import StepTimeModel
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
-from lightning_dlrover.planner.warm_start import descriptor_of
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -38,7 +29,6 @@ from lightning_dlrover.rdzv.job.records import (
     EventRecord,
     JobRecord,
     Keys,
-    NodesRecord,
     PlanRecord,
     encode,
 )
@@ -57,7 +47,7 @@ class RunningJob:
         self.membership = membership
         self.settings = START
         self.cores = float(TRUTH.node_cores)
-        self.analyst = Analyst(membership, Intentions(0.001, Objective(prices=Prices(core_hour=1.0)), history), 4.0)
+        self.analyst = Analyst(membership, TuningConfig(0.001, Objective(prices=Prices(core_hour=1.0)), history), 4.0)
         self._rng = random.Random(1)
         self._at = time.time()
 
@@ -160,26 +150,10 @@ def test_a_job_is_tuned_recorded_judged_and_the_start_of_the_next_one(start: Sta
     assert {o.decision_id for o in history.outcomes(entry.key)} == outcomes
 
     following = start(name=f"{run_id}-again")
-    following.run(analyst_module.WINDOWS_PER_DECISION)
+    following.run(WINDOWS_PER_DECISION)
     (decision,) = following.decisions()
     assert "most similar past jobs" in decision.reason
     assert TRUTH.parts(decision.chosen).step_s <= 1.1 * TRUTH.parts(job.settings).step_s
-
-
-def test_a_job_that_goes_on_after_a_day_has_spent_nothing_meanwhile() -> None:
-    memory, rng = JobMemory(), random.Random(1)
-    core_hours = Objective(prices=Prices(core_hour=1.0))
-
-    def train(worker_id: str, since: float) -> None:
-        for number in range(1, 11):
-            profile = window(TRUTH, START, rng, 0.0, at=since + 360.0 * number)  # the job validates in between
-            memory.add(dataclasses.replace(profile, worker_id=worker_id))
-
-    train("w0", 1e9)
-    assert memory.spent(core_hours, 4.0) == pytest.approx(0.9, rel=0.01)
-    train("w1", 1e9 + 86400.0)
-    # A new rank 0 may have taken over: windows that the former one had not logged yet count, minutes at most.
-    assert memory.spent(core_hours, 4.0) == pytest.approx(1.8, abs=0.07)
 
 
 def test_new_rank_0_knows_the_earlier_trials_from_events_or_from_the_history(start: StartJob) -> None:
@@ -200,62 +174,12 @@ def test_new_rank_0_knows_the_earlier_trials_from_events_or_from_the_history(sta
     third = start()  # has the history alone
     third.settings = first.settings
     third.run(9)
-    memory = third.analyst._memory
+    memory = third.analyst._tuner.memory
     assert memory.decisions[: len(decisions)] == decisions
     assert memory.outcomes
     numbers = [d.decision_id for d in third.decisions()]
     assert min(numbers, default=len(decisions) + 1) > len(decisions), "a number was given twice"
     assert not [d for d in third.decisions() if d.explored and d.chosen in tried]
-
-
-def test_plan_beyond_a_nodes_cores_asks_for_larger_nodes(start: StartJob, client: EtcdClient, keys: Keys) -> None:
-    client.put(keys.nodes, encode(NodesRecord("slurm", "mark", min_cpus=1, max_cpus=3)))
-    job = start()
-    job.cores = 1.0
-    job.run(40)
-    plan = job.membership.view.plan
-    assert plan is not None
-    assert job.settings.intra_op_threads + job.settings.loader_workers > 1
-    assert plan.node_cpus == job.cores == min(3, job.settings.intra_op_threads + job.settings.loader_workers)
-
-
-def test_workers_are_only_recommended_without_a_controller(start: StartJob) -> None:
-    job = start(with_controller=False, history=None)
-    job.run(20)
-    assert job.settings.num_workers == 1
-    assert job.settings.loader_workers > 0
-    assert job.membership.view.plan is not None
-    assert not job.membership.view.plan.binding
-    assert any("no controller starts or ends nodes" in d.reason for d in job.decisions())
-
-
-def test_job_without_controller_starts_with_known_loader_workers(start: StartJob, tmp_path: Path) -> None:
-    url, rng = f"sqlite:///{tmp_path / 'h.sqlite'}", random.Random(1)
-    fast, own = Settings(4, 4, 1, 2), Settings(1, 4, 1, 2)  # several workers were best, but no controller can start them here
-    times_s = {START: 0.1, own: 0.05, fast: 0.02}
-    past = [
-        dataclasses.replace(window(TRUTH, s, rng, 0.0, at=float(n)), step_time_s=t) for n, (s, t) in enumerate(times_s.items())
-    ]
-    entry = JobEntry("past@1", "past", 0.0, time.time(), "finished", descriptor_of(past[0], 4.0))
-    JobHistory(url).record(entry, past)
-    job = start(with_controller=False, history=url)
-    job.run(analyst_module.WINDOWS_PER_DECISION)
-    (decision,) = job.decisions()
-    assert decision.chosen == own
-    assert "most similar past jobs" in decision.reason
-
-
-def test_settings_made_by_hand_stay(start: StartJob) -> None:
-    job = start(history=None)
-    by_hand = PlanRecord(1, "user", "set by hand", True, loader_workers=0, created_at=0.0)
-    job.membership.shared.update_plan(lambda _: by_hand)
-    job.membership.wait_for(lambda view: view.plan, 15.0, "the plan")
-    job.run(12)
-    assert job.settings == START
-    assert job.membership.view.plan == by_hand
-    assert all("chosen by hand" in d.reason for d in job.decisions())
-    # The reason appears once.
-    assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions())
 
 
 def test_planner_of_a_pooled_job_tunes_workers_but_leaves_their_number_to_the_brain(
@@ -294,23 +218,25 @@ def test_broken_history_is_reported_once_and_planning_continues(
 
 @pytest.mark.parametrize("clock_ahead_s", [-86400.0, 86400.0])
 def test_patience_with_a_plan_does_not_follow_its_writers_clock(
-    clock_ahead_s: float, start: StartJob, client: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    clock_ahead_s: float, start: StartJob, client: EtcdClient, keys: Keys
 ) -> None:
     job = start()
     plan = PlanRecord(3, "planner", "more", True, created_at=time.time() + clock_ahead_s)
     client.put(keys.plan, encode(plan))
     job.membership.wait_for(lambda view: view.plan == plan or None, 15.0, "the plan")
     profile = window(TRUTH, START, random.Random(1), 0.0, at=time.time())
-    assert job.analyst._is_under_way(profile)
-    monkeypatch.setattr(analyst, "PATIENCE_WITH_A_PLAN_S", 0.0)
-    assert not job.analyst._is_under_way(profile)
+    writer = job.analyst._plan_writer
+    assert writer is not None
+    assert writer.is_under_way(profile, 1000.0)
+    assert writer.is_under_way(profile, 1000.0 + PATIENCE_WITH_A_PLAN_S - 1.0)
+    assert not writer.is_under_way(profile, 1000.0 + PATIENCE_WITH_A_PLAN_S)
 
 
 def test_own_plan_is_not_judged_before_the_view_shows_it(start: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
     job = start()
     behind = job.membership.view
     monkeypatch.setattr(Membership, "view", property(lambda _: behind))
-    for number in range(4 * analyst_module.WINDOWS_PER_DECISION):
+    for number in range(4 * WINDOWS_PER_DECISION):
         profile = window(TRUTH, START, random.Random(number), 0.03, at=time.time())
         job.analyst.submit(dataclasses.replace(profile, cores=job.cores), 1e9, tunable=True)
     eventually(lambda: job.analyst.is_idle, "all windows to be digested", 60.0)
@@ -331,18 +257,6 @@ def test_other_ranks_only_publish(start: StartJob) -> None:
     history = job.analyst._history._history
     assert history is not None
     assert history.jobs() == []
-
-
-def test_failed_trial_ends_after_one_window(start: StartJob) -> None:
-    job = start()
-    while job.settings == START:
-        job.run(1)
-    [trial] = [d for d in job.decisions() if d.is_change]
-    assert trial.explored
-    job.run(1, dataclasses.replace(TRUTH, overhead_s=20 * trial.choice.high_s))
-    assert job.settings == START
-    assert [event.data["expected"] for event in job.events("outcome")] == [False]
-    assert not job.decisions()[-1].explored
 
 
 def test_failed_trial_is_left_without_a_window_or_a_fit(start: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,38 +306,9 @@ def test_manual_plan_is_not_overruled_by_a_failed_trial(start: StartJob, client:
     assert job.membership.view.plan == by_hand
 
 
-def test_workers_that_were_planned_for_memory_survive_a_failed_trial(start: StartJob, client: EtcdClient, keys: Keys) -> None:
-    job = start(with_controller=False)
-    while job.settings == START:
-        job.run(1)
-    trial, plan = job.analyst.trial, job.membership.view.plan
-    assert trial is not None
-    assert plan is not None
-    more = dataclasses.replace(plan, num_workers=(plan.num_workers or 1) + 2)  # a plan of the watchdog's
-    client.put(keys.plan, encode(more))
-    job.membership.wait_for(lambda view: view.plan == more or None, 15.0, "the plan")
-    job.analyst.give_up(trial, 9.0)
-    job._wait_until_digested()
-    job.membership.shared.outbox.write()
-    left = job.membership.wait_for(lambda view: view.plan if view.plan != more else None, 15.0, "the next plan")
-    assert (left.num_workers, left.intra_op_threads) == (more.num_workers, START.intra_op_threads)
-
-
-def test_trial_counts_as_such_until_three_windows_have_judged_it(start: StartJob) -> None:
-    job = start()
-    while job.settings == START:
-        job.run(1)
-    trial = job.analyst.trial
-    assert trial is not None
-    job.run(2)
-    assert job.analyst.trial == trial
-    job.run(1)
-    assert job.analyst.trial != trial
-
-
 def test_worker_that_trains_alone_with_all_cores_learns_that_more_would_be_faster() -> None:
-    alone, rng = Analyst(None, Intentions(0.001, Objective(), None), float(TRUTH.node_cores)), random.Random(1)
-    for at in range(2 * analyst_module.WINDOWS_PER_DECISION):
+    alone, rng = Analyst(None, TuningConfig(0.001, Objective(), None), float(TRUTH.node_cores)), random.Random(1)
+    for at in range(2 * WINDOWS_PER_DECISION):
         profile = window(TRUTH, Settings(1, 0, TRUTH.node_cores, 0), rng, 0.03, at=float(at))
         remaining_samples = 0.0  # the last decision is made at the end of the run
         alone.submit(dataclasses.replace(profile, global_rank=0), remaining_samples)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from lightning_dlrover.learn.allowance import DECISIONS
 from lightning_dlrover.learn.decision_log import REPEAT_EVERY_S, DecisionLog
+from lightning_dlrover.learn.write_budget import DECISIONS
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 
 ONE, TWO = Settings(1, 0, 1, 0), Settings(2, 0, 1, 0)
@@ -39,7 +39,7 @@ def test_same_recommendation_is_recorded_once() -> None:
     assert [log.is_due(MOVE, NUM_BYTES, 10.0 * i, is_carried_out=False) for i in range(3)] == [True, False, False]
 
 
-def test_recommendations_that_alternate_stay_within_the_allowance() -> None:
+def test_alternating_recommendations_stay_within_the_budget() -> None:
     log, rng = DecisionLog(), random.Random(1)
     written = 0
     for i in range(8640):  # a day

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from windows import WINDOW
 
 from lightning_dlrover.codec import to_json
-from lightning_dlrover.learn.allowance import FIRST_WINDOWS, PROFILES, WINDOWS, stored_bytes
 from lightning_dlrover.learn.profile_log import (
     LOG_EVERY_S,
     NUM_LOGGED_SINGLY,
@@ -21,6 +20,7 @@ from lightning_dlrover.learn.profile_log import (
     merged,
     rounded,
 )
+from lightning_dlrover.learn.write_budget import FIRST_WINDOWS, PROFILES, WINDOWS, stored_bytes
 from lightning_dlrover.perf.samples import StepProfile
 
 
@@ -109,7 +109,7 @@ def test_publication_that_etcd_did_not_take_is_repeated_with_the_next_window() -
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), swing=st.sampled_from([0.1, 0.3, 1.0, 3.0]), run=st.integers(1, 6))
-def test_no_noise_takes_more_than_the_allowance(seed: int, swing: float, run: int) -> None:
+def test_noise_never_writes_more_than_the_budget(seed: int, swing: float, run: int) -> None:
     published, log, rng = PublishedProfile(), WindowLog(), random.Random(seed)
     level, profile_bytes, logged = 1.0, 0, []
     for i, window in enumerate(windows(3000)):
@@ -119,7 +119,7 @@ def test_no_noise_takes_more_than_the_allowance(seed: int, swing: float, run: in
         if published.is_due(noisy, len(to_json(noisy)), now=2.0 * i):
             profile_bytes += len(to_json(noisy))
         logged += log.add(noisy, now=2.0 * i)
-    largest = 1000  # bytes of the first window, which needs no allowance
+    largest = 1000  # bytes of the first window, which needs no budget
     assert profile_bytes <= PROFILES.within(6000.0) + largest
     assert sum(stored_bytes(to_json(rounded(each))) for each in logged) <= WINDOWS.within(6000.0) + FIRST_WINDOWS.within(6000.0)
     assert_contiguous([*logged, *log.flush()], num_steps=3000 * 20)

@@ -99,8 +99,8 @@ def test_survivor_in_the_next_step_sends_the_buffers_of_its_last_update() -> Non
     """The other survivor has not had that update, and may have any value of an aborted collective in its buffers."""
     ahead, behind = a_worker("w0"), a_worker("w1")
     for live in (ahead, behind):
-        live._trainer.lightning_module.norm = Model()
-    source, target = (live._trainer.lightning_module.norm for live in (ahead, behind))
+        live._trainer.module.norm = Model()
+    source, target = (live._trainer.module.norm for live in (ahead, behind))
     source(torch.randn(4, 2))
     expected = values_of(source)
     ahead.steps._before = Before([], SimpleNamespace(items={}.items), BufferCopies(source))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quiet_trainer import quiet_trainer
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
@@ -102,16 +103,10 @@ class Rows(torch.utils.data.Dataset[int]):
 
 def trainer_of(folder: Path, is_sharded: bool, max_epochs: int = 1, kinds: dict[str, str] = KINDS) -> L.Trainer:
     constraints = {name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name, kind in kinds.items()}
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
+    return quiet_trainer(
         strategy=DLRoverStrategy(sharding_constraints=constraints) if is_sharded else "auto",
         max_epochs=max_epochs,
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
 
 

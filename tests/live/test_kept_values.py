@@ -12,8 +12,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dlrover.live.fit_context import FitContext
 from lightning_dlrover.live.kept_values import KeptValues, Layout, Table, Version, row_bytes, values_in
+from lightning_dlrover.live.ports import Job, Round, TrainerPort
+from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.rdzv.live.member import Formation
 
 CPU = torch.device("cpu")
@@ -90,8 +91,8 @@ def test_a_later_update_counts_before_a_later_round() -> None:
 
 
 def kept_values(updates: int, tables: object = None) -> KeptValues:
-    fit = SimpleNamespace(position=SimpleNamespace(updates=updates), strategy=SimpleNamespace(elastic_tables=tables))
-    return KeptValues(cast(FitContext, fit))
+    job, round_, trainer = cast(Job, None), cast(Round, None), cast(TrainerPort, SimpleNamespace(elastic_tables=tables))
+    return KeptValues(job, round_, trainer, FitPosition(None, updates=updates))
 
 
 FORMER = cast(Formation, SimpleNamespace(round=SimpleNamespace(number=3, members=["a", "b", "c"])))

@@ -17,9 +17,9 @@ from waiting import eventually
 from lightning_dlrover.data import Shard, stream
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live import lanes_ahead
-from lightning_dlrover.live.fit_context import FitContext
-from lightning_dlrover.live.lanes_ahead import LanesAhead
+from lightning_dlrover.live.lanes_ahead import LanePrefetcher
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.ports import Batches, Job, Round
 
 NUM_ROWS = 4000
 
@@ -127,11 +127,11 @@ def test_read_ahead_that_never_ends_is_an_error_that_names_the_source(log: Path,
 
     data = stream(Logged(log))
     loader = Hanging(DataLoader(data, batch_size=40, num_workers=1), 40, training=True)
-    fit = SimpleNamespace(loaders=SimpleNamespace(all=[loader]))
+    batches = cast(Batches, SimpleNamespace(all=[loader]))
     try:
         with (
             pytest.raises(DataError, match=r"reading ahead for 0 s and does not answer.*Logged"),
-            LanesAhead(cast(FitContext, fit)).while_waiting(),
+            LanePrefetcher(cast(Job, None), cast(Round, None), batches).while_waiting(),
         ):
             pass
     finally:

@@ -1,4 +1,4 @@
-"""The private names of Lightning that a live fit depends on exist in the installed release, and two files use them."""
+"""The private names of Lightning that a live fit depends on exist in the installed release, and only `live/` uses them."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def own_names(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_other_files_use_no_private_name_of_lightning() -> None:
+def test_private_names_of_lightning_are_used_in_live_alone_and_are_all_in_the_list() -> None:
     listed = {name for name in LISTED if name.startswith("_")}
     package = Path(lightning_dlrover.__path__[0])
     trees = {file: ast.parse(file.read_text()) for file in sorted(package.rglob("*.py"))}
@@ -241,6 +241,9 @@ def test_other_files_use_no_private_name_of_lightning() -> None:
         if room in ("components", "rdzv", "tables") or file.name in USERS:
             continue
         used = {*private_names(tree)}
+        if room == "live":  # the strategy checks the list before a fit begins
+            assert used - own - OF_OTHERS <= LISTED, file
+            continue
         assert not (used - own - OF_OTHERS), file
         assert not (used & listed), file
         assert not (private_texts(tree) & listed - {"_version", "_id", "_experiment_key"}), file

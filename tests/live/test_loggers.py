@@ -35,16 +35,16 @@ class Own(Logger):
 
 def test_next_version_is_rank_0s(tmp_path: Path) -> None:
     first, other = CSVLogger(tmp_path), pytorch_lightning.loggers.CSVLogger(tmp_path)
-    runs = loggers.capture([first])
+    runs = loggers.capture_runs([first])
     (tmp_path / "lightning_logs" / "version_0").mkdir(parents=True)
-    loggers.adopt([other], runs)
+    loggers.adopt_runs([other], runs)
     assert other.version == first.version == 0
 
 
 def test_logger_of_the_users_own_gets_its_state() -> None:
     first, other = Own(), Own()
     first.run = "a"
-    loggers.adopt([other], loggers.capture([first]))
+    loggers.adopt_runs([other], loggers.capture_runs([first]))
     assert other.run == "a"
 
 

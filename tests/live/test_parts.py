@@ -15,7 +15,7 @@ from lightning_dlrover.watch.watchdog import HangPatience
 
 def automatic_worker() -> Any:
     live = a_worker()
-    live._trainer.lightning_module.automatic_optimization = True
+    live._trainer.module.automatic_optimization = True
     return live
 
 
@@ -84,7 +84,7 @@ def test_share_in_parts_is_no_hang() -> None:
     live = automatic_worker()
     live.position.formation = SimpleNamespace(round=SimpleNamespace(number=1), rank=0, size=1)
     val_loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(ready=0)))
-    live._trainer.fit_loop.epoch_loop.val_loop = val_loop
+    live._trainer.lightning.fit_loop.epoch_loop.val_loop = val_loop
     live.position.in_step = live.position.is_in_parts = True
     before = live.progress.now
     live.position.parts += 1

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
+from quiet_trainer import quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverStrategy
@@ -76,18 +77,7 @@ class Resume(Callback):
 
 def train(folder: Path, *callbacks: Callback) -> Model:
     model = Model()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        strategy=DLRoverStrategy(),
-        callbacks=list(callbacks),
-    )
+    trainer = quiet_trainer(max_epochs=4, default_root_dir=folder, strategy=DLRoverStrategy(), callbacks=list(callbacks))
     trainer.fit(model, DataLoader(TensorDataset(torch.ones(8, 2)), 2))
     return model
 

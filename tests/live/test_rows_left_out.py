@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_dlrover.data import Shard, Skipped, parquet, stream
 from lightning_dlrover.data.left_out import LeftOut
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.rows_left_out import MAX_LISTED, RowsLeftOut
+from lightning_dlrover.live.rows_left_out import MAX_LISTED, SkippedRows
 
 
 class Gappy:
@@ -65,11 +65,11 @@ def test_rows_are_named_once_by_all_workers_and_epochs(spoiled: Path, loader_wor
                 if number == 0:
                     loader.reshard(1 - rank, 2)  # batches of the former share are discarded
                     loader.reshard(rank, 2)
-        for record in loader.left_out.take_news(1, 0):
+        for record in loader.skipped.take_news(1, 0):
             assert record.file.endswith("a.parquet")
             assert "row group 1" in record.reason
             named += record.ranges
-        assert not loader.left_out.has_news
+        assert not loader.skipped.has_news
         loader.close()
     for first, stop in named:
         found.update(range(first, stop))
@@ -105,7 +105,7 @@ def test_rows_with_reasons_of_their_own_are_one_range_and_one_line(caplog: pytes
 
 
 def test_only_rows_that_are_not_on_record_are_news() -> None:
-    rows = RowsLeftOut()
+    rows = SkippedRows()
     rows.add([LeftOut(0, "a", 10, 20, "broken"), LeftOut(1, "b", 0, 5, "gone"), LeftOut(0, "a", 10, 20, "broken")])
     first, second = rows.take_news(1, 0)
     assert (first.shard, first.file, first.ranges, first.reason) == (0, "a", [[10, 20]], "broken")
@@ -119,7 +119,7 @@ def test_only_rows_that_are_not_on_record_are_news() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=30))
 def test_rows_are_news_once_in_any_order(found: list[tuple[int, int]]) -> None:
-    rows, named = RowsLeftOut(), set[int]()
+    rows, named = SkippedRows(), set[int]()
     for first, length in found:
         is_new = not {*range(first, first + length)} <= named
         rows.add([LeftOut(0, "a", first, first + length, "broken")])
@@ -130,14 +130,14 @@ def test_rows_are_news_once_in_any_order(found: list[tuple[int, int]]) -> None:
 
 
 def test_time_per_row_does_not_grow_with_the_rows_before() -> None:
-    rows = RowsLeftOut()
+    rows = SkippedRows()
     began = time.process_time()
     rows.add([LeftOut(0, "a", 2 * n, 2 * n + 1, "broken") for n in range(10_000)])
     assert time.process_time() - began < 2.0  # 0.05 s; 6 s if each row is compared with all
 
 
 def test_records_end_with_one_that_names_no_rows() -> None:
-    rows = RowsLeftOut()
+    rows = SkippedRows()
     rows.add([LeftOut(0, "a", 2 * n, 2 * n + 1, "broken") for n in range(MAX_LISTED + 5)])
     listed, rest = rows.take_news(1, 0)
     assert len(listed.ranges) == MAX_LISTED

@@ -12,13 +12,12 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ from lightning_dlrover.checks.loaders import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.loader_workers import open_handle
-from lightning_dlrover.live.order import epoch_order
+from lightning_dlrover.live.order import Unconnected, epoch_order
 from lightning_dlrover.live.position import FitPosition
 from lightning_dlrover.live.train_loaders import TrainLoaders
 
@@ -78,11 +77,28 @@ class Backwards(Sampler[int]):
         self.epochs.append(epoch)
 
 
+T = TypeVar("T")
+
+
+class Materialised:
+    """Peers that take the order which a function returns."""
+
+    owned_sockets = ()
+
+    def __init__(self, rank: int, materialise: Callable[[Any], Any], size: int = 2) -> None:
+        self.place = rank, size
+        self._materialise = materialise
+
+    def of_rank_zero(self, mine: T) -> T:
+        order: T = self._materialise(mine)
+        return order
+
+
 def elastic(
     length: int = 20, global_batch_size: int = 8, training: bool = True, place: tuple[int, int] = (0, 1), **loader: Any
 ) -> ElasticLoader:
     loader = {"batch_size": global_batch_size, **loader}
-    made = ElasticLoader(DataLoader(Numbers(length), **loader), global_batch_size, training, place=lambda: place)
+    made = ElasticLoader(DataLoader(Numbers(length), **loader), global_batch_size, training, peers=Unconnected(place))
     iter(made)
     return made
 
@@ -251,8 +267,7 @@ def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
             DataLoader(Numbers(12), 4, sampler=sampler),
             4,
             True,
-            place=partial(lambda rank: (rank, 2), rank),
-            materialise=materialise,
+            peers=Materialised(rank, materialise),
         )
         parts.append([indices(batch) for batch in loader])
     assert len(drawn) == 2
@@ -279,7 +294,7 @@ def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
 def test_random_sampler_is_drawn_again_for_each_lap() -> None:
     def made(rank: int) -> ElasticLoader:
         loader = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12, replacement=False), place=(rank, 2))
-        loader.order._materialise = lambda order: sent.setdefault("order", order)  # type: ignore[union-attr]
+        loader.order._peers = Materialised(rank, lambda order: sent.setdefault("order", order))  # type: ignore[union-attr]
         loader.keep_step(8, cycles=True)
         return loader
 
@@ -332,7 +347,7 @@ def test_order_that_others_must_take_part_in_is_not_prepared() -> None:
         return order
 
     users = DataLoader(Numbers(12), 4, sampler=Backwards(12), num_workers=1, persistent_workers=True)
-    loader = ElasticLoader(users, 4, True, materialise=materialise)
+    loader = ElasticLoader(users, 4, True, peers=Materialised(0, materialise, size=1))
     iter(loader)
     loader.workers.warm_up()
     try:
@@ -430,7 +445,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from lightning_dlrover.live.loader import ElasticLoader
 
-loader = ElasticLoader(DataLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=1), 4, True, place=lambda: (0, 1))
+loader = ElasticLoader(DataLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=1), 4, True)
 print(*(batch.tolist() for (batch,) in loader))
 """
     environment = {**os.environ, "TMPDIR": str(folder)}

@@ -19,8 +19,12 @@ class Cut:
         membership: Any = SimpleNamespace(
             is_still_in_force=lambda: self.is_over, own=SimpleNamespace(lease=SimpleNamespace(silent_s=60.0))
         )
-        self.aside = SetAside(lambda: membership, "job", lambda path: Path(path).unlink())
+        job: Any = SimpleNamespace(membership=membership, config=SimpleNamespace(run_id="job"))
+        self.aside = SetAside(job, self)
         self._folder = folder
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink()
 
     def save(self, name: str, content: str) -> str:
         path = self.aside.place(self._folder / name, 7)

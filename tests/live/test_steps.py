@@ -17,7 +17,7 @@ def test_redone_batches_are_not_counted_for_the_closing_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     live = a_worker()
-    trainer, steps = live._trainer, live.steps
+    trainer, steps = live._trainer.lightning, live.steps
     live.position.formation = SimpleNamespace(size=1, rank=0)
     progress = _OptimizerProgress()
     epoch_loop = trainer.fit_loop.epoch_loop

@@ -11,7 +11,7 @@ from live_parts import BETWEEN, a_formation, a_worker, hellos
 
 from lightning_dlrover.live import successors
 from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.group.left_state import HostStateCache
 from lightning_dlrover.rdzv.live.member import RoundEndedError
 
 
@@ -23,7 +23,7 @@ def test_a_left_state_that_cannot_be_restored_is_not_met_again(
         raise error
 
     live = a_worker()
-    left = LeftState(tmp_path)
+    left = HostStateCache(tmp_path)
     left.write(7, transfer.pack({"state": {}, "values": {}}))
     live.world.left_state, live.world.has_finished = left, False
     live.checkpoints.unread = lambda: None

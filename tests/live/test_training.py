@@ -69,7 +69,7 @@ def test_loss_while_the_state_is_packed_ends_the_switch(monkeypatch: pytest.Monk
         return {}
 
     planned = a_formation("w0", {**THREE, "w3": JOINER}).round
-    live.world.membership = SimpleNamespace(view=SimpleNamespace(round=planned))
+    live.world.view = SimpleNamespace(round=planned)
     live.world.switch = lambda number, hello: switched_to.append(number)
     live._state.message = dump
     live._state.partial_values = lambda with_large=True: {}

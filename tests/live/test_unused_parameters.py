@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ def after_step(unused: UnusedParameters, *names: str, ignored: set[str] | None =
     """Return whether the search is on after a worker alone has used these branches."""
     module = Branches()
     torch.stack([getattr(module, name)(torch.ones(2)).sum() for name in names]).sum().backward()  # type: ignore[no-untyped-call]
-    unused.check(module, module, lambda: ignored or set(), num_workers=1, is_reporter=True)
+    strategy: Any = SimpleNamespace(table_names=ignored or set())
+    unused.check(module, module, strategy, num_workers=1, is_reporter=True)
     return unused.found
 
 

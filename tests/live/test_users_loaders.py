@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
@@ -47,7 +47,7 @@ def replaced(loader: DataLoader[Any], **options: Any) -> Any:
     trainer = SimpleNamespace(state=state, training=True, predicting=True, current_epoch=0, **limits)
     live = SimpleNamespace(windows=SimpleNamespace(attend=lambda data, epoch: None))
     job: Any = SimpleNamespace(live=live)
-    return UsersLoaders(None).replaced(loader, trainer, job, lambda: (0, 1), list)
+    return UsersLoaders(None).replaced(loader, trainer, job, cast(Any, None))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_test_loader_that_cannot_be_split_does_not_end_a_job_that_has_trained(ca
     def replaced_in(fn: str, stage: str) -> Any:
         state = SimpleNamespace(fn=fn, stage=stage)
         trainer = SimpleNamespace(state=state, training=stage == "train", predicting=False)
-        return UsersLoaders(None).replaced(loader, trainer, job, lambda: (0, 2), list)
+        return UsersLoaders(None).replaced(loader, trainer, job, cast(Any, None))
 
     assert replaced_in("test", "test") is loader
     assert "batch_sampler Pairs decides which samples form a batch" in caplog.text
@@ -142,9 +142,10 @@ def test_loader_that_is_made_again_has_the_layout_of_rank_0() -> None:
     of_rank_zero = made(256).order.layout
     assert of_rank_zero is not None
     loaders.before_set_up()
-    loaders.agree_on_layout(first := made(128), lambda _: asdict(of_rank_zero))
+    peers: Any = SimpleNamespace(of_rank_zero=lambda _: asdict(of_rank_zero))
+    loaders.agree_on_layout(first := made(128), peers)
     assert first.order.layout != of_rank_zero  # other workers may not be there yet; they agree when they begin
     trainer.fit_loop._combined_loader = SimpleNamespace(flattened=[first])
     loaders.before_set_up()
-    loaders.agree_on_layout(second := made(128), lambda _: asdict(of_rank_zero))
+    loaders.agree_on_layout(second := made(128), peers)
     assert second.order.layout == of_rank_zero

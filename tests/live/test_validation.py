@@ -60,7 +60,7 @@ def test_few_samples_go_to_some_where_steps_have_no_collectives() -> None:
 
 def test_buffers_sent_before_a_validation_reach_all_despite_a_loss() -> None:
     live = a_worker("w1", a_formation("w1", hellos(BETWEEN, BETWEEN)))
-    module = live._trainer.lightning_module
+    module = live._trainer.module
     module.register_buffer("mean", torch.zeros(3))
     live.collectives._missed = {(5, 1): {"mean": torch.arange(3.0)}}
     loop: Any = SimpleNamespace(_combined_loader=None)

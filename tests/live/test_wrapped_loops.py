@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def fitted(batches: Batches, model: Model, callbacks: list[Any], ckpt_path: Path
         if batches.has_length:
             lightning_names.recount_batches(trainer)
 
-    lightning_names.replace_setup_of_data(fit_loop, lambda own: partial(set_up, own))
+    lightning_names.surround(fit_loop, "setup_data", set_up)
     wrap_restarts(fit_loop)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -17,13 +17,13 @@ from lightning_dlrover.observe import resources, step_times
 from lightning_dlrover.observe.descriptors import Descriptors
 from lightning_dlrover.observe.profiler import (
     Model,
-    Place,
+    ProfileKey,
     StepProfiler,
 )
 from lightning_dlrover.observe.step_times import StepTimes
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 
-PLACE = Place(
+PLACE = ProfileKey(
     round_number=1,
     global_rank=0,
     num_workers=2,
@@ -56,7 +56,7 @@ class Bench:
         backward: float = 0.02,
         rest: float = 0.0,
         wait: float = 0.0,
-        place: Place = PLACE,
+        place: ProfileKey = PLACE,
         communication: float = 0.0,
     ) -> None:
         self.times.data_wait_s = wait

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 from lightning_dlrover import variables
 from lightning_dlrover.observe.seat import Answer, NotAdmittedError, Seat, SeatReport, read_answer, read_reports, write_answer
@@ -21,9 +21,7 @@ def test_job_waits_for_its_answer(tmp_path: Path) -> None:
     got: list[Answer] = []
     waiter = threading.Thread(target=lambda: got.append(seat.ask(SeatReport(1, 0.0, estimate_bytes=7))))
     waiter.start()
-    deadline = time.monotonic() + 10
-    while not (reports := read_reports(tmp_path)) and time.monotonic() < deadline:
-        pass
+    reports = eventually(lambda: read_reports(tmp_path), "the job's report", 10)
     assert (reports[0].waits, reports[0].estimate_bytes) == (True, 7)
     write_answer(tmp_path, Answer(admitted=False, threads=3))
     assert not got

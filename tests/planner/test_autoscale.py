@@ -35,12 +35,12 @@ from lightning_dlrover.planner.autoscale import (
     expected_improvement,
     plan,
 )
-from lightning_dlrover.planner.field import PASS_COST
+from lightning_dlrover.planner.candidates import PASS_COST
 from lightning_dlrover.planner.objective import Aim, Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
-from lightning_dlrover.planner.situation import (
+from lightning_dlrover.planner.plan_request import (
+    PlanRequest,
     Rules,
-    Situation,
 )
 from lightning_dlrover.planner.space import Limits, all_settings, configuration, why_not
 from lightning_dlrover.planner.trial import give_up_above_s, has_failed
@@ -49,9 +49,9 @@ ONE = Settings(1, 0, 1, 0)
 TRACES = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "step_traces"
 
 
-def ours(situation: Situation, limits: Limits, number: int) -> Decision:
-    model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)
-    return plan(situation, model, limits, Objective(), decision_id=number, at=float(number))
+def ours(request: PlanRequest, limits: Limits, number: int) -> Decision:
+    model = StepTimeModel.fit(request.windows, node_cores=request.node_cores)
+    return plan(request, model, limits, Objective(), decision_id=number, at=float(number))
 
 
 def reachable(truth: Truth, limits: Limits) -> list[Settings]:
@@ -189,10 +189,10 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
                     other_s=0.0,
                 )
             )
-        situation = Situation(samples, remaining_samples=2e4 * per_worker, past=tuple(past))
+        request = PlanRequest(samples, remaining_samples=2e4 * per_worker, past=tuple(past))
         model = StepTimeModel.fit(samples)
         limits = Limits(1, sizes[-1], workers_per_node=0)
-        decision = plan(situation, model, limits, Objective(), decision_id=number, at=float(number))
+        decision = plan(request, model, limits, Objective(), decision_id=number, at=float(number))
         # The traces contain some sizes only, so the cluster gives the nearest one.
         given = min(sizes, key=lambda size: (abs(size - decision.chosen_workers), size))
         past.append(replace(decision, chosen=replace(decision.chosen, num_workers=given), candidates=decision.candidates))
@@ -203,20 +203,20 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
 # --- single rules ----------------------------------------------------------------------------------------------------------
 
 
-def situation_of(truth: Truth, *ran: Settings, noise: float = 0.0, **kwargs: object) -> Situation:
+def request_of(truth: Truth, *ran: Settings, noise: float = 0.0, **kwargs: object) -> PlanRequest:
     """A job that measured each of the settings three times and now runs the last one."""
     rng = random.Random(1)
     windows = [window(truth, each, rng, noise) for each in ran for _ in range(3)]
     defaults = {"windows": windows, "node_cores": float(truth.node_cores), "remaining_samples": 1e5 * truth.global_batch}
-    return Situation(**{**defaults, **kwargs})  # type: ignore[arg-type]
+    return PlanRequest(**{**defaults, **kwargs})  # type: ignore[arg-type]
 
 
 FASTEST = Objective()
 
 
-def decide(situation: Situation, limits: Limits, objective: Objective = FASTEST, memory: MemoryModel | None = None) -> Decision:
-    model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)
-    return plan(situation, model, limits, objective, decision_id=1, at=0.0, memory=memory)
+def decide(request: PlanRequest, limits: Limits, objective: Objective = FASTEST, memory: MemoryModel | None = None) -> Decision:
+    model = StepTimeModel.fit(request.windows, node_cores=request.node_cores)
+    return plan(request, model, limits, objective, decision_id=1, at=0.0, memory=memory)
 
 
 @given(
@@ -229,8 +229,8 @@ def decide(situation: Situation, limits: Limits, objective: Objective = FASTEST,
 )
 @settings(max_examples=25)
 def test_choice_is_feasible_and_within_the_limits(low: int, spread: int, now: int, left: float, cost: float, aim: str) -> None:
-    situation = situation_of(dense_heavy(8), Settings(now, 0, 1, 0), remaining_samples=left, resize_cost_s=cost)
-    decision = decide(situation, Limits(low, low + spread, loader_workers=(0, 1)), Objective(aim=aim))  # type: ignore[arg-type]
+    request = request_of(dense_heavy(8), Settings(now, 0, 1, 0), remaining_samples=left, resize_cost_s=cost)
+    decision = decide(request, Limits(low, low + spread, loader_workers=(0, 1)), Objective(aim=aim))  # type: ignore[arg-type]
     assert low <= decision.chosen_workers <= low + spread
     assert decision.choice.feasible
     assert decision.reason
@@ -239,24 +239,24 @@ def test_choice_is_feasible_and_within_the_limits(low: int, spread: int, now: in
 
 def test_nothing_is_tried_when_little_work_is_left_or_a_change_is_dear() -> None:
     truth, limits = dense_heavy(4), Limits(1, 4)
-    assert decide(situation_of(truth, ONE), limits).is_change
+    assert decide(request_of(truth, ONE), limits).is_change
     for change in ({"remaining_samples": 0.0}, {"remaining_samples": 10.0 * truth.global_batch}, {"resize_cost_s": 1e5}):
-        assert not decide(situation_of(truth, ONE, **change), limits).is_change
+        assert not decide(request_of(truth, ONE, **change), limits).is_change
 
 
 def test_plan_states_cores_per_node_and_the_stall_of_replacements() -> None:
     truth = dense_heavy(16)
     small = [replace(window(truth, Settings(2, 0, 1, 0), random.Random(0), 0.0), cores=1.0) for _ in range(3)]
-    situation = situation_of(truth, windows=small, resize_cost_s=3.0, retune_cost_s=0.1)
+    request = request_of(truth, windows=small, resize_cost_s=3.0, retune_cost_s=0.1)
     fixed = Limits(2, 2, intra_op_threads=(1, 2, 4))
-    decision = decide(situation, replace(fixed, max_cores=4.0))
+    decision = decide(request, replace(fixed, max_cores=4.0))
     assert decision.chosen.intra_op_threads > 1
     assert decision.node_cores == decision.chosen.intra_op_threads
     assert decision.change_cost_s == 2 * 3.0
     assert Decision.from_data(json.loads(json.dumps(decision.to_data()))) == decision
-    assert decide(situation, fixed).node_cores == 0
+    assert decide(request, fixed).node_cores == 0
     # A worker may see more cores than its node requested, for example where hardware threads are counted.
-    more = decide(situation_of(truth, windows=[replace(w, cores=64.0) for w in small]), Limits(1, 4, max_cores=4.0))
+    more = decide(request_of(truth, windows=[replace(w, cores=64.0) for w in small]), Limits(1, 4, max_cores=4.0))
     assert more.is_change
     assert more.node_cores == 0
 
@@ -267,21 +267,21 @@ def test_settings_beyond_a_nodes_memory_need_larger_nodes() -> None:
         replace(window(truth, ONE, random.Random(0), 0.0), memory_bytes=900, peak_memory_bytes=990, memory_limit_bytes=1000)
         for _ in range(3)
     ]
-    situation, memory = situation_of(truth, windows=full), MemoryModel.fit(full)
+    request, memory = request_of(truth, windows=full), MemoryModel.fit(full)
     limits = Limits(1, 1, loader_workers=(0, 1, 2), prefetch_factors=(2,))
-    small = {c.settings: c for c in decide(situation, limits, memory=memory).candidates}
-    large = {c.settings: c for c in decide(situation, replace(limits, max_memory_bytes=10**12), memory=memory).candidates}
+    small = {c.settings: c for c in decide(request, limits, memory=memory).candidates}
+    large = {c.settings: c for c in decide(request, replace(limits, max_memory_bytes=10**12), memory=memory).candidates}
     with_loaders = [s for s in small if s.loader_workers]
     assert with_loaders
     for each in with_loaders:
         assert "MiB of memory" in small[each].note
         assert large[each].feasible
-    stay = decide(situation, Limits(1, 1, max_memory_bytes=10**12), memory=memory)
+    stay = decide(request, Limits(1, 1, max_memory_bytes=10**12), memory=memory)
     assert (stay.is_change, stay.node_memory_bytes) == (False, 0)  # the running settings are known to have enough memory
 
 
 def test_an_unknown_end_counts_as_an_hour() -> None:
-    decision = decide(situation_of(dense_heavy(4), ONE, remaining_samples=None), Limits(1, 4))
+    decision = decide(request_of(dense_heavy(4), ONE, remaining_samples=None), Limits(1, 4))
     assert decision.explored
     assert decision.left_s is None
     assert "assumed to be left" in decision.reason
@@ -290,72 +290,72 @@ def test_an_unknown_end_counts_as_an_hour() -> None:
 def test_setting_measured_worse_is_left_and_not_repeated() -> None:
     truth = replace(dense_heavy(2), latency_s=0.2)
     two = Settings(2, 0, 1, 0)
-    back = decide(situation_of(truth, ONE, two), Limits(1, 2))
+    back = decide(request_of(truth, ONE, two), Limits(1, 2))
     assert (back.chosen, back.explored) == (ONE, False)
-    assert not decide(situation_of(truth, ONE, two, ONE, past=(back,)), Limits(1, 2)).is_change
+    assert not decide(request_of(truth, ONE, two, ONE, past=(back,)), Limits(1, 2)).is_change
 
 
 def test_settings_that_were_explored_in_vain_are_not_explored_again() -> None:
-    situation = situation_of(dense_heavy(4), ONE)
-    first = decide(situation, Limits(1, 2))
+    request = request_of(dense_heavy(4), ONE)
+    first = decide(request, Limits(1, 2))
     assert first.explored
-    assert not decide(replace(situation, past=(first,)), Limits(1, 2)).is_change
+    assert not decide(replace(request, past=(first,)), Limits(1, 2)).is_change
 
 
 def test_return_to_abandoned_settings_needs_twice_the_gain() -> None:
     truth, two = dense_heavy(4), Settings(2, 0, 1, 0)
-    move = decide(situation_of(truth, two, ONE), Limits(1, 2))
+    move = decide(request_of(truth, two, ONE), Limits(1, 2))
     assert move.chosen == two
-    left = replace(decide(situation_of(truth, ONE, two), Limits(1, 2)), chosen=ONE)
-    assert not decide(situation_of(truth, two, ONE, past=(left, move) * 6), Limits(1, 2)).is_change
+    left = replace(decide(request_of(truth, ONE, two), Limits(1, 2)), chosen=ONE)
+    assert not decide(request_of(truth, two, ONE, past=(left, move) * 6), Limits(1, 2)).is_change
 
 
 def test_settled_job_that_lost_a_worker_returns_to_its_size() -> None:
     truth, two = dense_heavy(4), Settings(2, 0, 1, 0)
-    stay = decide(situation_of(truth, ONE, two), Limits(1, 2))
+    stay = decide(request_of(truth, ONE, two), Limits(1, 2))
     assert not stay.is_change
-    back = decide(situation_of(truth, two, ONE, past=(stay,) * 60), Limits(1, 2))
+    back = decide(request_of(truth, two, ONE, past=(stay,) * 60), Limits(1, 2))
     assert back.chosen == two
-    again = decide(situation_of(truth, two, ONE, past=(stay, back) * 10), Limits(1, 2))
+    again = decide(request_of(truth, two, ONE, past=(stay, back) * 10), Limits(1, 2))
     assert again.chosen == two, "that workers were lost ten times is no reason to do without them"
 
 
 def test_a_job_outside_its_limits_is_brought_back_in() -> None:
-    decision = decide(situation_of(dense_heavy(4), Settings(4, 0, 1, 0)), Limits(1, 2))
+    decision = decide(request_of(dense_heavy(4), Settings(4, 0, 1, 0)), Limits(1, 2))
     assert decision.chosen_workers == 2
     assert "outside the limits" in decision.reason
 
 
 def test_nodes_come_whole() -> None:
-    decision = decide(situation_of(dense_heavy(8), Settings(2, 0, 1, 0)), Limits(1, 8, workers_per_node=2))
+    decision = decide(request_of(dense_heavy(8), Settings(2, 0, 1, 0)), Limits(1, 8, workers_per_node=2))
     assert {c.num_workers for c in decision.candidates if c.feasible} == {2, 4, 6, 8}
     assert decision.chosen_workers % 2 == 0
 
 
 def test_more_workers_than_samples_in_a_batch_are_not_feasible() -> None:
-    decision = decide(situation_of(replace(dense_heavy(8), global_batch=3), ONE), Limits(1, 5))
+    decision = decide(request_of(replace(dense_heavy(8), global_batch=3), ONE), Limits(1, 5))
     assert {c.num_workers: c.feasible for c in decision.candidates} == {1: True, 2: True, 3: True, 4: False, 5: False}
     assert "without a sample" in decision.candidates[-1].note
 
 
 def test_settings_that_may_exceed_memory_are_not_considered() -> None:
     truth = input_bound(4)
-    situation = situation_of(truth, ONE)
-    memory = MemoryModel.fit(situation.windows)
+    request = request_of(truth, ONE)
+    memory = MemoryModel.fit(request.windows)
     limits = limits_of(truth, 2)
-    free = decide(situation, limits, memory=memory)
-    tight = [replace(w, memory_limit_bytes=round(1.05 * w.peak_memory_bytes)) for w in situation.windows]
-    bounded = decide(replace(situation, windows=tight), limits, memory=memory)
+    free = decide(request, limits, memory=memory)
+    tight = [replace(w, memory_limit_bytes=round(1.05 * w.peak_memory_bytes)) for w in request.windows]
+    bounded = decide(replace(request, windows=tight), limits, memory=memory)
     assert free.is_change
     notes = [c.note for c in bounded.candidates if not c.feasible]
     assert any("of memory" in note for note in notes), notes
     for candidate in bounded.candidates:
-        there = configuration(candidate.settings, situation.current, limits, 4.0)
+        there = configuration(candidate.settings, request.current, limits, 4.0)
         if candidate.feasible and candidate.settings != ONE:
             assert memory.predict(there).high_bytes <= tight[-1].memory_limit_bytes
 
 
-def on_gpus(truth: Truth, sizes: dict[int, int], pass_limit: int = 0) -> Situation:
+def on_gpus(truth: Truth, sizes: dict[int, int], pass_limit: int = 0) -> PlanRequest:
     """A job on GPUs of 1000 MiB, with windows of some numbers of workers; a GPU holds 2 MiB for each sample of a pass."""
     windows = []
     for num_workers, count in sizes.items():
@@ -363,13 +363,13 @@ def on_gpus(truth: Truth, sizes: dict[int, int], pass_limit: int = 0) -> Situati
         at_once = min(of_size.local_batch, pass_limit or of_size.local_batch)
         of_size = replace(of_size, dense_bytes=25 << 20, gpu_memory_bytes=(100 + 2 * at_once) << 20)
         windows += [replace(of_size, gpu_limit_bytes=1000 << 20, pass_limit=pass_limit)] * count
-    return situation_of(truth, windows=windows)
+    return request_of(truth, windows=windows)
 
 
-def decide_on_gpus(situation: Situation) -> dict[int, Any]:
-    memory = MemoryModel.fit(on_gpu(situation.windows), GPU_TERMS)
-    model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)
-    decision = plan(situation, model, Limits(1, 8), Objective(), decision_id=1, at=0.0, gpu_memory=memory)
+def decide_on_gpus(request: PlanRequest) -> dict[int, Any]:
+    memory = MemoryModel.fit(on_gpu(request.windows), GPU_TERMS)
+    model = StepTimeModel.fit(request.windows, node_cores=request.node_cores)
+    decision = plan(request, model, Limits(1, 8), Objective(), decision_id=1, at=0.0, gpu_memory=memory)
     return {c.num_workers: c for c in decision.candidates}
 
 
@@ -398,10 +398,10 @@ SIZES = (Settings(4, 0, 1, 0), Settings(2, 0, 1, 0), ONE)
 
 def knowing(objective: Objective, **kwargs: object) -> Decision:
     """Decision of a job that has measured one, two and four workers and runs with one."""
-    situation = situation_of(dense_heavy(8), *SIZES, noise=0.0, **kwargs)
-    model = StepTimeModel.fit(situation.windows, node_cores=8.0)
+    request = request_of(dense_heavy(8), *SIZES, noise=0.0, **kwargs)
+    model = StepTimeModel.fit(request.windows, node_cores=8.0)
     limits = Limits(1, 4)
-    return plan(situation, model, limits, objective, decision_id=1, at=0.0, rules=Rules(max_trials=0))
+    return plan(request, model, limits, objective, decision_id=1, at=0.0, rules=Rules(max_trials=0))
 
 
 def hours(size: Settings) -> float:
@@ -435,10 +435,10 @@ def test_the_fastest_within_the_budget_is_chosen() -> None:
 
 
 def test_impossible_budget_is_reported_as_none() -> None:
-    on_gpus = [replace(w, device="accelerator") for w in situation_of(dense_heavy(8), *SIZES).windows]
+    on_gpus = [replace(w, device="accelerator") for w in request_of(dense_heavy(8), *SIZES).windows]
     for prices, kept in ((PRICES, False), (Prices(core_hour=1.0, gpu_hour=2.0), True)):
         objective = Objective("fastest", budget=1.0, prices=prices)
-        decision = decide(situation_of(dense_heavy(8), windows=on_gpus), Limits(1, 4), objective)
+        decision = decide(request_of(dense_heavy(8), windows=on_gpus), Limits(1, 4), objective)
         assert ("cannot be kept: the price of a GPU is unknown" in decision.reason) != kept
 
 
@@ -457,7 +457,7 @@ def test_costs_follow_the_prices_and_are_unknown_without() -> None:
 
 def test_record_of_hundreds_of_settings_stays_small() -> None:
     truth = embedding_heavy(16)
-    decision = decide(situation_of(truth, ONE), limits_of(truth, 16))
+    decision = decide(request_of(truth, ONE), limits_of(truth, 16))
     assert decision.num_considered > 400
     assert len(decision.candidates) <= 16
     assert len(json.dumps(decision.to_data())) < 8000
@@ -468,12 +468,12 @@ def test_record_of_hundreds_of_settings_stays_small() -> None:
 
 
 def test_the_same_question_gets_the_same_answer() -> None:
-    situation = situation_of(input_bound(4), ONE, Settings(2, 1, 1, 2))
-    assert decide(situation, limits_of(input_bound(4), 4)) == decide(situation, limits_of(input_bound(4), 4))
+    request = request_of(input_bound(4), ONE, Settings(2, 1, 1, 2))
+    assert decide(request, limits_of(input_bound(4), 4)) == decide(request, limits_of(input_bound(4), 4))
 
 
 def test_reason_names_change_times_interval_and_cost_of_a_trial() -> None:
-    decision = decide(situation_of(dense_heavy(4), ONE), Limits(1, 4))
+    decision = decide(request_of(dense_heavy(4), ONE), Limits(1, 4))
     chosen, now = decision.choice, decision.observed_step_time_s
     assert f"1 -> {decision.chosen_workers} workers: never tried; {1e3 * chosen.step_time_s:.3g} ms" in decision.reason
     assert f"instead of {1e3 * now:.3g} ms a step predicted ({1e3 * chosen.low_s:.3g} ms to" in decision.reason
@@ -486,12 +486,12 @@ def test_reason_names_change_times_interval_and_cost_of_a_trial() -> None:
 )
 def test_impossible_work_or_cost_is_refused(change: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
-        situation_of(dense_heavy(2), ONE, **change)
+        request_of(dense_heavy(2), ONE, **change)
 
 
 def test_a_job_without_a_window_cannot_be_planned() -> None:
     with pytest.raises(ValueError, match="without a window"):
-        Situation([])
+        PlanRequest([])
 
 
 def test_expected_improvement_is_the_mean_saving() -> None:
@@ -524,12 +524,12 @@ def test_failed_trial_is_left_for_home_at_once() -> None:
     truth, rng = dense_heavy(4), random.Random(0)
     limits = limits_of(truth, 1)
     samples = [window(truth, ONE, rng, 0.02, at=float(number)) for number in range(3)]
-    trial = ours(Situation(samples, node_cores=4.0), limits, 1)
+    trial = ours(PlanRequest(samples, node_cores=4.0), limits, 1)
     assert trial.explored
     good = replace(window(truth, trial.chosen, rng, 0.0), step_time_s=trial.predicted_step_time_s)
     bad = replace(good, step_time_s=2.1 * samples[-1].step_time_s)
     assert (has_failed(trial, good.step_time_s), has_failed(trial, bad.step_time_s)) == (False, True)
-    home = ours(Situation([*samples, bad], node_cores=4.0, past=[trial]), limits, 2)
+    home = ours(PlanRequest([*samples, bad], node_cores=4.0, past=[trial]), limits, 2)
     assert (home.chosen, home.explored) == (ONE, False)
 
 
@@ -539,7 +539,7 @@ def test_trial_of_cheaper_settings_may_take_longer_before_it_fails(aim: Aim, wor
     four = Settings(4, 0, 1, 0)
     samples = [window(dense_heavy(4), four, rng, 0.02, at=float(number)) for number in range(3)]
     model = StepTimeModel.fit(samples, node_cores=4.0)
-    situation = Situation(samples, node_cores=4.0, remaining_samples=1e7)
-    trial = plan(situation, model, Limits(1, 8), Objective(aim=aim), decision_id=1, at=1.0)
+    request = PlanRequest(samples, node_cores=4.0, remaining_samples=1e7)
+    trial = plan(request, model, Limits(1, 8), Objective(aim=aim), decision_id=1, at=1.0)
     assert (trial.chosen_workers, trial.explored) == (workers, True)
     assert give_up_above_s(trial) == pytest.approx(2.0 * slower * samples[-1].step_time_s, rel=0.05)

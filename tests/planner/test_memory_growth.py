@@ -12,8 +12,8 @@ from windows import memory_window as window
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.memory_growth import (
     LEADS,
+    GrowthSituation,
     MemoryForecast,
-    Situation,
     choose_remedy,
     forecast_memory,
     inherited_forecast,
@@ -109,7 +109,7 @@ def test_nothing_is_predicted_without_a_limit_or_from_few_windows() -> None:
 
 
 FORECAST = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 1.0 * MIB, 250.0, 200.0, 0.1)  # 25 s, 20 s at the earliest
-SITUATION = Situation(
+SITUATION = GrowthSituation(
     remaining_steps=1000,
     lead_s=10.0,
     num_workers=2,
@@ -158,7 +158,7 @@ def test_measure_that_did_not_help_is_not_repeated() -> None:
 @pytest.mark.parametrize(("remaining", "expected_mib"), [(4000, 3072), (None, 2304), (40_000, 4000)])
 def test_larger_node_covers_the_forecast_within_its_limit(remaining: int | None, expected_mib: int) -> None:
     forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.3875 * MIB, 600, 500, 0.1)
-    situation = Situation(remaining, 30.0, 2, 4, True, True, True, max_memory_bytes=4000 * MIB)
+    situation = GrowthSituation(remaining, 30.0, 2, 4, True, True, True, max_memory_bytes=4000 * MIB)
     remedy = choose_remedy(forecast, situation)
     assert remedy.act == "enlarge"
     assert remedy.node_memory_bytes / MIB == pytest.approx(expected_mib, abs=1)
@@ -167,7 +167,7 @@ def test_larger_node_covers_the_forecast_within_its_limit(remaining: int | None,
 
 def test_larger_node_is_requested_only_within_limits_and_after_leaks() -> None:
     forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.4 * MIB, 600, 500, 0.1)
-    situation = Situation(4000, 30.0, 2, 4, True, True, False, max_memory_bytes=4000 * MIB)
+    situation = GrowthSituation(4000, 30.0, 2, 4, True, True, False, max_memory_bytes=4000 * MIB)
     assert choose_remedy(forecast, situation).act == "replace"
     assert choose_remedy(forecast, replace(situation, tried=("replace",))).act == "enlarge"
     assert choose_remedy(forecast, replace(situation, tried=("replace", "enlarge"))).act == "add_workers"

@@ -17,7 +17,7 @@ from simulated_jobs import dense_heavy, limits_of, slowed, window
 from test_autoscale import ONE, ours
 
 from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.planner.situation import Situation
+from lightning_dlrover.planner.plan_request import PlanRequest
 from lightning_dlrover.planner.trial import TrialWatch, give_up_above_s, has_failed, retreat
 
 TWO_THREADS = Settings(1, 2, 2, 2)
@@ -108,7 +108,7 @@ def test_retreat_goes_to_the_best_measured_settings_without_a_model() -> None:
     slow = Settings(1, 4, 1, 2)
     samples = [window(truth, ONE, rng, 0.02, at=float(number)) for number in range(3)]
     samples += [slowed(window(truth, slow, rng, 0.02, at=float(number)), 1.3) for number in range(3, 6)]
-    trial = ours(Situation(samples, node_cores=4.0), limits, 1)
+    trial = ours(PlanRequest(samples, node_cores=4.0), limits, 1)
     assert trial.explored
     assert (trial.current, trial.home) == (slow, ONE)
     step_s = 6 * trial.choice.high_s
@@ -121,7 +121,7 @@ def test_retreat_goes_to_the_best_measured_settings_without_a_model() -> None:
     assert Decision.from_data(json.loads(json.dumps(back.to_data()))) == back
     # The next plan takes the failed trial for measured and does not repeat it.
     failed = replace(window(truth, trial.chosen, rng, 0.0), step_time_s=step_s)
-    later = ours(Situation([*samples, failed, samples[0]], node_cores=4.0, past=[trial, back]), limits, 3)
+    later = ours(PlanRequest([*samples, failed, samples[0]], node_cores=4.0, past=[trial, back]), limits, 3)
     assert later.chosen != trial.chosen
 
 

@@ -13,9 +13,9 @@ from lightning_dlrover.perf import StepProfile, StepTimeModel
 from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.objective import Objective, Prices
 from lightning_dlrover.planner.plan import Decision, Settings
-from lightning_dlrover.planner.situation import (
+from lightning_dlrover.planner.plan_request import (
+    PlanRequest,
     Rules,
-    Situation,
 )
 from lightning_dlrover.planner.space import Limits, all_settings
 from lightning_dlrover.planner.warm_start import Descriptor, PastJob, descriptor_of, distance, nearest, suggest
@@ -88,10 +88,10 @@ def test_cheapest_objective_does_not_start_at_the_fastest_settings() -> None:
     for aim, ends in (("fastest", FOUR), ("cheapest", None), ("efficient", None)):
         objective = Objective(aim)  # type: ignore[arg-type]
         found = suggest(NOW, past, LIMITS, node_cores=4.0, at=0.0, objective=objective)
-        situation = Situation([NOW] * 3, node_cores=4.0, remaining_samples=1e9, suggestion=found)
-        model = StepTimeModel.fit(situation.windows, node_cores=4.0, earlier=past[0].windows)
+        request = PlanRequest([NOW] * 3, node_cores=4.0, remaining_samples=1e9, suggestion=found)
+        model = StepTimeModel.fit(request.windows, node_cores=4.0, earlier=past[0].windows)
         rules = Rules(max_trials=0)
-        decision = plan(situation, model, LIMITS_4, objective, decision_id=1, at=0.0, rules=rules)
+        decision = plan(request, model, LIMITS_4, objective, decision_id=1, at=0.0, rules=rules)
         assert decision.chosen == (ends or ONE), f"{aim}: {decision.reason}"
 
 
@@ -102,9 +102,9 @@ def test_suggestion_beyond_the_budget_is_not_followed() -> None:
     hours = 1e5 * 0.1 / 3600
     for budget, ends in ((1.1 * hours, ONE), (10 * hours, FOUR)):
         objective = Objective(budget=budget, prices=Prices(core_hour=1.0))
-        situation = Situation([NOW] * 3, node_cores=4.0, remaining_samples=1e5 * 512, suggestion=found, spent=0.0)
-        model = StepTimeModel.fit(situation.windows, node_cores=4.0, earlier=past[0].windows)
-        decision = plan(situation, model, LIMITS_4, objective, decision_id=1, at=0.0, rules=Rules(max_trials=0))
+        request = PlanRequest([NOW] * 3, node_cores=4.0, remaining_samples=1e5 * 512, suggestion=found, spent=0.0)
+        model = StepTimeModel.fit(request.windows, node_cores=4.0, earlier=past[0].windows)
+        decision = plan(request, model, LIMITS_4, objective, decision_id=1, at=0.0, rules=Rules(max_trials=0))
         assert decision.chosen == ends, decision.reason
 
 
@@ -128,9 +128,9 @@ def test_only_jobs_that_are_similar_enough_are_neighbours_nearest_first() -> Non
 def learned(truth: Truth, limits: Limits, seed: int) -> PastJob:
     """Record that a cold job leaves in the history."""
 
-    def cold(situation: Situation, limits: Limits, number: int) -> Decision:
-        model = StepTimeModel.fit(situation.windows, node_cores=situation.node_cores)
-        return plan(situation, model, limits, Objective(), decision_id=number, at=float(number))
+    def cold(request: PlanRequest, limits: Limits, number: int) -> Decision:
+        model = StepTimeModel.fit(request.windows, node_cores=request.node_cores)
+        return plan(request, model, limits, Objective(), decision_id=number, at=float(number))
 
     job = SimulatedJob(truth, cold, limits, ONE, seed=seed)
     job.run(9)
@@ -144,12 +144,12 @@ def test_first_plan_with_a_history_equals_the_earlier_jobs_last(kind: object) ->
     past = learned(truth, limits, seed=3)
     earlier = past.windows
 
-    def warm(situation: Situation, limits: Limits, number: int) -> Decision:
-        neighbours = nearest(descriptor_of(situation.current, 8.0), [past])
+    def warm(request: PlanRequest, limits: Limits, number: int) -> Decision:
+        neighbours = nearest(descriptor_of(request.current, 8.0), [past])
         assert neighbours
-        found = suggest(situation.current, neighbours, limits, node_cores=8.0, at=1.0)
-        model = StepTimeModel.fit(situation.windows, node_cores=8.0, earlier=earlier)
-        told = replace(situation, suggestion=found)
+        found = suggest(request.current, neighbours, limits, node_cores=8.0, at=1.0)
+        model = StepTimeModel.fit(request.windows, node_cores=8.0, earlier=earlier)
+        told = replace(request, suggestion=found)
         return plan(told, model, limits, Objective(), decision_id=number, at=float(number))
 
     job = SimulatedJob(truth, warm, limits, ONE, seed=11)
@@ -166,7 +166,7 @@ def test_a_suggestion_is_not_followed_when_it_is_not_worth_the_change() -> None:
     truth = input_bound(4)
     sample = window(truth, ONE, random.Random(0), 0.0)
     found = suggest(sample, [job("a", 0.0, {ONE: 0.1, TWO: 0.0999})], LIMITS, node_cores=4.0, at=0.0)
-    situation = Situation([sample] * 3, node_cores=4.0, remaining_samples=1e6, suggestion=found)
-    model = StepTimeModel.fit(situation.windows, node_cores=4.0)
-    decision = plan(situation, model, Limits(1, 1), Objective(), decision_id=1, at=0.0)
+    request = PlanRequest([sample] * 3, node_cores=4.0, remaining_samples=1e6, suggestion=found)
+    model = StepTimeModel.fit(request.windows, node_cores=4.0)
+    decision = plan(request, model, Limits(1, 1), Objective(), decision_id=1, at=0.0)
     assert not decision.is_change

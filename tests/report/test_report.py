@@ -24,9 +24,9 @@ from lightning_dlrover.report.page import (
     write_report,
 )
 from lightning_dlrover.report.pictures import plans_picture, step_parts_picture, throughput_picture
-from lightning_dlrover.report.story import (
+from lightning_dlrover.report.timeline import (
     outcome_of,
-    tell,
+    timeline_of,
 )
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_dlrover"
@@ -188,13 +188,13 @@ def test_the_summary_cannot_steer_a_terminal() -> None:
 
 
 def test_figures_are_those_of_the_events(whole_page: Page) -> None:
-    story = tell("job", whole_job())
-    assert story.num_steps == 250
-    assert story.num_profiled_samples == 20 * 10 * 1024
-    assert (len(story.rounds), story.num_resizes, story.num_losses) == (5, 4, 1)
+    timeline = timeline_of("job", whole_job())
+    assert timeline.num_steps == 250
+    assert timeline.num_profiled_samples == 20 * 10 * 1024
+    assert (len(timeline.rounds), timeline.num_resizes, timeline.num_losses) == (5, 4, 1)
     # Sum of each round's longest stall; the start does not count.
-    assert story.total_stall_s == pytest.approx(0.3 + 0.25 + 0.3 + 0.1)
-    found = outcome_of(story, story.decisions[0])
+    assert timeline.total_stall_s == pytest.approx(0.3 + 0.25 + 0.3 + 0.1)
+    found = outcome_of(timeline, timeline.decisions[0])
     assert found is not None
     assert found.observed_step_time_s == pytest.approx(0.1)
     assert "950 ms" in whole_page.text
@@ -251,7 +251,7 @@ def test_broken_events_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_shade_covers_the_time_before_the_first_step_after_a_stall() -> None:
     events = [round_event(0, 1, 2, "start"), round_event(20, 2, 1, "loss"), stall_event(21, 2, 8.0, "loss")]
-    patches = throughput_picture(tell("job", events)).axes[0].patches
+    patches = throughput_picture(timeline_of("job", events)).axes[0].patches
     [shade] = [patch for patch in patches if isinstance(patch, Rectangle) and patch.get_width() > 0]
     assert [shade.get_x(), shade.get_x() + shade.get_width()] == pytest.approx([13.0, 21.0])
 
@@ -264,30 +264,30 @@ def test_no_window_of_a_round_is_drawn_after_the_next_round_has_begun() -> None:
         profile_event(14, 1, 1, 0.1, 10),
         profile_event(20, 2, 2, 0.1, 20),
     ]
-    lines = throughput_picture(tell("job", events)).axes[0].lines
+    lines = throughput_picture(timeline_of("job", events)).axes[0].lines
     first = next(line for line in lines if line.get_label() == "samples per second")
-    assert np.max(np.asarray(first.get_xdata(), float)) <= 10 + 1.1  # the story begins with the first window's first step
+    assert np.max(np.asarray(first.get_xdata(), float)) <= 10 + 1.1  # the timeline begins with the first window's first step
 
 
 def test_step_that_is_cut_off_is_named_with_its_length() -> None:
     events = [round_event(0, 1, 1, "start"), *(profile_event(10 + i, 1, 1, 2.0 if i == 30 else 0.1, 10 * i) for i in range(40))]
-    over_time, _ = step_parts_picture(tell("job", events)).axes
+    over_time, _ = step_parts_picture(timeline_of("job", events)).axes
     assert [text.get_text() for text in over_time.texts if "cut off" in text.get_text()] == ["cut off: up to 2,000 ms"]
 
 
 def test_one_cost_has_one_tick() -> None:
     events = whole_job()
-    story = tell("job", events)
-    last = story.decisions[-1]
+    timeline = timeline_of("job", events)
+    last = timeline.decisions[-1]
     alone = dataclasses.replace(
         last, chosen=last.current, candidates=tuple(c for c in last.candidates if c.settings == last.current)
     )
-    _, choice = plans_picture(dataclasses.replace(story, decisions=(alone,))).axes
+    _, choice = plans_picture(dataclasses.replace(timeline, decisions=(alone,))).axes
     assert len(choice.get_xticks()) == 1
 
 
 def test_no_tick_stands_for_a_part_of_a_core() -> None:
-    _, choice = plans_picture(tell("job", whole_job())).axes
+    _, choice = plans_picture(timeline_of("job", whole_job())).axes
     assert choice.get_xlabel() == "cores"
     assert all(tick.is_integer() for tick in choice.get_xticks())
 
@@ -333,7 +333,7 @@ def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
 
 
 def test_explanation_names_measurement_choice_and_result() -> None:
-    text = " ".join(explain_text(tell("job", whole_job())).split())
+    text = " ".join(explain_text(timeline_of("job", whole_job())).split())
     for part in (
         "1 plan, 1 change; of 1 measured, 1 came out as predicted",
         "1x1 -> 2x1",
@@ -348,18 +348,18 @@ def test_explanation_names_measurement_choice_and_result() -> None:
 
 def test_a_plan_that_was_not_made_cannot_be_explained() -> None:
     with pytest.raises(ValueError, match="has made no plan 7; its plans are 1"):
-        explain_text(tell("job", whole_job()), plan=7)
+        explain_text(timeline_of("job", whole_job()), plan=7)
 
 
 def test_a_job_without_plans_is_explained_as_one() -> None:
-    assert explain_text(tell("job", [])) == "job job: the planner recorded no decision."
+    assert explain_text(timeline_of("job", [])) == "job job: the planner recorded no decision."
 
 
 def test_costs_are_shown_where_prices_are_known() -> None:
     event = decision_event(10, 1)
     candidates = [{**c, "cost_per_hour": 0.5 * n, "cost_to_end": 3.0 / n} for n, c in enumerate(event.data["candidates"], 1)]
     priced = dataclasses.replace(event, data={**event.data, "candidates": candidates, "spent": 0.25})
-    text = explain_text(tell("job", [priced]))
+    text = explain_text(timeline_of("job", [priced]))
     assert "cost: 0.25 until" in text
     assert "0.5 an hour; to the end 3 with 1x1, 1.5 with 2x1" in text
 
@@ -369,7 +369,7 @@ def test_a_long_row_of_plans_to_stay_is_cut() -> None:
     for number in range(1, 40):
         event = decision_event(10 + number, number)
         stays.append(dataclasses.replace(event, data={**event.data, "chosen": event.data["current"]}))
-    lines = explain_text(tell("job", stays)).splitlines()
+    lines = explain_text(timeline_of("job", stays)).splitlines()
     assert [line.split(",")[0] for line in lines if line.startswith("plan ")] == ["plan 1", "plan 2", "plan 3", "plan 39"]
 
 

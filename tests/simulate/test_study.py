@@ -163,7 +163,7 @@ def test_a_simulation_holds_every_job_and_all_of_its_time_on_devices(tmp_path: P
 
 
 def test_another_process_may_not_add_to_the_same_folder(tmp_path: Path) -> None:
-    with Results(tmp_path), pytest.raises(ResultsError, match="in use by another dlrover simulate"):
+    with Results(tmp_path), pytest.raises(ResultsError, match="in use by another dlrover lab simulate"):
         Results(tmp_path)
 
 

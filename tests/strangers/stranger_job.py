@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from toy_job import Place, Recorder
 
-__all__ = ["SCRIPTS", "StrangerSettings", "result_path", "run_stranger", "work_folder"]
-
 SCRIPTS = Path(__file__).parent / "scripts"
 
 

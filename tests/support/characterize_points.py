@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_dlrover.characterize.point import PARTS, Point, Visit
 from lightning_dlrover.characterize.studies import Scope
 
-__all__ = ["SCOPE", "visit"]
-
 SCOPE = Scope("quick", "cpu", cores=2, memory_bytes=16 << 30, has_torchrec=True, has_pyarrow=True)
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["REPOSITORY", "committable_files", "copy_checkout", "git"]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

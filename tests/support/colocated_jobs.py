@@ -12,7 +12,7 @@ from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules, end_former
 from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.places import Place
+from lightning_dlrover.colocate.places import LocalDevice
 from lightning_dlrover.colocate.schedule import Scheduler
 
 MIB = 1 << 20
@@ -68,9 +68,9 @@ def python(name: str, program: str, priority: int = 0, memory_bytes: int = 0) ->
     return JobSpec(name, (sys.executable, "-c", program), "/", priority=priority, memory_bytes=memory_bytes)
 
 
-def place(memory_mib: int = 4096, most_jobs: int = 4, num_cores: float = 2.0, name: str = "cpu") -> Place:
+def place(memory_mib: int = 4096, most_jobs: int = 4, num_cores: float = 2.0, name: str = "cpu") -> LocalDevice:
     """Return a place on any core."""
-    return Place(name, "cpu", (), num_cores, memory_mib * MIB, most_jobs)
+    return LocalDevice(name, "cpu", (), num_cores, memory_mib * MIB, most_jobs)
 
 
 def dispatcher(
@@ -78,7 +78,7 @@ def dispatcher(
     journal: Journal,
     specs: Sequence[JobSpec],
     policy: str = "fifo",
-    places: Sequence[Place] = (),
+    places: Sequence[LocalDevice] = (),
     rules: Rules | None = None,
 ) -> Dispatcher:
     """Return a dispatcher with these jobs in its queue, as `run_queue` makes it."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 
-__all__ = ["counted"]
-
 
 @contextmanager
 def counted(client: EtcdClient) -> Iterator[list[str]]:

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from packaging.metadata import Metadata
 
-__all__ = ["CUDA", "GIVEN", "Distributions", "build"]
-
 GIVEN = "DLROVER_DIST"
 """Variable with a folder that holds a wheel and a source distribution. The tests check these and build none."""
 

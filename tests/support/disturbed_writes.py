@@ -19,8 +19,6 @@ from typing import Any, Literal
 from lightning_dlrover.rdzv.etcd.caller import Caller
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 
-__all__ = ["ACTIONS", "STOP_S", "Action", "Failpoint", "disturb_writes"]
-
 Action = Literal["kill", "stop", "delay", "fail", "lose"]
 ACTIONS: tuple[Action, ...] = ("kill", "stop", "delay", "fail", "lose")
 

@@ -19,15 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from waiting import TooLateError, eventually
+from processes import start_logged
+from waiting import eventually
 from warm_process import WarmProcess
 from warm_tree import run_program
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.event_log import read_event_file
-
-__all__ = ["Dlrover"]
 
 T = TypeVar("T")
 
@@ -104,17 +103,7 @@ class Dlrover:
             process = self._start_warm(command, output, None, {})
             self.runs.append(Run(self, run_id, process, output))
             return self.runs[-1]
-        with output.open("wb") as stream:
-            process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                # A foreground job of a terminal leads its own process group.
-                preexec_fn=os.setpgrp,
-            )
+        process = start_logged(command, output, self.environment, self.folder)
         self.runs.append(Run(self, run_id, process, output))
         return self.runs[-1]
 
@@ -138,10 +127,8 @@ class Dlrover:
 
     def wait_for_end(self, timeout_s: float = 30.0) -> None:
         """Wait until no process started here runs any more."""
-        try:
-            eventually(lambda: not self.processes(), "the end of all processes", timeout_s, POLL_S)
-        except TooLateError as error:
-            raise AssertionError(f"{error}: {self.processes()}") from None
+        what = "the end of all processes"
+        eventually(lambda: not self.processes(), what, timeout_s, POLL_S, report=lambda: f"{self.processes()}")
 
     def end(self) -> None:
         """End the processes left by a failed test."""
@@ -176,16 +163,14 @@ class Run:
     def wait_for(self, found: Callable[[], T | None], what: str, timeout_s: float = 45.0) -> T:
         """Poll `found` while the job runs, and return its first result that is not None."""
 
-        def look() -> T | None:
+        def ended() -> str:
             code = self.process.poll()
-            result = found()
-            assert result or code is None, f"it ended with code {code} before {what}:\n{self.output[-6000:]}"
-            return result
+            return f"it ended with code {code} before" if code is not None else ""
 
-        try:
-            return eventually(look, what, timeout_s, POLL_S)
-        except TooLateError as error:
-            raise AssertionError(f"{error}\n{self.output[-6000:]}\nLast status: {self._last_status()}") from None
+        return eventually(found, what, timeout_s, POLL_S, ended=ended, report=self._report)
+
+    def _report(self) -> str:
+        return f"{self.output[-6000:]}\nLast status: {self._last_status()}"
 
     def _last_status(self) -> str:
         try:

@@ -37,8 +37,6 @@ from waiting import eventually
 
 import lightning_dlrover.rdzv.agents.handler  # noqa: F401 - as above
 
-__all__ = ["ElasticAgents", "Node", "Nursery", "Outcome", "RunningAgent", "Started"]
-
 _NURSE = "import elastic_agents, frozen_heap; elastic_agents._nurse"
 
 # Prepended to every script.
@@ -265,11 +263,13 @@ class ElasticAgents:
             found = [start for start in self.starts() if world_size in (0, start.world_size)]
             return found if len(found) >= num_starts else []
 
-        try:
-            return eventually(look, f"{num_starts} workers of a world of {world_size or 'any size'} have started", timeout_s)
-        except AssertionError as error:
-            outputs = "\n".join(f"--- agent {agent.number}\n{agent.output}" for agent in self._agents)
-            raise AssertionError(f"{error}; started: {self.starts()}\n{outputs}") from None
+        what = f"{num_starts} workers of a world of {world_size or 'any size'} have started"
+        return eventually(look, what, timeout_s, report=self.report)
+
+    def report(self) -> str:
+        """Readable summary: all starts, and the output of each agent."""
+        outputs = (f"--- agent {agent.number}\n{agent.output}" for agent in self._agents)
+        return "\n".join([f"started: {self.starts()}", *outputs])
 
     def leave(self, mark: str) -> None:
         """Leave a mark that workers may wait for."""

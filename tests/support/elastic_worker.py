@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Worker"]
+from waiting import eventually
 
 GATE_TIMEOUT_S = 120.0
 
@@ -50,14 +50,9 @@ class Worker:
         return (self.folder / mark).exists()
 
     def wait_for(self, mark: str) -> None:
-        deadline = time.monotonic() + GATE_TIMEOUT_S
-        while not self.has(mark):
-            assert time.monotonic() < deadline, f"{mark!r} did not come within {GATE_TIMEOUT_S:g} s"
-            time.sleep(0.01)
+        eventually(lambda: self.has(mark), f"{mark!r}", GATE_TIMEOUT_S)
 
     def wait_for_all(self) -> None:
         """Wait until all workers of this round have started: when one fails, an agent also ends those that have not."""
-        deadline = time.monotonic() + GATE_TIMEOUT_S
-        while len(list(self.folder.glob(f"started-*-{self.master_port}-*"))) < self.world_size:
-            assert time.monotonic() < deadline, f"a worker of this round did not start within {GATE_TIMEOUT_S:g} s"
-            time.sleep(0.01)
+        started = f"started-*-{self.master_port}-*"
+        eventually(lambda: len(list(self.folder.glob(started))) >= self.world_size, "all workers of this round", GATE_TIMEOUT_S)

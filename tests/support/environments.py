@@ -20,8 +20,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-__all__ = ["INSTALL_S", "Environment", "NotInstalledError", "required_distributions"]
-
 INSTALL_S = 900.0
 """Seconds within which pip installs torch and all the rest from a package index."""
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NotTakenError, TargetError
 
-__all__ = ["FakeTarget"]
-
 
 @dataclass
 class FakeTarget:

@@ -17,8 +17,6 @@ from lightning_dlrover.rdzv.etcd.inspection import alarms_of
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, find_binary
 from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
 
-__all__ = ["OTHERS", "commit", "etcd_with", "fill", "full", "make_room", "small_etcd"]
-
 OTHERS = "/others/"
 """Folder of keys that fill an etcd."""
 

@@ -25,8 +25,6 @@ from typing import Any
 
 from waiting import eventually
 
-__all__ = ["Broker", "MockCluster", "Tansu"]
-
 NUM_PARTITIONS = 4
 """Partitions of each topic of a mock cluster."""
 

@@ -30,8 +30,6 @@ import kubernetes_models
 import kubernetes_volcano
 import psutil
 
-__all__ = ["Answer", "KubernetesCluster", "kubernetes_cluster"]
-
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from kubernetes.client import models
 
-__all__ = ["problems"]
-
 _PLAIN: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": str}
 
 _POLICY = {"action": "str", "event": "str", "events": "list[str]", "exitCode": "int", "timeout": "str"}

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["ENDED", "evicted", "pod_group", "pods_of", "refusal", "with_defaults", "with_status"]
-
 Object = dict[str, Any]
 
 ENDED = ("Completed", "Failed", "Terminated", "Aborted")

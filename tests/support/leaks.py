@@ -11,8 +11,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["GRACE_S", "Held", "left_behind", "mark_descendants"]
-
 GRACE_S = 5.0
 """Grace period in seconds for threads and processes to end on their own after a test."""
 

@@ -16,8 +16,6 @@ from lightning_dlrover.observe.pulse import OwnClock
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 
-__all__ = ["BETWEEN", "INSIDE", "JOINER", "Wrapping", "a_formation", "a_trainer", "a_worker", "hellos"]
-
 BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)
 INSIDE = Position(updates=5, batch=5, in_step=True, collective=0, validation=0, at_boundary=False)
 JOINER = b""

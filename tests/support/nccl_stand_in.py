@@ -37,8 +37,6 @@ from torch.futures import Future
 from lightning_dlrover.rdzv.group import backends
 from lightning_dlrover.rdzv.group.torch_names import Store
 
-__all__ = ["NAME", "Quirks", "StandIn", "install"]
-
 NAME = "stand_in"
 
 MIN_POLL_S, MAX_POLL_S = 0.003, 0.1

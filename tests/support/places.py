@@ -24,8 +24,6 @@ from lightning_dlrover.components.targets.local import LocalTarget
 from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import NodeSpec, Target
 
-__all__ = ["ALL", "FAILING", "MARK", "POLLED", "POLL_S", "FailingPlace", "Place", "PolledPlace"]
-
 MARK = "0123456789"
 POLL_S = 2.0
 SPEC = NodeSpec("/s/train.py", (), "h:1", "run", "/dlrover", 1, 2)

@@ -14,8 +14,6 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys
 
-__all__ = ["PoolAudit"]
-
 
 class PoolAudit:
     """Counts the workers of some jobs, and the seconds for which they were more than `budget`.

@@ -15,8 +15,6 @@ from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.pool_records import GrantRecord, MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, PlanRecord, encode
 
-__all__ = ["PooledJobs", "decision"]
-
 GLOBAL_BATCH = 64
 
 

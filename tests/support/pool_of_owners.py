@@ -10,8 +10,6 @@ from lightning_dlrover.brain.decisions import Rules, choose
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 
-__all__ = ["Flood", "PoolOfOwners"]
-
 
 @dataclass(frozen=True)
 class Flood:

@@ -1,4 +1,4 @@
-"""An etcd with client certificates and authentication, set up with the commands of docs/security.md."""
+"""An etcd with client certificates and authentication, set up with the commands of docs/reference/security.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import trustme
+from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import find_binary
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "security.md"
 
 PASSWORD = "trainers-secret-7e1f"
 
@@ -31,7 +31,7 @@ class SecureEtcd:
 
     @property
     def access(self) -> dict[str, Any]:
-        """Access of the user that docs/security.md creates, as fields of `EtcdConfig`."""
+        """Access of the user that docs/reference/security.md creates, as fields of `EtcdConfig`."""
         files = {"password_file": "trainer.password", "ca_cert": "ca.pem", "cert": "client.pem", "cert_key": "client.key"}
         return {"user": "trainer", **{name: str(self.folder / file) for name, file in files.items()}}
 
@@ -97,14 +97,15 @@ def _run_documented_commands(folder: Path, port: int) -> None:
 
 
 def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + 30
-    while True:
+    def is_healthy() -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
-            if b'"true"' in answer.read():
-                return
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, f"waited 30 s for etcd: {log.read_text()}"
-        time.sleep(0.05)
+            return b'"true"' in answer.read()
+        return False
+
+    def ended() -> str:
+        return "etcd has ended" if process.poll() is not None else ""
+
+    eventually(is_healthy, "etcd's health", 30, 0.05, ended=ended, report=log.read_text)
 
 
 def _free_ports(number: int) -> list[int]:

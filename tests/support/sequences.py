@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_dlrover.live.data_fingerprint import are_same_row, described_row
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.order import Unconnected
 from lightning_dlrover.live.sequence_order import SequenceSettings
 
 SETTINGS = SequenceSettings(describe=described_row, are_alike=are_same_row)
@@ -140,7 +141,7 @@ def make(
     **options: Any,
 ) -> ElasticLoader:
     loader = DataLoader(dataset, batch_size=3, **options)
-    made = ElasticLoader(loader, batch_size, training, place=lambda: (rank, world), sequence=settings)
+    made = ElasticLoader(loader, batch_size, training, peers=Unconnected((rank, world)), sequence=settings)
     iter(made)
     made.set_epoch(0)
     return made

@@ -17,10 +17,10 @@ from typing import Any
 
 from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.planner.plan import Decision, Settings
-from lightning_dlrover.planner.situation import Situation
+from lightning_dlrover.planner.plan_request import PlanRequest
 from lightning_dlrover.planner.space import Limits, tunable_axes
 
-Planner = Callable[[Situation, Limits, int], Decision]
+Planner = Callable[[PlanRequest, Limits, int], Decision]
 
 WINDOW_S = 2.0
 
@@ -186,7 +186,7 @@ class SimulatedJob:
                 sample = slowed(window(self.truth, self.settings, rng, self.noise, at=float(len(self.samples))), slow)
                 self.samples.append(sample)
                 remaining -= sample.num_steps * sample.global_batch
-            situation = Situation(
+            request = PlanRequest(
                 self.samples,
                 node_cores=float(self.truth.node_cores),
                 remaining_samples=max(0.0, remaining),
@@ -194,7 +194,7 @@ class SimulatedJob:
                 retune_cost_s=0.2,
                 past=self.decisions,
             )
-            self.decisions.append(self.planner(situation, self.limits, number))
+            self.decisions.append(self.planner(request, self.limits, number))
             self.settings = self.decisions[-1].chosen
         return self.settings
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["SlurmCommands"]
-
 _SUBMIT = """\
 n=$(($(cat FOLDER/jobs | wc -l) + 1))
 for argument; do case $argument in --job-name=*) echo "$n PENDING ${argument#*=}" >> FOLDER/jobs ;; esac; done

@@ -10,8 +10,6 @@ from checkouts import REPOSITORY
 from dlrover_process import Dlrover
 from environments import Environment
 
-__all__ = ["run_small_job"]
-
 SCRIPT = Path(__file__).with_name("small_script.py")
 STEPS = 30
 JOB_S = 150.0

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-__all__ = ["spoil_row_group"]
-
 
 def spoil_row_group(path: Path, number: int) -> None:
     """Overwrite the header of a row group's first page."""

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STRANGER", "Attempts", "attempts_of_a_stranger"]
-
 STRANGER = 61_023
 """User id without a name, files or processes on this machine."""
 

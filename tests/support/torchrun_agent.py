@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import kill_all
 from warm_process import WarmProcess
 
 
@@ -36,17 +34,4 @@ class Agent:
 
     def kill_with_workers(self) -> None:
         """Kill as if the machine lost power. torchrun starts each worker in its own session."""
-        for pid in [*_children(self.process.pid), self.process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
-
-
-def _children(pid: int) -> list[int]:
-    """All processes below `pid`."""
-    found: list[int] = []
-    with contextlib.suppress(FileNotFoundError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += [int(child), *_children(int(child))]
-    return found
+        kill_all([self.process])

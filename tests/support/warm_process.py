@@ -17,8 +17,6 @@ from pathlib import Path
 
 from warm_tree import run_program
 
-__all__ = ["WarmProcess", "run_code", "run_script", "run_warm"]
-
 
 class WarmProcess:
     """`python WHAT ARGUMENTS`, with the calls of `subprocess.Popen` that tests need."""

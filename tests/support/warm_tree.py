@@ -36,8 +36,6 @@ from multiprocessing import forkserver, process, resource_tracker
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["PADDING", "FreshNursery", "run_program", "serve"]
-
 PADDING = "padding_" * 1024
 """Text for the command line and the environment of the first process: room for those of the processes forked from it."""
 

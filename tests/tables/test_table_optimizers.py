@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quiet_trainer import quiet_trainer
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 
@@ -77,18 +78,7 @@ def train(folder: Path, strategy: Any, model: Model, epochs: int = 3, **options:
     """Train and return the tables."""
     random = torch.Generator().manual_seed(0)
     rows = TensorDataset(torch.randint(0, 10**6, (60,), generator=random), torch.randn(60, 1, generator=random))
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
+    trainer = quiet_trainer(strategy=strategy, max_epochs=epochs, default_root_dir=folder, **options)
     trainer.fit(model, DataLoader(rows, batch_size=6))
     tables = getattr(strategy, "tables", None)
     if tables is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from quiet_trainer import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import eventually
@@ -36,16 +37,7 @@ class Model(L.LightningModule):
 
 
 def fit() -> L.Trainer:
-    trainer = L.Trainer(
-        strategy=DLRoverStrategy(),
-        callbacks=[DLRoverCallback(plan_every_s=0)],
-        accelerator="cpu",
-        max_steps=NUM_STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy=DLRoverStrategy(), callbacks=[DLRoverCallback(plan_every_s=0)], max_steps=NUM_STEPS)
     trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(2000, 8)), batch_size=16))
     return trainer
 

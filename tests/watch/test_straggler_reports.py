@@ -14,7 +14,7 @@ import pytest
 from lightning_dlrover.perf.samples import OwnTimes
 from lightning_dlrover.rdzv.job.events import Event, StragglerFound, events_of, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord, WorkerRecord
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 from lightning_dlrover.watch.watchdog import TELL_AGAIN_S, _Stragglers
 
 MEMBERS = ("w0", "w1", "w2")
@@ -28,7 +28,7 @@ def record_of_worker(number: int) -> WorkerRecord:
 class Records:
     """The records as rank 0 of a job without a controller sees them."""
 
-    view: Outlook = field(default_factory=Outlook)
+    view: WorkerView = field(default_factory=WorkerView)
     events: list[EventRecord] = field(default_factory=list)
 
     @property

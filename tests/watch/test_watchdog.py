@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.job.records import (
     Notice,
     PlanRecord,
 )
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 from lightning_dlrover.watch import watchdog
 from lightning_dlrover.watch.watchdog import (
     DEFAULT_LEAD_S,
@@ -41,7 +41,7 @@ class FakeMembership:
     """The records as this worker sees them; a requested worker never comes, unless the test sets it."""
 
     worker_id: str = "w"
-    view: Outlook = field(default_factory=lambda: Outlook(job=JOB))
+    view: WorkerView = field(default_factory=lambda: WorkerView(job=JOB))
     events: list[EventRecord] = field(default_factory=list)
     num_checkpoints: int = 0
     nodes: NodesRecord | None = None
@@ -142,7 +142,7 @@ def test_one_worker_at_a_time_is_replaced_while_there_is_time() -> None:
 def test_larger_node_is_requested_after_a_new_worker_did_not_help() -> None:
     plan = PlanRecord(1, "planner", "", binding=True)
     nodes = NodesRecord("slurm", "mark", min_memory_mb=1000, max_memory_mb=3000)
-    membership = FakeMembership(view=Outlook(job=JOB, plan=plan), nodes=nodes)
+    membership = FakeMembership(view=WorkerView(job=JOB, plan=plan), nodes=nodes)
     worker = Growing(membership)
     worker.train(470.0)
     assert membership.acts[-1] == "replace"

@@ -2,8 +2,8 @@
 
 `Controller` holds the job's `controller` key (`office.py`) and observes etcd and the scheduler (`observer.py`). It lets
 `reconcile.py` decide and carries the decision out. All state that must survive is written to etcd before each action
-(`ledger.py`): a node's name before its request to the scheduler, its cancellation before the call that cancels it. So the
-controller may be killed and restarted at any moment.
+(`node_registry.py`): a node's name before its request to the scheduler, its cancellation before the call that cancels it. So
+the controller may be killed and restarted at any moment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from lightning_dlrover.components.control.cancellations import Cancellations
 from lightning_dlrover.components.control.failures import likeness
 from lightning_dlrover.components.control.job_writer import JobWriter
-from lightning_dlrover.components.control.ledger import Ledger
+from lightning_dlrover.components.control.node_registry import NodeRegistry
 from lightning_dlrover.components.control.observer import Observer
 from lightning_dlrover.components.control.office import Office
 from lightning_dlrover.components.control.output import Output
@@ -28,11 +28,11 @@ from lightning_dlrover.components.control.reconcile import (
     Action,
     AddNode,
     CancelNode,
+    ControllerView,
     EnlargeNodes,
-    Give,
-    JobView,
+    FailurePolicy,
+    FinishJob,
     Limits,
-    Patience,
     ReplaceWorker,
     Warn,
     WithdrawNode,
@@ -46,7 +46,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.events import NodesHeldUp
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, ControllerRecord, Keys, RecordError
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 
 __all__ = ["Controller"]
 
@@ -76,12 +76,12 @@ class Controller:
         limits: Limits,
         run_dir: str = "",
         show: Callable[[str], None] = print,
-        patience: Patience | None = None,
+        policy: FailurePolicy | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
         self._run_id = keys.run_id
         self._target = target
-        self._patience = patience or Patience()
+        self._policy = policy or FailurePolicy()
         self._hurry = hurry or threading.Event()
         self._held_up = ""  # why planned nodes are not added
         self._trouble = ""  # kind of the newest such reason in the job's history
@@ -92,13 +92,13 @@ class Controller:
         self._office = Office(client, keys, ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir))
         self._mirror = Mirror(client, keys.live)
         self._seen_revision = 0
-        self._ledger = Ledger(client, keys, self._office, target, limits)
-        self._observer = Observer(keys, self._mirror, target, self._ledger, limits, self._patience)
-        self._cancellations = Cancellations(keys.run_id, self._office, target, self._ledger, self._patience)
+        self._registry = NodeRegistry(client, keys, self._office, target, limits)
+        self._observer = Observer(keys, self._mirror, target, self._registry, limits, self._policy)
+        self._cancellations = Cancellations(keys.run_id, self._office, target, self._registry, self._policy)
         self._job = JobWriter(client, keys, self._office, self._mirror, limits)
-        self._output = Output(keys.run_id, target, show, self._patience.show_s)
+        self._output = Output(keys.run_id, target, show, self._policy.show_s)
         try:
-            self._ledger.adopt(self._observer.view)
+            self._registry.adopt(self._observer.view)
         except BaseException:
             self._mirror.close()
             self._office.lease.revoke()
@@ -111,7 +111,7 @@ class Controller:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def step(self) -> Give | None:
+    def step(self) -> FinishJob | None:
         """Observe, act, and show new output. Return the job's end, or None while it goes on.
 
         Raises:
@@ -128,22 +128,22 @@ class Controller:
                 view = self._observer.view()
         self._observer.note_plan_by_hand(view)
         job_view = self._job_view(view, may_act)
-        self._held_up = why_none_is_added(job_view, self._patience) if may_act else ""
-        actions = reconcile(job_view, self._patience)
-        if may_act and any(isinstance(action, AddNode | Give) for action in actions):
+        self._held_up = why_none_is_added(job_view, self._policy) if may_act else ""
+        actions = reconcile(job_view, self._policy)
+        if may_act and any(isinstance(action, AddNode | FinishJob) for action in actions):
             # The scheduler's news may be newer than ours of etcd, where a leave or a smaller plan explains a missing node.
             if self._has_caught_up():
                 view = self._observer.view()
                 self._observer.look(view)
                 self._observer.note_plan_by_hand(view)
                 job_view = self._job_view(view, may_act)
-                actions = reconcile(job_view, self._patience)
+                actions = reconcile(job_view, self._policy)
             else:
-                actions = [action for action in actions if not isinstance(action, AddNode | Give)]
+                actions = [action for action in actions if not isinstance(action, AddNode | FinishJob)]
         end = self._act(actions, job_view.size)
-        self._output.show(self._ledger)
+        self._output.show(self._registry)
         if may_act:
-            self._ledger.save()
+            self._registry.save()
             self._publish()
         return end
 
@@ -154,7 +154,7 @@ class Controller:
 
     def failure_text(self) -> str:
         """Return the traceback of the first node in the newest group of failures, else why it was ended; empty if unknown."""
-        return self._ledger.failure_text()
+        return self._registry.failure_text()
 
     def newest_checkpoint(self) -> CheckpointRecord | None:
         """Return the job's newest checkpoint; None: none is known."""
@@ -167,38 +167,38 @@ class Controller:
     @property
     def mark(self) -> str:
         """Part of the name of each of the job's nodes at its scheduler."""
-        return self._ledger.nodes.mark if self._ledger.nodes else ""
+        return self._registry.nodes.mark if self._registry.nodes else ""
 
     def end_nodes(self) -> None:
-        """End all running nodes and wait for their end, for at most `Patience.cancel_s`.
+        """End all running nodes and wait for their end, for at most `FailurePolicy.cancel_s`.
 
         If another controller has taken over, nodes that outlive us are left to it.
         """
-        self._ledger.is_ending = True
-        self._output.show(self._ledger, at_once=True)  # what cancelled nodes write to stderr is not shown
-        if self._target.outlives_controller and self._awaited() and self._office.still_acts() is False:
+        self._registry.is_ending = True
+        self._output.show(self._registry, at_once=True)  # what cancelled nodes write to stderr is not shown
+        if self._target.outlives_controller and self._awaited() and self._office.still_holds() is False:
             log.warning(
                 "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them",
                 *(self._run_id, self._run_id),
             )
             return
-        deadline = time.monotonic() + self._patience.cancel_s
-        self._cancellations.cancel([name for name, entry in self._ledger.entries.items() if not entry.has_ended])
+        deadline = time.monotonic() + self._policy.cancel_s
+        self._cancellations.cancel([name for name, entry in self._registry.entries.items() if not entry.has_ended])
         while left := self._awaited():
             if time.monotonic() > deadline or self._hurry.is_set():
                 break
             time.sleep(0.1)
             self._compare(may_act=True)
-            for entry in self._ledger.entries.values():
+            for entry in self._registry.entries.values():
                 if entry.handle and self._target.status(entry.handle) not in ("pending", "running"):
                     entry.status = "cancelled" if entry.cancelled else entry.status
         if left:
             log.error(
                 "run %s: %s were cancelled %.0f s ago and %s still lists them: look after them yourself",
-                *(self._run_id, ", ".join(left), self._patience.cancel_s, self._target.name),
+                *(self._run_id, ", ".join(left), self._policy.cancel_s, self._target.name),
             )
-        self._ledger.save()
-        self._output.show(self._ledger, at_once=True)
+        self._registry.save()
+        self._output.show(self._registry, at_once=True)
 
     def left_nodes(self) -> list[str]:
         """Return the nodes that may outlive this controller: their scheduler has not confirmed their end."""
@@ -206,7 +206,7 @@ class Controller:
 
     def tell_scheduler_to_end_nodes(self) -> None:
         """Request the cancellation of all nodes, without writing to etcd and without waiting for their end."""
-        entries = self._ledger.entries.values()
+        entries = self._registry.entries.values()
         with contextlib.suppress(TargetError):
             self._target.cancel([entry.handle for entry in entries if entry.handle and not entry.has_ended])
 
@@ -225,14 +225,14 @@ class Controller:
     def _awaited(self) -> list[str]:
         """Return the nodes that are expected to end. One of unknown fate that does not outlive us ends with its target."""
         outlives = self._target.outlives_controller
-        entries = self._ledger.entries.items()
+        entries = self._registry.entries.items()
         return [name for name, entry in entries if not entry.has_ended and (entry.handle or outlives)]
 
     def _may_act(self) -> bool:
         """Whether etcd answers and this controller may act. It recovers by itself after losing both."""
         try:
             if self._office.take_back():
-                self._ledger.adopt(self._observer.view)
+                self._registry.adopt(self._observer.view)
         except EtcdError:
             return False
         healthy = self._mirror.healthy
@@ -245,19 +245,19 @@ class Controller:
     def _has_caught_up(self) -> bool:
         """Whether our copy of the job's keys shows all that etcd had a moment ago."""
         try:
-            self._mirror.catch_up(self._patience.settle_s)
+            self._mirror.catch_up(self._policy.settle_s)
         except (EtcdError, TimeoutError):
             return False
         return True
 
     def _compare(self, may_act: bool) -> None:
-        """Reconcile the scheduler's list with the ledger: nodes of unknown fate, and strays."""
+        """Reconcile the scheduler's list with the registry: nodes of unknown fate, and strays."""
         listed = self._observer.compare()
         if listed is not None and may_act:
             self._cancellations.repeat()
             self._cancellations.end_strays(listed)
 
-    def _job_view(self, view: View, may_act: bool) -> JobView:
+    def _job_view(self, view: JobView, may_act: bool) -> ControllerView:
         away_s = time.monotonic() - self._etcd_away_since if self._etcd_away_since is not None else 0.0
         return dataclasses.replace(self._observer.job_view(view), may_act=may_act, etcd_away_s=away_s)
 
@@ -270,10 +270,10 @@ class Controller:
             except (EtcdError, RecordError) as error:
                 self._warn_once(f"that nodes need more memory is planned later: {error}")
                 break
-            self._ledger.entries[request.name].is_enlarged = True
+            self._registry.entries[request.name].is_enlarged = True
         return bool(requests)
 
-    def _act(self, actions: Sequence[Action], size: NodeSize) -> Give | None:
+    def _act(self, actions: Sequence[Action], size: NodeSize) -> FinishJob | None:
         end = None
         may_add = self._withdraw([action.name for action in actions if isinstance(action, WithdrawNode)])
         cancelled = []
@@ -287,20 +287,20 @@ class Controller:
                 case ReplaceWorker():
                     self._job.ask_for_replacement(action.worker, action.reason)
                 case Warn():
-                    self._ledger.entries[action.name].warned = True
+                    self._registry.entries[action.name].warned = True
                     log.warning("run %s: %s", self._run_id, action.text)
-                case Give():
+                case FinishJob():
                     end = action
-        if cancelled and self._target.outlives_controller and self._office.still_acts() is False:
+        if cancelled and self._target.outlives_controller and self._office.still_holds() is False:
             cancelled = []  # another controller owns them now
         if cancelled:
-            self._output.show(self._ledger, at_once=True)
+            self._output.show(self._registry, at_once=True)
         self._cancellations.cancel(cancelled)
         # A failed job forms no round, so its workers could not hand over and leave.
-        leaving = [entry for entry in self._ledger.entries.values() if entry.cancelled]
+        leaving = [entry for entry in self._registry.entries.values() if entry.cancelled]
         if end is not None and any(not entry.has_ended for entry in leaving):
             waited_s = time.monotonic() - max(entry.ended_at or 0.0 for entry in leaving)
-            if waited_s < self._patience.cancel_s:
+            if waited_s < self._policy.cancel_s:
                 return None
         if end is not None and end.exit_code and not self._job.declare_failed(end.reason):
             return None  # the next step detects which controller may act
@@ -310,7 +310,7 @@ class Controller:
         """End waiting nodes that request too much, before others are added. Return whether others may be added."""
         if not names:
             return True
-        if not self._office.still_acts():
+        if not self._office.still_holds():
             return False
         log.info("run %s: ending %s, which wait for more than is planned now", self._run_id, ", ".join(names))
         self._cancellations.cancel(names)
@@ -319,7 +319,7 @@ class Controller:
     def _add(self, size: NodeSize) -> bool:
         """Start one more node; False if no node should be started now."""
         try:
-            name, entry = self._ledger.ask(size)
+            name, entry = self._registry.ask(size)
         except (EtcdError, RecordError) as error:
             # A node without a record must not exist.
             self._warn_once(f"no node is started for now: {error}")
@@ -337,7 +337,7 @@ class Controller:
             self._observer.note_refusal(name, f"{type(error).__name__}: {error}", now)
         else:
             log.info("run %s: started %s", self._run_id, name)
-        self._ledger.save()
+        self._registry.save()
         return not entry.has_ended
 
     def _warn_once(self, text: str) -> None:
@@ -348,8 +348,8 @@ class Controller:
 
     def _publish(self) -> None:
         """Update the controller's record. Add a new kind of obstacle to the job's history."""
-        apps = {name: entry.handle or "" for name, entry in self._ledger.entries.items() if entry.is_living}
-        if not self._office.publish(apps, self._held_up):
+        apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
+        if not self._office.publish_nodes(apps, self._held_up):
             return
         kind = likeness(self._held_up)  # a changed count or pause alone is no new obstacle
         if kind and kind != self._trouble:

@@ -1,4 +1,4 @@
-"""Observe a job's nodes through etcd and the scheduler, and bring the ledger up to date."""
+"""Observe a job's nodes through etcd and the scheduler, and bring the registry up to date."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_dlrover.components.control.failures import Node, num_refusals, refusals
-from lightning_dlrover.components.control.ledger import SAME_FAILURE_S, Ledger, NodeEntry
+from lightning_dlrover.components.control.node_registry import SAME_FAILURE_S, NodeEntry, NodeRegistry
 from lightning_dlrover.components.control.post_mortem import PostMortem, examine
-from lightning_dlrover.components.control.reconcile import JobView, Limits, Patience, nodes_of_agents
+from lightning_dlrover.components.control.reconcile import ControllerView, FailurePolicy, Limits, nodes_of_agents
 from lightning_dlrover.components.targets.logs import read_tail
 from lightning_dlrover.components.targets.target import App, Target, TargetError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, Keys, NodesRecord, RecordError
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["MAX_REFUSED", "Observer"]
@@ -44,13 +44,15 @@ class _Streak:
 class Observer:
     """Observes one job: through a mirror of its keys and through the target that runs its nodes."""
 
-    def __init__(self, keys: Keys, mirror: Mirror, target: Target, ledger: Ledger, limits: Limits, patience: Patience) -> None:
+    def __init__(
+        self, keys: Keys, mirror: Mirror, target: Target, registry: NodeRegistry, limits: Limits, policy: FailurePolicy
+    ) -> None:
         self._keys = keys
         self._mirror = mirror
         self._target = target
-        self._ledger = ledger
+        self._registry = registry
         self._limits = limits
-        self._patience = patience
+        self._policy = policy
         self._decoder = Decoder(keys, self._report_garbage)
         self._streak = _Streak()
         self._had_member = False
@@ -61,7 +63,7 @@ class Observer:
         self._forgiven_at = time.monotonic()  # earlier failures do not prevent new nodes
         self._scheduler_away_since: float | None = None
 
-    def view(self) -> View:
+    def view(self) -> JobView:
         """Return the job's state in etcd."""
         return self._decoder.view(self._mirror.snapshot())
 
@@ -70,13 +72,13 @@ class Observer:
 
     def nodes(self, now: float) -> list[Node]:
         """Return the facts about each node that decisions rest on."""
-        return [entry.node(name, now, self._forgiven_at) for name, entry in self._ledger.entries.items()]
+        return [entry.node(name, now, self._forgiven_at) for name, entry in self._registry.entries.items()]
 
-    def job_view(self, view: View) -> JobView:
+    def job_view(self, view: JobView) -> ControllerView:
         """Return the facts about the job that decisions rest on, apart from the right to act."""
         now = time.monotonic()
         return replace(
-            JobView.of(view, self._limits, self.nodes(now)),
+            ControllerView.of(view, self._limits, self.nodes(now)),
             target=self._target.name,
             failures_in_a_row=self._streak.count,
             since_failure_s=now - self._streak.failed_at,
@@ -102,22 +104,22 @@ class Observer:
             log.warning("run %s: %s answers again", self._keys.run_id, self._target.name)
             self._scheduler_away_since = None
         for seen in listed:
-            entry = self._ledger.entries.get(seen.node)
+            entry = self._registry.entries.get(seen.node)
             if entry is not None and entry.handle is None and not entry.has_ended:
                 log.info("run %s: %s has taken %s on", self._keys.run_id, self._target.name, seen.node)
                 entry.handle = seen.handle
-        for name, entry in self._ledger.entries.items():
+        for name, entry in self._registry.entries.items():
             if entry.handle is not None or entry.has_ended:
                 continue
             entry.missing_since = entry.missing_since if entry.missing_since is not None else now
-            if now - entry.missing_since > self._patience.submit_s:
+            if now - entry.missing_since > self._policy.submit_s:
                 log.warning("run %s: %s was asked for, but never came", self._keys.run_id, name)
                 entry.status, entry.ended_at, entry.all_shown = "failed", now, True
                 self._streak.add(now)
         return listed
 
-    def look(self, view: View) -> None:
-        """Update the ledger from the job's state."""
+    def look(self, view: JobView) -> None:
+        """Update the registry from the job's state."""
         now = time.monotonic()
         names = nodes_of_agents(view)
         num_agents = Counter(names.values())
@@ -133,7 +135,7 @@ class Observer:
             self._finished_at = now
         since_look_s, self._looked_at = now - self._looked_at, now
         can_train = num_members.total() >= self._limits.min_workers
-        for name, entry in self._ledger.entries.items():
+        for name, entry in self._registry.entries.items():
             entry.trained_s += since_look_s if can_train and entry.is_member and num_members[name] else 0.0
             entry.agent_seen = entry.agent_seen or num_agents[name] > 0
             entry.workers, entry.num_members = tuple(workers.get(name, ())), num_members[name]
@@ -162,7 +164,7 @@ class Observer:
         Slurm's target answers `wants_back` once for each new list of jobs, so call this only when the answer can be acted on.
         """
         now = time.monotonic()
-        for entry in self._ledger.entries.values():
+        for entry in self._registry.entries.values():
             trains = entry.is_member and not entry.cancelled and not entry.has_ended
             entry.wanted_back = trains and entry.handle is not None and self._target.wants_back(entry.handle)
             has_just_failed = entry.status == "failed" and now - (entry.ended_at or now) < SAME_FAILURE_S
@@ -172,7 +174,7 @@ class Observer:
     def note_refusal(self, name: str, problem: str, now: float) -> None:
         """Record that the scheduler refused a node. Only the newest refusals are kept."""
         log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
-        entries = self._ledger.entries
+        entries = self._registry.entries
         # Carried over because the oldest are forgotten: the pause before the next attempt grows with the total.
         earlier = refusals([node for node in self.nodes(now) if node.name != name])
         entry = entries[name]
@@ -181,16 +183,16 @@ class Observer:
         entry.status, entry.ended_at, entry.all_shown = "failed", now, True
         refused = [other for other, each in entries.items() if each.is_refused]
         for other in refused[:-MAX_REFUSED]:
-            self._ledger.forget(other)
+            self._registry.forget(other)
 
-    def note_plan_by_hand(self, view: View) -> None:
+    def note_plan_by_hand(self, view: JobView) -> None:
         """Forgive failures that prevent new nodes once a user requests another plan, because their cause may be fixed."""
         entry = self._mirror.get(self._keys.plan)
-        is_by_hand = view.plan is not None and view.plan.source == "user"
+        is_by_hand = view.plan is not None and view.plan.owner == "user"
         if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
-    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: View, now: float, others: Counter[str]) -> None:
+    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: JobView, now: float, others: Counter[str]) -> None:
         """
         Args:
             others: members of the current round on each other node.
@@ -206,7 +208,7 @@ class Observer:
             entry.post_mortem = replace(entry.post_mortem, error="" if can_grow else "out of memory")
         # Without an error, the node may have been killed in its last step, which the others finished without it.
         has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
-        is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._patience.settle_s)
+        is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._policy.settle_s)
         trains_again = view.job is not None and bool(view.job.unfinished_fit) and not entry.post_mortem.error
         entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
         entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, modified
+from lightning_dlrover.rdzv.etcd.operations import Delete, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, NodeRecord, NodesRecord
@@ -27,7 +26,7 @@ class ControllerBusyError(RuntimeError):
     """Another controller acts for this job."""
 
 
-class Office:
+class Office(Tenure[ControllerRecord]):
     """The right to act for one job, held by a lease on the job's `controller` key.
 
     The key's create revision fences every write, so a controller with an expired lease cannot change anything.
@@ -38,35 +37,8 @@ class Office:
     """
 
     def __init__(self, client: EtcdClient, keys: Keys, record: ControllerRecord) -> None:
-        self._client = client
         self._keys = keys
-        self._journal = Journal(client, keys)
-        self._tenure = Tenure(self._journal, keys.controller, lambda: record, self._busy, LEASE_TTL_S)
-
-    @property
-    def lease(self) -> Lease:
-        """The lease of the controller key."""
-        return self._tenure.lease
-
-    def take_back(self) -> bool:
-        """Take the key again after its loss. Return whether it was lost: another controller may have acted in between."""
-        return self._tenure.take_back()
-
-    def give_up(self) -> None:
-        """Release the key; without etcd, its lease expires."""
-        self._tenure.give_up()
-
-    @property
-    def is_ours(self) -> Compare:
-        """Return the comparison of the controller key that fences each of our writes."""
-        return self._tenure.is_ours
-
-    def still_acts(self) -> bool | None:
-        """Whether no other controller has taken over; None: etcd does not answer. Call before actions that etcd cannot fence.
-
-        A process that was stopped for a while does not notice by itself that its lease has expired.
-        """
-        return self._tenure.still_holds()
+        super().__init__(Journal(client, keys), keys.controller, lambda: record, self._is_taken, LEASE_TTL_S)
 
     def write(self, key: str, record: NodesRecord | NodeRecord, revision: int | None = None) -> None:
         """Write a record if this controller still acts and, with `revision`, if the record has not changed since.
@@ -87,19 +59,19 @@ class Office:
         """Append to the job's history if this controller still acts."""
         return self._journal.append(record_of(event, text[:2000]), "controller", [self.is_ours])
 
-    def publish(self, apps: Mapping[str, str], held_up: str) -> bool:
+    def publish_nodes(self, apps: Mapping[str, str], held_up: str) -> bool:
         """Update the controller's record. Return whether it has changed."""
-        record = dataclasses.replace(self._tenure.record, apps=dict(apps), held_up=held_up[:2000])
-        if record == self._tenure.record:
+        record = dataclasses.replace(self.record, apps=dict(apps), held_up=held_up[:2000])
+        if record == self.record:
             return False
         try:
-            self._tenure.publish(record)
+            self.publish(record)
         except EtcdError as error:
             log.info("run %s: the list of nodes is written later: %s", self._keys.run_id, error)
             return False
         return True
 
-    def _busy(self, holder: ControllerRecord | None) -> ControllerBusyError:
+    def _is_taken(self, holder: ControllerRecord | None) -> ControllerBusyError:
         who = holder_text(holder, "another controller")
         return ControllerBusyError(
             f"job {self._keys.run_id!r} is already run by {who}; choose another --rdzv-id, or use `dlrover scale` to resize it "

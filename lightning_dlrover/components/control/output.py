@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_dlrover.components.control.ledger import Ledger, NodeEntry
+from lightning_dlrover.components.control.node_registry import NodeEntry, NodeRegistry
 from lightning_dlrover.components.control.tracebacks import ShownTracebacks, TracebackFilter
 from lightning_dlrover.components.targets.logs import LogFile
 from lightning_dlrover.components.targets.target import Target
@@ -47,13 +47,13 @@ class Output:
         self._files: dict[str, _Files] = {}  # key: node
         self.tracebacks = ShownTracebacks()
 
-    def show(self, ledger: Ledger, at_once: bool = False) -> None:
+    def show(self, registry: NodeRegistry, at_once: bool = False) -> None:
         """Show all new lines if a look at the files is due, or in any case with `at_once`."""
         now = time.monotonic()
         if now < self._next_at and not at_once:
             return
         self._next_at = now + self._interval_s
-        for name, entry in ledger.entries.items():
+        for name, entry in registry.entries.items():
             if not entry.all_shown and entry.handle is not None:
                 self._show_node(name, entry, entry.handle)
             if entry.all_shown:

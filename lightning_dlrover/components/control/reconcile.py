@@ -1,7 +1,7 @@
 """Decide which nodes to add and to end, so that the job has as many workers as planned.
 
 A pure function of the state in etcd and at the scheduler; `controller.py` carries the decision out. If there are too many
-workers, those to leave are not chosen here. The workers' convener drops all workers of a node in the middle, which hand over
+workers, those to leave are not chosen here. The workers' coordinator drops all workers of a node in the middle, which hand over
 and exit, and its app ends.
 
 Plans count workers; a node has `Limits.workers_per_node` of them. A node is added, ended and judged as a whole:
@@ -34,18 +34,18 @@ from lightning_dlrover.components.control.failures import (
 )
 from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize
 from lightning_dlrover.rdzv.job.records import PlanRecord
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 
 __all__ = [
     "Action",
     "AddNode",
     "CancelNode",
+    "ControllerView",
     "EnlargeNodes",
-    "Give",
-    "JobView",
+    "FailurePolicy",
+    "FinishJob",
     "Limits",
     "Node",
-    "Patience",
     "ReplaceWorker",
     "Warn",
     "WithdrawNode",
@@ -96,7 +96,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Patience:
+class FailurePolicy:
     """Tolerance for failures and delays; times in seconds."""
 
     max_failures: int = 8  # failed nodes in a row without a new round between them
@@ -123,7 +123,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class JobView:
+class ControllerView:
     """Facts about the job that decisions rest on."""
 
     phase: Literal["none", "starting", "training", "finished", "failed"]
@@ -144,7 +144,7 @@ class JobView:
     leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once replaced
 
     @classmethod
-    def of(cls, view: View, limits: Limits, nodes: Sequence[Node]) -> JobView:
+    def of(cls, view: JobView, limits: Limits, nodes: Sequence[Node]) -> ControllerView:
         """Derive the view from etcd's records, with the plan kept within the limits."""
         names = nodes_of_agents(view)
         # Workers to be replaced train on until their replacements have started.
@@ -162,7 +162,7 @@ class JobView:
         )
 
 
-def _given_back(view: View, workers_per_node: int) -> set[str]:
+def _given_back(view: JobView, workers_per_node: int) -> set[str]:
     """Return nodes that have lost a worker for good, and whose other workers were asked to leave.
 
     Below the job's minimum these cannot leave before others have come.
@@ -173,7 +173,7 @@ def _given_back(view: View, workers_per_node: int) -> set[str]:
     return {node for node in nodes if 0 < num_agents[node] < workers_per_node}
 
 
-def nodes_of_agents(view: View) -> dict[str, str]:
+def nodes_of_agents(view: JobView) -> dict[str, str]:
     """Return each agent's node name, by agent; empty for one that no controller has started."""
     return {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
 
@@ -220,7 +220,7 @@ class Warn:
 
 
 @dataclass(frozen=True)
-class Give:
+class FinishJob:
     """End the job: no work is left."""
 
     exit_code: int
@@ -228,7 +228,7 @@ class Give:
     is_trained: bool = False  # training was complete, regardless of the script's code after it
 
 
-Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | Give
+Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | FinishJob
 
 
 def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
@@ -236,62 +236,64 @@ def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
     return [EnlargeNodes(n.name, n.size, OUT_OF_MEMORY_FACTOR * n.size.memory_mb) for n in nodes if n.lacks_memory]
 
 
-def reconcile(view: JobView, patience: Patience = Patience()) -> list[Action]:
+def reconcile(view: ControllerView, policy: FailurePolicy = FailurePolicy()) -> list[Action]:
     """Return the actions to take now; none if the job matches its plan, or if this controller may not act."""
     if not view.may_act:
-        return _end_without_etcd(view, patience)
+        return _end_without_etcd(view, policy)
     withdrawals = [WithdrawNode(node.name) for node in _too_large(view)]
-    return [*withdrawals, *_replacements(view, patience), *_decide_on_others(_without_too_large(view), patience)]
+    return [*withdrawals, *_replacements(view, policy), *_decide_on_others(_without_too_large(view), policy)]
 
 
-def _decide_on_others(view: JobView, patience: Patience) -> list[Action]:
+def _decide_on_others(view: ControllerView, policy: FailurePolicy) -> list[Action]:
     """Decide everything except the sizes of nodes."""
     living = [node for node in view.nodes if node.is_living]
     if view.stop:
         exit_code = 0 if view.phase == "finished" else 1
-        return [CancelNode(n.name, view.stop) for n in living] or [Give(exit_code, view.stop, not exit_code)]
+        return [CancelNode(n.name, view.stop) for n in living] or [FinishJob(exit_code, view.stop, not exit_code)]
     if view.phase == "finished":
         if not living and view.unfinished_fit:
-            return [Give(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")]
+            return [
+                FinishJob(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")
+            ]
         if not living:
             return [_end_after_training(view)]
         # A worker may run the script's code after `fit` for any time; a node without a worker may not.
-        done = [n for n in living if not n.has_worker and max(n.workerless_s, n.idle_s) > patience.exit_s]
+        done = [n for n in living if not n.has_worker and max(n.workerless_s, n.idle_s) > policy.exit_s]
         return [CancelNode(n.name, "the job has finished") for n in done]
-    give_up = _give_up(view, living, patience)
+    give_up = _give_up(view, living, policy)
     if give_up:
-        return [CancelNode(n.name, "the job has failed") for n in living] or [Give(1, give_up)]
-    if not living and (end := _end_without_job(view, patience)):
+        return [CancelNode(n.name, "the job has failed") for n in living] or [FinishJob(1, give_up)]
+    if not living and (end := _end_without_job(view, policy)):
         return [end]
-    return [*_additions(view, living, patience), *_cancellations(view, living, patience), *_warnings(living, patience)]
+    return [*_additions(view, living, policy), *_cancellations(view, living, policy), *_warnings(living, policy)]
 
 
-def _too_large(view: JobView) -> list[Node]:
+def _too_large(view: ControllerView) -> list[Node]:
     """Return waiting nodes that exceed the planned size. They are withdrawn before any other action."""
     return [n for n in view.nodes if n.status == "pending" and n.is_taken_on and not view.size.is_at_least(n.size)]
 
 
-def _without_too_large(view: JobView) -> JobView:
+def _without_too_large(view: ControllerView) -> ControllerView:
     """Return the job after the withdrawal of nodes that are too large."""
     names = {node.name for node in _too_large(view)}
     return replace(view, nodes=[replace(n, status="cancelled", ended_s=0.0) if n.name in names else n for n in view.nodes])
 
 
-def _replacements(view: JobView, patience: Patience) -> list[ReplaceWorker]:
+def _replacements(view: ControllerView, policy: FailurePolicy) -> list[ReplaceWorker]:
     """Return workers to leave once replaced: those on nodes that the scheduler wants back or that have lost a worker for good,
     and those on one undersized node."""
     wanted_back = [(node, f"{view.target} wants {node.name} back") for node in view.nodes if node.wanted_back]
     broken = [
         (node, f"a worker of {node.name} has ended for good {node.agentless_s:.0f} s ago")
         for node in view.nodes
-        if view.phase == "training" and node.is_living and node.is_member and node.agentless_s > patience.whole_s
+        if view.phase == "training" and node.is_living and node.is_member and node.agentless_s > policy.whole_s
     ]
     leaving = [(worker, reason) for node, reason in [*broken, *wanted_back] for worker in node.workers]
     chosen = {worker: reason for worker, reason in leaving if worker not in view.leaving}
     return [*(ReplaceWorker(worker, reason) for worker, reason in chosen.items()), *_too_small(view)]
 
 
-def _too_small(view: JobView) -> list[ReplaceWorker]:
+def _too_small(view: ControllerView) -> list[ReplaceWorker]:
     """Return the workers of one node smaller than planned. The next one follows after its replacement."""
     living = [node for node in _without_too_large(view).nodes if node.is_living]
     small = {node.name: node for node in living if not node.size.is_at_least(view.size)}
@@ -305,130 +307,130 @@ def _too_small(view: JobView) -> list[ReplaceWorker]:
     return [ReplaceWorker(worker, reason) for worker, name in view.members.items() if name == first]
 
 
-def _end_without_etcd(view: JobView, patience: Patience) -> list[Action]:
+def _end_without_etcd(view: ControllerView, policy: FailurePolicy) -> list[Action]:
     """Return the job's end if no node is left that etcd's return could help. Only etcd records whether the job has finished."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
     if last is None or any(node.is_living for node in view.nodes):
         return []
     waited_s = min(view.etcd_away_s, last.ended_s)
-    if waited_s <= patience.etcd_s:
+    if waited_s <= policy.etcd_s:
         return []
     reason = (
         f"all nodes have ended (the last: {last.name}, {last.status}) and etcd has not answered for {waited_s:.0f} s since, "
         "so whether the training was done is not known; see the nodes' output, start etcd again, and run the job once more "
         "under the same name to continue it"
     )
-    return [Give(1, reason)]
+    return [FinishJob(1, reason)]
 
 
-def _give_up(view: JobView, living: Sequence[Node], patience: Patience) -> str | None:
+def _give_up(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> str | None:
     """Return why restarting nodes would not help, or None."""
     if view.phase == "failed":
         return "the job has failed"
-    if _is_before_first_step(view) and (reason := _failed_before_training(view, patience)):
+    if _is_before_first_step(view) and (reason := _failed_before_training(view, policy)):
         return reason
-    stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
-    tries = [*stops, *starvations(view.nodes, patience.useful_s)]
+    stops = stops_without_progress(view.nodes, view.checkpoint_step, policy.progress_s)
+    tries = [*stops, *starvations(view.nodes, policy.useful_s)]
     # A killed node may have caused others to fail: their errors are consequences.
-    count, error = most_frequent(of_their_own(tries, view.nodes, patience.together_s))
-    if count >= patience.max_same_error:
+    count, error = most_frequent(of_their_own(tries, view.nodes, policy.together_s))
+    if count >= policy.max_same_error:
         return f"the same error stopped the job {count} times without progress in between: {error}"
-    if len(stops) >= patience.max_stops:
+    if len(stops) >= policy.max_stops:
         cause = stops[-1].fault or "it was killed; its host may lack memory, see the nodes' output and the kernel's log there"
         return f"the job was stopped {len(stops)} times without progress in between; the last time by {stops[-1].name}: {cause}"
-    if view.failures_in_a_row >= patience.max_failures and not any(node.is_member for node in living):
+    if view.failures_in_a_row >= policy.max_failures and not any(node.is_member for node in living):
         return f"{view.failures_in_a_row} nodes in a row have failed"
     last_s = min((node.ended_s for node in view.nodes if not node.refused), default=float("inf"))
     refused = [node for node in refusals(view.nodes) if node.ended_s < last_s]  # refusals while others trained did no harm
-    if len(refused) >= patience.max_failures and not living:
+    if len(refused) >= policy.max_failures and not living:
         return f"no node is left, and {len(refused)} in a row were refused; {refused[-1].name}: {refused[-1].error}"
     return None
 
 
-def _is_before_first_step(view: JobView) -> bool:
+def _is_before_first_step(view: ControllerView) -> bool:
     return view.phase in ("none", "starting") or (view.phase == "training" and not view.has_stepped)
 
 
-def _failed_before_training(view: JobView, patience: Patience) -> str:
+def _failed_before_training(view: ControllerView, policy: FailurePolicy) -> str:
     """Return why the next attempt would fail in the same way before any step."""
     refused = refusals(view.nodes)
     if refused and len(refused) == len(view.nodes):
         return f"{refused[0].name} failed before the first step: {refused[0].error}"
     # The record of the first step may arrive after that of the worker's end.
-    first = culprit(view.nodes, patience.together_s)
-    if first is None or first.ended_s <= patience.settle_s:
+    first = culprit(view.nodes, policy.together_s)
+    if first is None or first.ended_s <= policy.settle_s:
         return ""
     return f"{first.name} failed before the first step: {first.fault}"
 
 
-def _end_after_training(view: JobView) -> Give:
+def _end_after_training(view: ControllerView) -> FinishJob:
     """Return the end of a trained job. Its exit code is the script's, which may have saved its model last."""
     failed = max((node for node in view.nodes if node.after_training), key=lambda node: node.ended_s, default=None)
     if failed is None:
-        return Give(0, "the job has finished", is_trained=True)
+        return FinishJob(0, "the job has finished", is_trained=True)
     why = failed.fault or "it was killed"
-    return Give(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
+    return FinishJob(1, f"training has finished, but {failed.name} failed after it: {why}", is_trained=True)
 
 
-def _end_without_job(view: JobView, patience: Patience) -> Give | None:
+def _end_without_job(view: ControllerView, policy: FailurePolicy) -> FinishJob | None:
     """Return the job's end if all nodes have ended without a worker reporting it."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
-    if last is None or last.ended_s <= patience.settle_s:
+    if last is None or last.ended_s <= policy.settle_s:
         return None
     if view.phase == "training":
         ended = last.status == "succeeded"
-        return Give(1, "all workers have ended without an error, but the training was not done") if ended else None
+        return FinishJob(1, "all workers have ended without an error, but the training was not done") if ended else None
     if all(node.status != "succeeded" for node in view.nodes):
         return None
     if last.status == "failed":
-        return Give(1, f"{last.name} was killed after other nodes had ended")
+        return FinishJob(1, f"{last.name} was killed after other nodes had ended")
     if view.phase == "none":
-        return Give(0, "the script ended without training: no worker joined the job; its Trainer needs strategy='dlrover'")
-    return Give(0, "the script ended without training: no Trainer reached its first step")
+        return FinishJob(0, "the script ended without training: no worker joined the job; its Trainer needs strategy='dlrover'")
+    return FinishJob(0, "the script ended without training: no Trainer reached its first step")
 
 
-def _additions(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
+def _additions(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
     if view.phase in ("none", "starting") and any(node.status == "succeeded" for node in view.nodes):
         return []  # the script ends without training; another node would only repeat it
     newest_s = min((node.ended_s for node in view.nodes if not node.is_living and not node.refused), default=float("inf"))
-    if not living and newest_s <= patience.settle_s:
+    if not living and newest_s <= policy.settle_s:
         return []  # the record that the job has finished may be on its way
-    if _is_before_first_step(view) and culprit(view.nodes, patience.together_s) is not None:
+    if _is_before_first_step(view) and culprit(view.nodes, policy.together_s) is not None:
         return []  # the script fails
-    if _why_growth_is_given_up(view, living, patience):
+    if _why_growth_is_given_up(view, living, policy):
         return []
-    count, pause_s, since_s = _pause(view, living, patience)
+    count, pause_s, since_s = _pause(view, living, policy)
     if count and since_s < pause_s:
         return []
     return [AddNode()] * max(0, view.wanted - len(living))
 
 
-def _pause(view: JobView, living: Sequence[Node], patience: Patience) -> tuple[int, float, float]:
+def _pause(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> tuple[int, float, float]:
     """Return the failures or refusals that delay the next node, the length of the pause, and the time already waited."""
     # A node that joins and always fails creates a new round each time, but no progress.
-    recent = [node for node in view.nodes if node.status == "failed" and node.ended_s <= patience.same_error_s]
-    stops = stops_without_progress(view.nodes, view.checkpoint_step, patience.progress_s)
-    early = [n for n in early_failures(view.nodes, patience.useful_s) if n.ended_s <= patience.same_error_s]
+    recent = [node for node in view.nodes if node.status == "failed" and node.ended_s <= policy.same_error_s]
+    stops = stops_without_progress(view.nodes, view.checkpoint_step, policy.progress_s)
+    early = [n for n in early_failures(view.nodes, policy.useful_s) if n.ended_s <= policy.same_error_s]
     failures = max(view.failures_in_a_row, most_frequent(recent)[0], len(stops), len(early))
     refused = refusals(view.nodes)
     may_be_long = any(node.is_member for node in living)
 
     def pause_s(count: int, is_long: bool) -> float:
-        longest_s = patience.max_long_backoff_s if is_long and may_be_long else patience.max_backoff_s
-        return min(longest_s, patience.first_backoff_s * 2.0 ** min(20, count - 1)) if count else 0.0
+        longest_s = policy.max_long_backoff_s if is_long and may_be_long else policy.max_backoff_s
+        return min(longest_s, policy.first_backoff_s * 2.0 ** min(20, count - 1)) if count else 0.0
 
     if refused and refused[-1].ended_s <= view.since_failure_s:
         count = num_refusals(refused)
         return count, pause_s(count, True), refused[-1].ended_s
-    return failures, pause_s(failures, failures > patience.max_failures), view.since_failure_s
+    return failures, pause_s(failures, failures > policy.max_failures), view.since_failure_s
 
 
-def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Patience) -> str:
+def _why_growth_is_given_up(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> str:
     """Return why no more nodes join the training ones: all would fail alike. Empty below the job's minimum."""
     if sum(node.num_members for node in living) < view.fewest:
         return ""
-    count, error = most_frequent(early_failures(view.nodes, patience.useful_s))
-    if count < patience.max_same_error:
+    count, error = most_frequent(early_failures(view.nodes, policy.useful_s))
+    if count < policy.max_same_error:
         return ""
     return (
         f"no more nodes are added, {count} that joined have failed with the same error: {error}; once the cause is "
@@ -436,28 +438,28 @@ def _why_growth_is_given_up(view: JobView, living: Sequence[Node], patience: Pat
     )
 
 
-def why_none_is_added(view: JobView, patience: Patience = Patience()) -> str:
+def why_none_is_added(view: ControllerView, policy: FailurePolicy = FailurePolicy()) -> str:
     """Return why the job has fewer nodes than planned, as text for users; empty if it has not, or only briefly."""
     view = _without_too_large(view)
     living = [node for node in view.nodes if node.is_living]
     if len(living) >= view.wanted or view.stop or view.phase in ("finished", "failed"):
         return ""
-    if given_up := _why_growth_is_given_up(view, living, patience):
+    if given_up := _why_growth_is_given_up(view, living, policy):
         return given_up
-    count, pause_s, _ = _pause(view, living, patience)
+    count, pause_s, _ = _pause(view, living, policy)
     if refused := refusals(view.nodes):
         tries = f"try {num_refusals(refused)} in a row; the next one {pause_s:.0f} s later"
         return f"{refused[-1].name} was refused ({tries}): {refused[-1].error}"
-    if count < patience.max_same_error:
+    if count < policy.max_same_error:
         return ""
     return f"the next node is started {pause_s:.0f} s after the last failure, number {count} since the job last got ahead"
 
 
-def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) -> list[Action]:
-    hung = [n for n in living if n.workerless_s > patience.exit_s and not n.has_worker]
+def _cancellations(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
+    hung = [n for n in living if n.workerless_s > policy.exit_s and not n.has_worker]
     # Severed, or hung while no controller was there to notice.
-    silent = [n for n in living if n not in hung and not n.agent_seen and not n.has_worker and n.age_s > patience.come_s]
-    others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > patience.surplus_s]
+    silent = [n for n in living if n not in hung and not n.agent_seen and not n.has_worker and n.age_s > policy.come_s]
+    others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > policy.surplus_s]
     # A node that its worker has left is about to end. No starting node must be cancelled in its place.
     leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]
     excess = max(0, len(living) - len(leaving) - view.wanted)
@@ -469,6 +471,6 @@ def _cancellations(view: JobView, living: Sequence[Node], patience: Patience) ->
     ]
 
 
-def _warnings(living: Sequence[Node], patience: Patience) -> list[Action]:
-    silent = [n for n in living if not n.agent_seen and not n.warned and n.age_s > patience.register_s]
+def _warnings(living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
+    silent = [n for n in living if not n.agent_seen and not n.warned and n.age_s > policy.register_s]
     return [Warn(n.name, f"{n.name} was started {n.age_s:.0f} s ago and has not reached etcd; see its log") for n in silent]

@@ -21,6 +21,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, own_pod
 from lightning_dlrover.components.targets.kubernetes_pod import (
     CONTAINER,
@@ -39,7 +40,6 @@ from lightning_dlrover.components.targets.polling import Polling
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig, read_password
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.whole_files import write_whole
 
 __all__ = ["KubernetesOptions", "KubernetesTarget", "known_target"]
 
@@ -678,7 +678,7 @@ def _write(entry: _PodLog) -> None:
         while entry.unwritten:
             entry.unwritten = entry.unwritten[stream.write(entry.unwritten) :]
     with contextlib.suppress(OSError):
-        write_whole(entry.folder / _READ_FILE, f"{entry.newest} {entry.num_newest}")
+        atomic_write(entry.folder / _READ_FILE, f"{entry.newest} {entry.num_newest}")
 
 
 def _shortly_before(stamp: str) -> str:

@@ -18,7 +18,8 @@ from lightning_dlrover.planner.cluster.jobs import RESOURCES, Device, Job
 from lightning_dlrover.planner.cluster.matching import match
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats
-from lightning_dlrover.planner.cluster.waiting import in_order, start_spread
+from lightning_dlrover.planner.cluster.queue_order import turn_of
+from lightning_dlrover.planner.cluster.waiting import start_spread
 
 __all__ = ["FEW", "Group", "Merge", "Room", "Weigh", "group_and_start", "merge_in_rounds", "merged"]
 
@@ -201,8 +202,7 @@ def _start(packing: Packing, groups: Sequence[Group], empty: list[Device]) -> se
 def _first(group: Group) -> tuple[int, float, str]:
     if not group.waiting:
         return (0, 0.0, "")
-    first = in_order(group.waiting)[0]
-    return (-first.priority, first.submitted_s, first.name)
+    return min(map(turn_of, group.waiting))
 
 
 def _speed(jobs: Sequence[Job], kind: str) -> float:

@@ -20,9 +20,8 @@ from lightning_dlrover.planner.cluster.outcome import Finished, SimulationOutcom
 from lightning_dlrover.planner.cluster.packing import Packing, why_never
 from lightning_dlrover.planner.cluster.policy import Policy
 from lightning_dlrover.planner.cluster.scaling import Scaling
-from lightning_dlrover.planner.cluster.slowdown import Observation
 
-__all__ = ["Arrival", "Costs", "Knowledge", "Learner", "SimulationError", "Truth", "simulate"]
+__all__ = ["Arrival", "Costs", "Knowledge", "SimulationError", "Truth", "simulate"]
 
 WINDOW_S = 20.0
 """Seconds of steps that make a window. On the same devices, the next one ends when twice as many seconds have passed."""
@@ -62,14 +61,6 @@ class Truth(Protocol):
             devices: of the job, one for each worker.
             beside: the other workers on each of those devices, by the device's name.
         """
-        ...
-
-
-class Learner(Protocol):
-    """Observes each device's group when it changes, and may replace the policy."""
-
-    def observed(self, observation: Observation, lasted_s: float) -> Policy | None:
-        """Return the policy to use from now on, or None to keep it."""
         ...
 
 
@@ -165,7 +156,6 @@ def simulate(
     *,
     costs: Costs | None = None,
     every_s: float | None = None,
-    learner: Learner | None = None,
     knowledge: Knowledge | None = None,
     losses: Iterable[NodeLoss] = (),
 ) -> SimulationOutcome:
@@ -178,9 +168,7 @@ def simulate(
     Raises:
         SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.
     """
-    return _Simulation(
-        arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, learner, knowledge, iter(losses)
-    ).run()
+    return _Simulation(arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, knowledge, iter(losses)).run()
 
 
 @dataclass
@@ -191,7 +179,6 @@ class _Simulation:
     truth: Truth
     costs: Costs
     every_s: float | None
-    learner: Learner | None
     knowledge: Knowledge | None
     losses: Iterator[NodeLoss]
     now_s: float = 0.0
@@ -208,7 +195,6 @@ class _Simulation:
         self.progress = {a.job.name: _progress(a) for a in self.arrivals}
         self.loss = next(self.losses, None)
         self.by_name = {device.name: device for device in self.devices}
-        self.group_since_s = dict.fromkeys(self.by_name, 0.0)
         coming = sorted(self.arrivals, key=lambda a: (a.job.submitted_s, a.job.name))
         next_tick_s = math.inf if self.every_s is None or not coming else coming[0].job.submitted_s
         start_s = coming[0].job.submitted_s if coming else 0.0
@@ -269,7 +255,6 @@ class _Simulation:
             run.left = 0.0
             ended.append(run)
         changed = {device.name for run in ended for device in run.devices}
-        self._show(changed)
         for run in ended:
             self._end(run)
         self._set_speeds(changed)
@@ -296,7 +281,6 @@ class _Simulation:
             node = self.loss.node
             self.loss = next(self.losses, None)
             hit = [run for run in self.running.values() if any(device.node == node for device in run.devices)]
-            self._show({device.name for run in hit for device in run.devices})
             for run in hit:
                 self._fall_back(run)
             self._set_speeds({device.name for run in hit for device in run.devices})
@@ -355,7 +339,6 @@ class _Simulation:
             return
         changed = {d.name for name in changing for d in self.running[name].devices}
         changed |= {device.name for name in (*changing, *starting) for device in wanted.get(name, ())}
-        self._show(changed)
         for name in changing:
             run = self.running[name]
             self._stop(run)
@@ -439,15 +422,3 @@ class _Simulation:
             self.version += 1
             run.version = self.version
             heapq.heappush(self.ends, (run.end_s(), run.job.name, run.version))
-
-    def _show(self, changing: set[str]) -> None:
-        """Show the learner the speeds of groups that are about to change, if all of their jobs have one device."""
-        for name, group in self._groups(changing).items():
-            lasted_s, self.group_since_s[name] = self.now_s - self.group_since_s[name], self.now_s
-            if self.learner is None or len(group) < 2 or lasted_s <= 0:
-                continue
-            runs, kind = [self.running[job.name] for job in group], self.by_name[name].kind
-            if any(len(run.devices) > 1 or run.steps_per_s <= 0 for run in runs):
-                continue
-            speeds = tuple(run.steps_per_s / run.job.profiles[kind].steps_per_s for run in runs)
-            self.policy = self.learner.observed(Observation(self.by_name[name], tuple(group), speeds), lasted_s) or self.policy

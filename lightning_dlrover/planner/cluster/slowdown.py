@@ -5,7 +5,7 @@ excess. That expectation is corrected by the mean of what was observed of the pa
 excess beside a group, its slowdown less 1, is the sum of its excesses beside each member.
 
 A Gaussian process and trees over pairs predict single pairs better, but jobs in a simulated cluster ended no sooner with them
-(docs/colocation_policies.md).
+(docs/colocate/policies.md).
 """
 
 from __future__ import annotations

@@ -13,32 +13,28 @@ from itertools import groupby, islice
 from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, State
 from lightning_dlrover.planner.cluster.packing import Packing, why_never
 from lightning_dlrover.planner.cluster.policy import Policy
+from lightning_dlrover.planner.cluster.queue_order import is_overdue, turn_of
 
-__all__ = ["WINDOW", "Place", "in_order", "num_wanted", "spread", "start_spread", "with_bounded_wait"]
+__all__ = ["WINDOW", "PlacementRule", "num_wanted", "spread", "start_spread", "with_bounded_wait"]
 
 WINDOW = 64
 """Waiting jobs that one decision considers, the first in order. Bounds the time of a decision."""
 
-Place = Callable[[Packing, Sequence[Job], float], None]
+PlacementRule = Callable[[Packing, Sequence[Job], float], None]
 """Starts some of these jobs, which have one priority and are in order of submission, in a packing. The float is now, s."""
 
 
-def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """Sort jobs by priority, then by submission; names break ties, so that no order depends on the caller's."""
-    return sorted(jobs, key=lambda job: (-job.priority, job.submitted_s, job.name))
-
-
-def with_bounded_wait(place: Place, max_wait_s: float) -> Policy:
+def with_bounded_wait(place: PlacementRule, max_wait_s: float) -> Policy:
     """Return the policy that places jobs with `place`, priority by priority, after those that have waited too long."""
 
     def decide(state: State) -> Allocation:
         packing = Packing(state)
-        overdue = [job for job in state.waiting if state.now_s - job.waits_since_s > max_wait_s]
+        overdue = [job for job in state.waiting if is_overdue(job.waits_since_s, state.now_s, max_wait_s)]
         for job in sorted(overdue, key=lambda job: (job.waits_since_s, job.name)):
             if not packing.open_devices():
                 break
             _start_or_reserve(packing, job)
-        others = in_order([job for job in state.waiting if state.now_s - job.waits_since_s <= max_wait_s])
+        others = sorted((j for j in state.waiting if not is_overdue(j.waits_since_s, state.now_s, max_wait_s)), key=turn_of)
         for _, jobs in groupby(islice(others, WINDOW), lambda job: job.priority):
             if not packing.open_devices():
                 break

@@ -2,8 +2,8 @@
 
 Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed in
 process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own workers, and
-never restart those of others. The agent that convenes (`convener.py`) decides with `rounds.py` which agents form a round. Each
-agent watches three keys and writes its own record.
+never restart those of others. The agent that coordinates (`coordinator.py`) decides with `rounds.py` which agents form a
+round. Each agent watches three keys and writes its own record.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_dlrover.rdzv.agents import environment
 from lightning_dlrover.rdzv.agents.barrier_store import LiveAgentStore, RoundStore
 from lightning_dlrover.rdzv.agents.c10d_store import is_in_use
 from lightning_dlrover.rdzv.agents.config import HandlerConfig
-from lightning_dlrover.rdzv.agents.convener import AgentConvener, RecordReader
+from lightning_dlrover.rdzv.agents.coordinator import AgentCoordinator, RecordReader
 from lightning_dlrover.rdzv.agents.registration import Registration
 from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.agents.run_records import Known, RunRecords
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.5  # seconds between polls; the mirror wakes us, so this only bounds the cost of a missed wake-up
-_WORD_TTL_S = 5.0  # minimum lifetime of an agent's sign-off in seconds; a dead convener may have to be replaced meanwhile
+_WORD_TTL_S = 5.0  # minimum lifetime of an agent's sign-off in seconds; a dead coordinator may have to be replaced meanwhile
 _CHECK_S = 20.0  # seconds between checks for changes that the mirror missed; with many agents more checks would load etcd
 
 
@@ -90,7 +90,7 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return EtcdRendezvousHandler(HandlerConfig.from_parameters(params))
 
 
-class _Patience:
+class _RoundDeadline:
     """An agent's deadline for a round: `timeout_s` after a controller was last present.
 
     A controller starts missing nodes as soon as its scheduler has room, which may take hours.
@@ -167,10 +167,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._mirror: Mirror | None = None
         self._store: RoundStore | None = None
         # Threads hold this handler weakly, so that they end if it is dropped without a shutdown.
-        is_joining, on_error = _weakly(self._is_joining), _weakly(self._on_convener_error)
+        is_joining, on_error = _weakly(self._is_joining), _weakly(self._on_coordinator_error)
         reader = RecordReader(config.run_id, lambda: bool(is_joining()))
         self._run = RunRecords(self._client, self._keys, config.run_id, self._agent_id, reader)
-        self._convener = AgentConvener(
+        self._coordinator = AgentCoordinator(
             self._client,
             self._keys,
             self._agent_id,
@@ -181,8 +181,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             functools.partial(warn_of_troubles, config.etcd, functools.partial(logger.warning, "run %r: %s", config.run_id)),
         )
         self._shutdown_at_exit = _weakly(self.shutdown)
-        weakref.finalize(self, _end_threads, self._client, self._convener, os.getpid()).atexit = False
-        self._convener_error: RecordError | None = None
+        weakref.finalize(self, _end_threads, self._client, self._coordinator, os.getpid()).atexit = False
+        self._coordinator_error: RecordError | None = None
         self._left_state: OwnedFolder | None = None  # state left by workers that this agent ends together
         self._num_members = 0  # members of the round that this agent takes part in
         self._num_agents = 0  # approximate number of living agents
@@ -269,7 +269,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         atexit.unregister(self._shutdown_at_exit)
         if self._left_state is not None:
             self._left_state.cleanup()
-        self._convener.stop()
+        self._coordinator.stop()
         # Without etcd the expiry of our leases informs the others. Waiting for etcd here would only delay the exit.
         if self._mirror is not None and self._mirror.healthy:
             try:
@@ -302,45 +302,47 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def _next_rendezvous(self) -> RendezvousInfo:
         has_worked = self._mirror is not None  # if so, its workers have failed or were ended for another round
-        patience = _Patience(self._client, self._keys, self._config.join_timeout_s)
+        deadline = _RoundDeadline(self._client, self._keys, self._config.join_timeout_s)
         if self._mirror is None:
             self._mirror = Mirror(self._client, self._keys.for_agents, _weakly(self._on_change), check_interval_s=_CHECK_S)
             # torchrun does not call shutdown() when it ends by a signal.
             atexit.register(self._shutdown_at_exit)
         else:
             # The agent has already ended all its workers, so the others need not wait for their leases to expire.
-            patience.answer_to(self._run.delete_own_workers)
+            deadline.answer_to(self._run.delete_own_workers)
         self._drop_store()
         self._has_finished = self._must_restart = False
-        self._convener_error = None
-        # From now on the convener's notices report the state of the job.
-        job = self._run.read(JobRecord, patience.answer_to(lambda: self._client.get(self._keys.job)))
+        self._coordinator_error = None
+        # From now on the coordinator's notices report the state of the job.
+        job = self._run.read(JobRecord, deadline.answer_to(lambda: self._client.get(self._keys.job)))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
         self._raise_if_over(why_over(self._known().round, job), has_waited=False)
-        self._enter(patience, "waiting", last_round)
+        self._enter(deadline, "waiting", last_round)
         while True:
             self._wake.clear()
             self._stay_registered()
             known = self._known()
             self._raise_if_over(known.over, has_waited=not has_worked)
-            if self._convener_error is not None:
-                raise RendezvousStateError(f"run {self._config.run_id!r}: {self._convener_error}") from self._convener_error
+            if self._coordinator_error is not None:
+                raise RendezvousStateError(
+                    f"run {self._config.run_id!r}: {self._coordinator_error}"
+                ) from self._coordinator_error
             is_admitted = known.round_number > last_round and self._agent_id in known.members
             if self._may_join_at_once(known, is_admitted):
-                return self._join_live(patience, known.round_number)
+                return self._join_live(deadline, known.round_number)
             if is_admitted:
                 if known.notice is not None and known.notice.confirmed_round == known.round_number:
                     return self._start(known.members, known.notice)
                 if self._own.record.round_number != known.round_number or self._own.record.state == "waiting":
                     is_first = known.members[0] == self._agent_id
                     port = free_port(self._all_addresses) if is_first else 0
-                    self._enter(patience, "running", known.round_number, port)
+                    self._enter(deadline, "running", known.round_number, port)
             elif self._own.record.state != "waiting":
                 logger.warning("run %r: a round broke up before it began", self._config.run_id)
                 last_round = known.round_number
-                self._enter(patience, "waiting", last_round)
-            remaining_s = patience.remaining_s()
+                self._enter(deadline, "waiting", last_round)
+            remaining_s = deadline.remaining_s()
             if remaining_s <= 0:
                 self._give_up(known)
             self._wake.wait(min(_POLL_S, remaining_s))
@@ -361,11 +363,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
         bootstrap = RendezvousStoreInfo(notice.master_address, notice.master_port)
         return RendezvousInfo(self._store, node_rank, len(members), bootstrap)
 
-    def _join_live(self, patience: _Patience, round_number: int) -> RendezvousInfo:
+    def _join_live(self, deadline: _RoundDeadline, round_number: int) -> RendezvousInfo:
         """Return ranks that are true now; the workers assign themselves the ranks that count."""
-        others = patience.answer_to(self._run.other_agents)
+        others = deadline.answer_to(self._run.other_agents)
         self._is_live = True
-        self._enter(patience, "running", round_number)
+        self._enter(deadline, "running", round_number)
         self._export()
         logger.info("run %r: joined the live job as node %d", self._config.run_id, len(others))
         return RendezvousInfo(
@@ -375,8 +377,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             RendezvousStoreInfo(self._address, free_port(self._all_addresses)),
         )
 
-    def _enter(self, patience: _Patience, state: Literal["waiting", "running"], round_number: int, port: int = 0) -> None:
-        patience.answer_to(lambda: self._register(state=state, round_number=round_number, port=port))
+    def _enter(self, deadline: _RoundDeadline, state: Literal["waiting", "running"], round_number: int, port: int = 0) -> None:
+        deadline.answer_to(lambda: self._register(state=state, round_number=round_number, port=port))
 
     def _give_up(self, known: Known) -> None:
         limits, run_id = self._config.limits, self._config.run_id
@@ -459,7 +461,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._is_live:
             self._client.delete(self._own.key)
         else:
-            # The sign-off has a lease of its own, which expires after the convener has read it.
+            # The sign-off has a lease of its own, which expires after the coordinator has read it.
             lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
             word = Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)
             self._client.txn([], [word, Delete(self._own.key)])
@@ -481,7 +483,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._campaign()
 
     def _stay_registered(self) -> None:
-        """Register again after our lease was lost, as after a long network outage, and stand for convener if there is none."""
+        """Register again after our lease was lost, as after a long outage, and stand for coordinator if there is none."""
         if not self._own.is_lost:
             self._campaign()  # the change that called for a candidate may have come while our own former term was ending
         else:
@@ -500,15 +502,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._wake.set()
 
     def _campaign(self) -> None:
-        """Ensure that there is a convener."""
+        """Ensure that there is a coordinator."""
         mirror, lease = self._mirror, self._own.lease
-        if mirror is None or lease is None or lease.lost.is_set() or self._convener_error is not None:
+        if mirror is None or lease is None or lease.lost.is_set() or self._coordinator_error is not None:
             return
-        if (entry := mirror.get(self._keys.agent_convener)) is None or entry.lease_id == lease.id:
-            self._convener.campaign(mirror, lease, self._num_agents)
+        if (entry := mirror.get(self._keys.agent_coordinator)) is None or entry.lease_id == lease.id:
+            self._coordinator.campaign(mirror, lease, self._num_agents)
 
-    def _on_convener_error(self, error: RecordError) -> None:
-        self._convener_error = error
+    def _on_coordinator_error(self, error: RecordError) -> None:
+        self._coordinator_error = error
         self._wake.set()
 
     def _known(self) -> Known:
@@ -540,11 +542,11 @@ def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
     return call
 
 
-def _end_threads(client: EtcdClient, convener: AgentConvener, pid: int) -> None:
+def _end_threads(client: EtcdClient, coordinator: AgentCoordinator, pid: int) -> None:
     """End the threads of a handler that was garbage-collected. Its agent's lease expires, so the others declare it lost."""
 
     def end() -> None:
-        convener.stop()
+        coordinator.stop()
         if is_in_use(client):  # a round's store, perhaps that of a process group, still uses the client
             client.end_children()
         else:

@@ -3,8 +3,8 @@
 The record of a waiting agent names the round that it has left (`round_number`). So a round is over exactly when each of its
 members is gone or waits for a later one. A round is written first, and confirmed once all its members have entered it. Before
 that no member has started workers, so if one dies the round is void and another takes its place. Both decisions are level
-triggered and use only the records: the next convener continues where the last one stopped. Clocks and etcd stay in
-`agent_convener.py` and `handler.py`.
+triggered and use only the records: the next coordinator continues where the last one stopped. Clocks and etcd stay in
+`agent_coordinator.py` and `handler.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SeenAgent:
 
 @dataclass(frozen=True)
 class AgentView:
-    """The convener's view of the agents and the job at one revision."""
+    """The coordinator's view of the agents and the job at one revision."""
 
     agents: Mapping[str, SeenAgent]
     round: AgentRound | None = None
@@ -127,7 +127,7 @@ def members_of_next_round(view: AgentView, limits: Limits, last_call_is_over: bo
 
 
 def next_notice(view: AgentView, term: int) -> AgentNotice:
-    """Return the notice that the convener of this term should have published; equal to `view.notice` if it has."""
+    """Return the notice that the coordinator of this term should have published; equal to `view.notice` if it has."""
     inside, waiting = participants(view), candidates(view)
     confirmed, address, port = 0, "", 0
     if view.notice is not None:

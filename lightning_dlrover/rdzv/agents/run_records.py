@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 
-from lightning_dlrover.rdzv.agents.convener import RecordReader
+from lightning_dlrover.rdzv.agents.coordinator import RecordReader
 from lightning_dlrover.rdzv.agents.rounds import why_over
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
@@ -30,7 +30,7 @@ from lightning_dlrover.rdzv.job.records import (
     worker_name_of,
 )
 from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
-from lightning_dlrover.rdzv.live.convener import burial
+from lightning_dlrover.rdzv.live.coordinator import burial
 
 __all__ = ["Known", "RunRecords"]
 
@@ -43,7 +43,7 @@ class Known:
 
     round: AgentRound | None
     notice: AgentNotice | None
-    term: int  # term of the convener in office; 0: there is none
+    term: int  # term of the coordinator in office; 0: there is none
 
     @property
     def round_number(self) -> int:
@@ -87,11 +87,11 @@ class RunRecords:
 
     def known(self, entries: Mapping[str, KeyValue]) -> Known:
         """Return the view of an agent whose mirror holds these entries. Raises as `read` does."""
-        convener = entries.get(self._keys.agent_convener)
+        coordinator = entries.get(self._keys.agent_coordinator)
         return Known(
             round=self.read(AgentRound, entries.get(self._keys.agent_round)),
             notice=self.read(AgentNotice, entries.get(self._keys.agent_notice)),
-            term=convener.create_revision if convener is not None else 0,
+            term=coordinator.create_revision if coordinator is not None else 0,
         )
 
     def why_over(self) -> str:
@@ -142,7 +142,7 @@ class RunRecords:
             if worker is not None and worker.agent_id == self._agent_id:
                 self._client.delete(kv.key)  # no transaction: a full etcd takes none, but it deletes
                 with contextlib.suppress(EtcdFullError):
-                    for write in burial(kv, self._client.get(self._keys.convener), self._keys)[1:]:
+                    for write in burial(kv, self._client.get(self._keys.coordinator), self._keys)[1:]:
                         self._client.txn(write.compare, write.ops)
 
     def tidy_up(self, is_live: bool) -> None:
@@ -153,6 +153,6 @@ class RunRecords:
         keys = self._keys
         is_last = none_under(keys.agents)  # an agent may register at any time, and keeps what it then writes
         if self._client.txn([is_last], [DeletePrefix(keys.store), DeletePrefix(keys.agents_left)]).succeeded:
-            self._client.txn([is_last, absent(keys.agent_convener)], [Delete(keys.agent_notice)])
+            self._client.txn([is_last, absent(keys.agent_coordinator)], [Delete(keys.agent_notice)])
             if is_live and self.why_over():
                 self._client.txn([is_last], [Delete(keys.agent_round)])

@@ -29,7 +29,7 @@ def judge(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_RE
     if not condition.has_leader:
         answer = error("etcd", f"{endpoint} has no leader: it serves nothing", "bring a majority of its members back")
     elif condition.write_problem and not condition.alarms:
-        move = "grant the user readwrite on --key-prefix, or give --user and --password-file (docs/security.md)"
+        move = "grant the user readwrite on --key-prefix, or give --user and --password-file (docs/reference/security.md)"
         answer = error("etcd", condition.write_problem, move)
     elif condition.latency_s > SLOW_S:
         answer = warning("etcd", f"{endpoint} takes {latency}", "give etcd a fast disk of its own and a near network")

@@ -20,7 +20,7 @@ __all__ = ["DeviceWait", "checked_updates", "wait_for_device"]
 
 log = logging.getLogger(__name__)
 
-TICK_S = 1.0
+DEVICE_TICK_S = 1.0
 """Seconds between two looks at a wait for the device."""
 
 
@@ -63,7 +63,7 @@ class DeviceWait:
         self._is_closed.set()
 
     def _watch(self) -> None:
-        while not self._is_closed.wait(min(TICK_S, self._limit_s / 4)):
+        while not self._is_closed.wait(min(DEVICE_TICK_S, self._limit_s / 4)):
             since = self._since
             if time.monotonic() - since > self._limit_s:
                 log.error(

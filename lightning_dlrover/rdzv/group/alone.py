@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.group.left_state import HostStateCache
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
+from lightning_dlrover.rdzv.group.meeting import OutsideOfLoops, PlaceInProgram
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.torch_names import HashStore
 from lightning_dlrover.rdzv.group.transfer import Packed
@@ -33,8 +34,7 @@ class LoneWorld:
         self.backend = "gloo"
         self.is_asynchronous = False
         self.num_fits = 0
-        self.activity: Callable[[], str] = lambda: "between two collectives"
-        self.is_in_step: Callable[[], bool] = lambda: False
+        self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []
         self._formation: Formation | None = None
         self._has_finished = False
@@ -60,7 +60,7 @@ class LoneWorld:
         return self._formation
 
     @property
-    def left_state(self) -> LeftState | None:
+    def left_state(self) -> HostStateCache | None:
         return None
 
     @property
@@ -161,6 +161,14 @@ class LoneWorld:
 
     @property
     def membership(self) -> NoReturn:
+        raise _refusal("records of a job")
+
+    @property
+    def view(self) -> NoReturn:
+        raise _refusal("records of a job")
+
+    @property
+    def records(self) -> NoReturn:
         raise _refusal("records of a job")
 
     @property

@@ -11,7 +11,7 @@ from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
 from lightning_dlrover.rdzv.live.admission import MembershipConfig
-from lightning_dlrover.rdzv.live.rounds import Patience
+from lightning_dlrover.rdzv.live.rounds import RoundTimeouts
 from lightning_dlrover.rdzv.timeouts import Timeouts
 
 __all__ = ["WorldConfig", "is_in_job"]
@@ -24,7 +24,16 @@ def is_in_job(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """Location of the job's records and identity of this worker, read once from the environment that the agent exports."""
+    """Location of the job's records and identity of this worker, read once from the environment that the agent exports.
+
+    Example:
+        >>> WorldConfig.from_environment({}, version="0.1.0") is None  # not started by the rendezvous backend
+        True
+        >>> exported = {"DLROVER_RUN_ID": "ctr", "DLROVER_ENDPOINT": "etcd:2379", "DLROVER_AGENT_ID": "a1"}
+        >>> config = WorldConfig.from_environment({**exported, "DLROVER_MAX_NODES": "4"}, version="0.1.0")
+        >>> config.min_workers, config.max_workers
+        (1, 4)
+    """
 
     etcd: EtcdConfig
     run_id: str
@@ -101,5 +110,5 @@ class WorldConfig:
             workers_per_node=self.node_workers,
             lease_ttl_s=self.lease_ttl_s,
             history_ttl_s=self.history_ttl_s,
-            patience=Patience(self.start_timeout_s, self.regroup_timeout_s, return_s=2.0 * self.lease_ttl_s),
+            timeouts=RoundTimeouts(self.start_timeout_s, self.regroup_timeout_s, return_s=2.0 * self.lease_ttl_s),
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError
 from lightning_dlrover.rdzv.live.member import LeftOutError, MembershipError, RoundEndedError, WorldError
 
 __all__ = ["Failures", "is_group_failure"]
@@ -17,7 +18,14 @@ MAX_ATTEMPTS = 8
 
 
 def is_group_failure(error: BaseException) -> bool:
-    """Whether `error` was raised by a collective whose peer is gone, and not by the user's own code."""
+    """Whether `error` was raised by a collective whose peer is gone, and not by the user's own code.
+
+    Example:
+        >>> is_group_failure(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+        True
+        >>> is_group_failure(ValueError("batch is empty"))
+        False
+    """
     text = str(error)
     if any(mark in text for mark in _MISTAKES):
         return False
@@ -41,16 +49,23 @@ _MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"
 """Texts of NCCL's errors that would recur in the next round, such as two workers on one GPU."""
 
 
+class MaySever(Protocol):
+    """Connections of a round, which end with it."""
+
+    @property
+    def are_severed(self) -> bool: ...
+
+
 class Failures:
     """Classify errors that end a worker's rounds as recoverable or not, and limit recoveries.
 
     Args:
-        is_broken: returns whether the round's group was severed.
+        sockets: connections of the round.
     """
 
-    def __init__(self, is_broken: Callable[[], bool], meeting: Callable[[], Meeting | None]) -> None:
+    def __init__(self, sockets: MaySever, meeting: Callable[[], CollectiveMonitor | None]) -> None:
         self.mismatch: MismatchError | None = None
-        self._is_broken = is_broken
+        self._sockets = sockets
         self._meeting = meeting
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and the number of recoveries with it
         self._last_failure = ""  # text of the newest error that was attributed to a loss
@@ -61,7 +76,7 @@ class Failures:
             return False
         self.raise_mismatch(error)
         is_loss = is_group_failure(error) or isinstance(error, RoundEndedError)
-        is_loss = is_loss or (self._is_broken() and _may_follow_from_an_abort(error))
+        is_loss = is_loss or (self._sockets.are_severed and _may_follow_from_an_abort(error))
         if is_loss:
             self._last_failure = f"{type(error).__name__}: {error}"[:2000]
         return is_loss

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,10 @@ from lightning_dlrover.rdzv.group.backends import has_gloo_for_cpu, traits_of
 from lightning_dlrover.rdzv.group.communicators import CommunicatorError, Communicators, slow_to_connect
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.ending import GroupStuckError, RoundEnd
-from lightning_dlrover.rdzv.group.gloo import RoundSockets, inet_sockets, num_begun
+from lightning_dlrover.rdzv.group.gloo import RoundSockets, inet_sockets, num_begun_in
 from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.hellos import await_hellos, missing_hellos, publish_hello
-from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, Program
 from lightning_dlrover.rdzv.group.reach import FEW, Patrol, Reach
 from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.group.tree import Tree, edges, join_tree
@@ -64,7 +64,7 @@ Further ones follow in a second message, which does not overlap with a step.
 CONNECT_AGAIN_S = 0.02
 """Seconds between two attempts to reach the store of a round of up to `FEW` workers; longer for more."""
 
-PROBE_INTERVAL_S = 0.1
+FORM_PROBE_S = 0.1
 """Seconds between two looks for dead workers while a round is formed."""
 
 STORE_MARGIN_S = 10.0
@@ -74,13 +74,19 @@ CHECK_S = 0.02
 """Seconds between two checks whether a round of up to `FEW` workers is void while others are awaited; longer for more."""
 
 
+class ErrorReporter(Protocol):
+    """Publishes errors of a worker."""
+
+    def report_error(self, error: BaseException) -> None: ...
+
+
 class Forming:
     """Connect one worker to the other members of a round.
 
     Args:
         device: device of the communicators that connect early; None: they connect at their first collective.
         sockets: sockets of the round, which are shut down if it does not form.
-        report: publishes an error that ends this worker.
+        reporter: publishes an error that ends this worker.
     """
 
     def __init__(
@@ -94,13 +100,13 @@ class Forming:
         sockets: RoundSockets,
         groups: RoundGroups,
         reach: Reach,
-        report: Callable[[BaseException], None],
+        reporter: ErrorReporter,
     ) -> None:
         self._config = config
         self._backend = backend
         self._device = device
         self._early = slow_to_connect(backend) if device is not None else {}
-        self._report = report
+        self._reporter = reporter
         self._communicators: Communicators | None = None  # of the newest round that this worker knows to be in
         self._communicators_lock = threading.Lock()
         self._former: RoundEnd | None = None  # end of the groups before
@@ -113,10 +119,8 @@ class Forming:
         self._patience = timedelta(seconds=config.collective_timeout_s)
         self._gloo_devices: list[Any] = []  # gloo's, of all groups that do not connect late
 
-    def form(
-        self, target: RoundRecord, hello: bytes, activity: Callable[[], str], is_in_step: Callable[[], bool]
-    ) -> tuple[Formation, Meeting | None]:
-        """Connect to the other members of a round, and create its default group; see `Means.form` and `Meeting`."""
+    def bring_up(self, target: RoundRecord, hello: bytes, program: Program) -> tuple[Formation, CollectiveMonitor | None]:
+        """Connect to the other members of a round, and create its default group; see `MemberBackend.form`."""
         me = self._membership.worker_id
         rank = target.members.index(me)
         communicators = self.prepare(target)
@@ -157,15 +161,14 @@ class Forming:
         formation = Formation(target, hellos, rank)
         if formation.size == 1:
             return formation, None
-        meeting = Meeting(
+        meeting = CollectiveMonitor(
             gloo if is_large else control[0],
             rank,
             formation.size,
             min(VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size, MAX_VOTE_ROOM),
-            begun=functools.partial(num_begun, [gloo, *self._beside_gloo()]),
+            begun=functools.partial(num_begun_in, [gloo, *self._beside_gloo()]),
             connect=functools.partial(_connect_briefly, target, f"round/{target.number}/meeting"),
-            activity=activity,
-            is_in_step=is_in_step,
+            program=program,
             sever=functools.partial(self._sockets.sever, target.number),
             tree=Tree(gloo, rank, formation.size, self._patience) if is_large else None,
             control=None if has_gloo_for_cpu(self._backend) else transfer.round_group(),
@@ -209,8 +212,8 @@ class Forming:
     def _watch_members(self, communicators: Communicators, folder: str) -> None:
         """Look for members that have died, or that could not connect: the others train on, and would not notice."""
         target = communicators.round
-        interval_s = PROBE_INTERVAL_S * max(1.0, len(target.members) / FEW)
-        patrol = Patrol(self._membership, target.members, PROBE_INTERVAL_S).pause()
+        interval_s = FORM_PROBE_S * max(1.0, len(target.members) / FEW)
+        patrol = Patrol(self._membership, target.members, FORM_PROBE_S).pause()
         limit_s = self._config.form_timeout_s + STORE_MARGIN_S  # a member that waits for them in `form` gives up first
         began = time.monotonic()
         store: Store | None = None
@@ -310,7 +313,9 @@ class Forming:
             dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=self._patience)
             sys.excepthook = hook  # torch's puts the rank of each round so far before each line of an error
         if traits_of(self._backend).is_abortable:
-            self._sockets.end = RoundEnd(torch_names.default_groups, f"round {self._member.number}", self._report)
+            self._sockets.end = RoundEnd(
+                torch_names.default_groups, f"round {self._member.number}", self._reporter.report_error
+            )
         of_cpu = has_gloo_for_cpu(self._backend)
         transfer.travel_in(dist.group.WORLD if of_cpu else torch_names.control_group(store, rank, size, connected["gloo"]))
 
@@ -458,7 +463,7 @@ class Forming:
                 done.set_exception(error)
 
         threading.Thread(target=work, name="dlrover-connect", daemon=True).start()
-        patrol = Patrol(self._membership, workers, PROBE_INTERVAL_S).pause()
+        patrol = Patrol(self._membership, workers, FORM_PROBE_S).pause()
         while not wait([done], timeout=CHECK_S * max(1.0, len(workers) / FEW)).done:
             check()
             patrol.look()

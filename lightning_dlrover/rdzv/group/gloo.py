@@ -25,13 +25,13 @@ from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.torch_names import TCPStore
 from lightning_dlrover.rdzv.group.waits import AWAKE_S
 from lightning_dlrover.rdzv.live.member import Member
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = [
     "RoundSockets",
     "StoreServer",
     "inet_sockets",
-    "num_begun",
+    "num_begun_in",
     "own_address",
     "protect_forks",
     "shut_down",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-def num_begun(backends: Sequence[Any]) -> int:
+def num_begun_in(backends: Sequence[Any]) -> int:
     """Return the number of collectives that any code of this worker has begun in the backends of its round's group."""
     return sum(torch_names.num_begun(backend) for backend in backends)
 
@@ -133,7 +133,7 @@ class RoundSockets:
         with self._lock:
             self._sockets += self._opened_since(known_inodes)
 
-    def follow(self, view: Outlook, evicted: bool) -> None:
+    def follow(self, view: WorkerView, evicted: bool) -> None:
         """Sever the group if it cannot complete any more collectives.
 
         Called by the membership thread, and by the main thread after it has formed a round.
@@ -165,6 +165,10 @@ class RoundSockets:
                     self.severed.append((fd, inode))
         if end is not None and not quietly:
             end.abort()
+
+    def sever_current(self) -> None:
+        """Shut down the connections of the round that this worker is in."""
+        self.sever(self._member.number)
 
     def _opened_late(self) -> list[tuple[int, int]]:
         if not self._connects_late:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv.group import waits
-from lightning_dlrover.rdzv.group.meeting import Meeting
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor
 from lightning_dlrover.rdzv.group.purpose import tensors_in
 
 __all__ = ["MESSAGES", "OPERATIONS", "compare_with"]
@@ -37,10 +37,10 @@ OPERATIONS = {
 
 MESSAGES = ("send", "recv", "recv_anysource")
 
-_find_meeting: Callable[[], Callable[[], Meeting | None] | None] = lambda: None  # noqa: E731
+_find_meeting: Callable[[], Callable[[], CollectiveMonitor | None] | None] = lambda: None  # noqa: E731
 
 
-def compare_with(meeting: weakref.WeakMethod[Callable[[], Meeting | None]]) -> None:
+def compare_with(meeting: weakref.WeakMethod[Callable[[], CollectiveMonitor | None]]) -> None:
     """Compare all later collectives on the default group, whichever code calls them.
 
     Args:
@@ -48,11 +48,11 @@ def compare_with(meeting: weakref.WeakMethod[Callable[[], Meeting | None]]) -> N
     """
     global _find_meeting
     _find_meeting = meeting
-    _install()
+    _install_hooks()
 
 
 @functools.cache
-def _install() -> None:
+def _install_hooks() -> None:
     kind: Any = dist.ProcessGroup
     for method, name in OPERATIONS.items():
         if (original := getattr(kind, method, None)) is not None:

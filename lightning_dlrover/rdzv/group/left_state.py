@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_dlrover.rdzv.group import transfer
 
-__all__ = ["PREFIX", "ROOT", "LeftState", "LeftStateError", "newest", "resume"]
+__all__ = ["PREFIX", "ROOT", "HostStateCache", "HostStateError", "newest", "resume"]
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ ROOT = Path("/dev/shm")
 PREFIX = "dlrover-agent-"
 
 
-class LeftStateError(RuntimeError):
+class HostStateError(RuntimeError):
     """A state cannot be written to this host's memory, or read from it."""
 
 
-class LeftState:
+class HostStateCache:
     """The state left by a former group of this agent, if any.
 
     Args:
@@ -45,7 +45,7 @@ class LeftState:
         """Replace the kept state; return the bytes written.
 
         Raises:
-            LeftStateError: there is no room; the former state stays.
+            HostStateError: there is no room; the former state stays.
         """
         self._remove_unfinished()
         unfinished = self._file.with_suffix(f".{os.getpid()}")
@@ -58,7 +58,7 @@ class LeftState:
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
-            raise LeftStateError(
+            raise HostStateError(
                 f"the state of step {step} could not be kept in {self._file.parent}: {error}. Give the host, or its container, "
                 "more shared memory (docker run --shm-size), or start one agent per worker"
             ) from error
@@ -93,14 +93,14 @@ class LeftState:
             names: classes and functions accepted by name, see `transfer.names_in`.
 
         Raises:
-            LeftStateError: the state cannot be read.
+            HostStateError: the state cannot be read.
         """
         try:
             with self._file.open("rb") as file:
                 file.readline(1000)
                 return transfer.read(file, classes, names)
         except (OSError, transfer.TransferError) as error:
-            raise LeftStateError(f"the state in {self._file} cannot be read: {error}") from error
+            raise HostStateError(f"the state in {self._file} cannot be read: {error}") from error
 
 
 def newest(steps: Sequence[int | None]) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def newest(steps: Sequence[int | None]) -> tuple[int, int]:
 
 
 def resume(
-    left: LeftState | None,
+    left: HostStateCache | None,
     source: int,
     rank: int,
     receivers: Collection[int],
@@ -129,7 +129,7 @@ def resume(
         receivers: ranks that call `load` with the state.
         gather: returns the values of all members, by rank.
         is_failure: whether an error means that the round is broken, so that the state may still be whole.
-        classes, names: see `LeftState.read`.
+        classes, names: see `HostStateCache.read`.
 
     Returns:
         Whether the source could read the state.
@@ -138,7 +138,7 @@ def resume(
     if left is not None and rank == source:
         try:
             state = left.read(classes, names)
-        except LeftStateError as error:
+        except HostStateError as error:
             log.warning("%s", error)
     if not any(gather(state is not None)):
         return False

@@ -21,12 +21,15 @@ import torch
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import checked_updates
 from lightning_dlrover.rdzv.group.buffers import BufferCopies
-from lightning_dlrover.rdzv.group.left_state import LeftStateError, newest, resume
+from lightning_dlrover.rdzv.group.left_state import HostStateError, newest, resume
 from lightning_dlrover.rdzv.job.events import FitResumed, TrainingStalled
 from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
 
 if TYPE_CHECKING:
-    from lightning_dlrover.rdzv.group.world import AnyWorld
+    from lightning_dlrover.rdzv.group.left_state import HostStateCache
+    from lightning_dlrover.rdzv.group.transfer import Packed
+    from lightning_dlrover.rdzv.job.events import Event
+    from lightning_dlrover.rdzv.live.member import WorldError
 
 __all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps", "updates_made"]
 
@@ -39,6 +42,41 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class LoopWorld(Protocol):
+    """A `World` or `LoneWorld`, as a training loop uses it. `world.py` describes the methods."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def formation(self) -> Formation | None: ...
+    @property
+    def is_asynchronous(self) -> bool: ...
+    @property
+    def left_state(self) -> HostStateCache | None: ...
+    @property
+    def broken(self) -> bool: ...
+    @property
+    def is_voting(self) -> bool: ...
+    @property
+    def has_finished(self) -> bool: ...
+
+    def start(self) -> Formation | None: ...
+    def admit(self, hello: bytes, fingerprint: str) -> Formation: ...
+    def switch(self, number: int, hello: bytes) -> Formation: ...
+    def recover(self, hello: bytes) -> Formation: ...
+    def announce(self, fingerprint: str) -> None: ...
+    def finish(self, num_steps: int) -> None: ...
+    def propose(self, check_every: int, wishes: Sequence[int], place: int) -> None: ...
+    def agreed(self) -> tuple[int | None, int]: ...
+    def is_stop(self, number: int) -> bool: ...
+    def keep_for_successors(self, step: int, packed: Packed) -> None: ...
+    def event(self, event: Event, text: str) -> None: ...
+    def broken_error(self) -> WorldError: ...
+    def is_failure(self, error: BaseException) -> bool: ...
+    def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool: ...
+    def wait_for_device(self, device: torch.device) -> None: ...
 
 
 # --- when to switch -----------------------------------------------------------------------------------------------------------
@@ -54,7 +92,7 @@ class Pace:
         wishes: called for each vote; returns numbers. `World.wishes` then holds the minimum of each over all workers.
     """
 
-    def __init__(self, world: AnyWorld, check_interval_s: float, wishes: Callable[[], Sequence[int]] = tuple) -> None:
+    def __init__(self, world: LoopWorld, check_interval_s: float, wishes: Callable[[], Sequence[int]] = tuple) -> None:
         self._world = world
         self._wishes = wishes
         self._check_interval_s = check_interval_s
@@ -189,6 +227,18 @@ class Step:
         round_is_new: True at this worker's first attempt in a round: wrap the model, create sub-groups.
         is_last: set it on all workers to end the loop with this step.
         was_made: valid after the block; False if a worker was lost meanwhile, so that the step must be attempted again.
+
+    Example:
+        >>> import torch
+        >>> from lightning_dlrover.rdzv import World
+        >>> with World.from_environment() as world:
+        ...     for step in world.steps(100, model=torch.nn.Linear(1, 1)):
+        ...         with step:
+        ...             step.is_last = step.number == 1  # for example because the loss is small enough
+        ...         if step.was_made:
+        ...             print("made step", step.number)
+        made step 0
+        made step 1
     """
 
     def __init__(self, number: int, formation: Formation, round_is_new: bool, loop: _Loop) -> None:
@@ -228,7 +278,7 @@ class _Loop:
     """The state of a plain loop between its steps."""
 
     def __init__(
-        self, world: AnyWorld, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
+        self, world: LoopWorld, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
     ) -> None:
         self.num_made = first_step
         self._num_steps = num_steps
@@ -343,7 +393,7 @@ class _Loop:
     def _keep_for_successors(self) -> None:
         try:
             self._world.keep_for_successors(self.num_made, transfer.pack(self._dump()))
-        except (LeftStateError, transfer.TransferError) as error:
+        except (HostStateError, transfer.TransferError) as error:
             log.error("the next group of workers cannot go on from step %d: %s", self.num_made, error)
 
     def _recover(self) -> None:
@@ -410,7 +460,7 @@ class _Loop:
 
 
 def steps(
-    world: AnyWorld, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
+    world: LoopWorld, num_steps: int, first_step: int, state: Mapping[str, Stateful], check_interval_s: float
 ) -> Iterator[Step]:
     """See `World.steps`."""
     return _Loop(world, num_steps, first_step, state, check_interval_s).run()

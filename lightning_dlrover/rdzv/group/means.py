@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.reach import Patrol
+from lightning_dlrover.rdzv.group.reach import Patrol, Reach
+from lightning_dlrover.rdzv.group.reports import Reports
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
 from lightning_dlrover.rdzv.live.member import (
     CannotMeetError,
@@ -20,9 +21,9 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
 )
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
-__all__ = ["BlockingMeans"]
+__all__ = ["ProcessBackend"]
 
 log = logging.getLogger(__name__)
 
@@ -31,56 +32,57 @@ T = TypeVar("T")
 NEWS_S = 3.0
 """Seconds of waiting after which a worker logs the reason."""
 
-PROBE_INTERVAL_S = 0.05
+WAIT_PROBE_S = 0.05
 """Seconds between two probes of workers during a wait."""
 
 FULL_PAUSE_S = 0.2
 """Seconds between two attempts to write a record while etcd's database is full."""
 
 
-class BlockingMeans:
-    """Implementation of `Means` that blocks the worker's thread.
+class ProcessBackend:
+    """Implementation of `MemberBackend` that blocks the worker's thread.
 
     Args:
-        out_of_reach: returns those of some workers that do not respond.
+        reach: finds members that do not respond.
+        form, destroy: bring the round's process groups up, and tear them down.
     """
 
     def __init__(
         self,
         config: WorldConfig,
         membership: Membership,
-        out_of_reach: Callable[[Sequence[str]], list[str]],
+        reach: Reach,
+        reports: Reports,
         form: Callable[[RoundRecord, bytes], Formation],
         destroy: Callable[[], None],
-        report_wait: Callable[[str], None],
     ) -> None:
         self._config = config
         self._membership = membership
-        self._out_of_reach = out_of_reach
+        self._reach = reach
+        self._reports = reports
         self._form = form
         self._destroy = destroy
-        self._report_wait = report_wait
 
     @property
     def worker_id(self) -> str:
         return self._membership.worker_id
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         return self._membership.view
 
     async def until(
-        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         membership = self._membership
         news_at = time.monotonic() + NEWS_S
-        patrol = Patrol(membership, probe, PROBE_INTERVAL_S).pause()
+        patrol = Patrol(membership, probe, WAIT_PROBE_S).pause()
 
         def tick() -> None:
             nonlocal news_at
             if time.monotonic() > news_at:
                 news_at = float("inf")
-                self._report_wait(what)
+                self._reports.wait(what)
             patrol.look()
 
         try:
@@ -104,10 +106,10 @@ class BlockingMeans:
                 time.sleep(FULL_PAUSE_S)  # a full etcd refuses writes at once
 
     async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        Patrol(self._membership, workers, PROBE_INTERVAL_S).look()
+        Patrol(self._membership, workers, WAIT_PROBE_S).look()
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
-        return self._out_of_reach(workers)
+        return self._reach.silent(workers)
 
     async def form(self, target: RoundRecord, hello: bytes) -> Formation:
         try:

@@ -8,10 +8,11 @@ collectives, mix up values, or are aborted when sizes differ. Three measures tur
    Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
    without progress.
 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
-   `Counts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in the same
-   order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait for each
-   other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another program.
-   The same holds for two workers that have begun equally many collectives in the round's group, and a different one last.
+   `CollectiveCounts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in
+   the same order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait
+   for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another
+   program. The same holds for two workers that have begun equally many collectives in the round's group, and a different one
+   last.
 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a collective
    that one worker has left out. Votes include the number of the step.
 
@@ -29,8 +30,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,15 +40,15 @@ import torch.distributed as dist
 from lightning_dlrover.frames import current_frames
 from lightning_dlrover.rdzv.group import torch_names, waits
 from lightning_dlrover.rdzv.group.purpose import Purpose, details, place_of, tensors_in
-from lightning_dlrover.rdzv.group.sightings import Counts, Sighting, can_go_on, difference, ranges
+from lightning_dlrover.rdzv.group.sightings import CollectiveCounts, DesyncReport, can_go_on, difference, ranges
 from lightning_dlrover.rdzv.group.torch_names import Store
 from lightning_dlrover.rdzv.group.tree import Reduction, Tree
 from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
 
 __all__ = [
     "Begun",
+    "CollectiveMonitor",
     "LoneCollectiveError",
-    "Meeting",
     "MismatchError",
 ]
 
@@ -95,7 +97,35 @@ Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
 """A comparison that has begun: its number, and its numbers on their way to the minimum over all workers."""
 
 
-class Meeting:
+class PlaceInProgram(Protocol):
+    """A worker's place in its program, as it changes. Read by any thread."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the worker is inside a training step."""
+
+    def describe(self) -> str:
+        """Describe the place for an error message."""
+
+
+@dataclass(frozen=True)
+class OutsideOfLoops:
+    """The place of a program of which nothing is known."""
+
+    is_computing: bool = False
+
+    def describe(self) -> str:
+        return "between two collectives"
+
+
+class Program(Protocol):
+    """A worker's program, which sets its place anew for each of its training loops."""
+
+    @property
+    def place(self) -> PlaceInProgram: ...
+
+
+class CollectiveMonitor:
     """Compare the next collectives of a round's workers. Used by the thread that created it, and watched by one of its own.
 
     Args:
@@ -103,8 +133,7 @@ class Meeting:
         capacity: numbers in the first message of a vote; equal on all workers.
         begun: returns the number of collectives and messages that this worker has begun in the round's group.
         connect: opens a connection to the round's store, without a long wait; None if it cannot be reached.
-        activity: describes this worker's current activity.
-        is_in_step: returns whether this worker is inside a training step.
+        program: has this worker's place in its program.
         sever: ends this worker's pending collective; called after all workers have agreed on `mismatch`.
         tree: reduces the numbers in place of the group, if there are many workers. The round's group then connects two workers
             only at their first message.
@@ -119,8 +148,7 @@ class Meeting:
         capacity: int,
         begun: Callable[[], int],
         connect: Callable[[], Store | None],
-        activity: Callable[[], str],
-        is_in_step: Callable[[], bool],
+        program: Program,
         sever: Callable[[], None],
         tree: Tree | None = None,
         control: object = None,
@@ -137,8 +165,7 @@ class Meeting:
         self._begun_before: int | None = None  # count at the start of an operation that consists of messages
         self._messages_lock = threading.Lock()
         self._connect = connect
-        self._activity = activity
-        self._is_in_step = is_in_step
+        self._program = program
         self._sever = sever
         self._num_compared = 0
         self._unread: list[Begun] = []  # comparisons begun before asynchronous collectives
@@ -148,7 +175,7 @@ class Meeting:
         self._alone = ""  # reason why the others take no part in this worker's collectives now
         self._store: Store | None = None
         self._store_lock = threading.Lock()
-        self._published: Sighting | None = None
+        self._published: DesyncReport | None = None
         self._answered = 0
         self._thread = threading.get_ident()
         self._closed = threading.Event()
@@ -245,7 +272,7 @@ class Meeting:
         is_async = getattr(args[-1] if args else None, "asyncOp", False)
         if is_async and _is_of_a_library(sys._getframe(2)):
             return  # all workers begin it alike, in the middle of a step or of another comparison
-        if self._is_in_step() and any(t.device.type != "cpu" for t in tensors_in(args)):
+        if self._program.place.is_computing and any(t.device.type != "cpu" for t in tensors_in(args)):
             return  # SyncBatchNorm, for example, would make the host wait for the others in each layer
         purpose = Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2)))
         if is_async:  # overlaps with computation, so it must not wait for the others
@@ -263,7 +290,7 @@ class Meeting:
             RoundEndedError: the round is over; on other workers this may have returned True before.
             WorldError: other workers neither reached the place nor passed it by in time.
         """
-        now = Counts(self._num_compared, self._begun())
+        now = CollectiveCounts(self._num_compared, self._begun())
         missing = set(range(self._size)) - {self._rank}
         has_come = is_first = False
         began = time.monotonic()
@@ -303,7 +330,7 @@ class Meeting:
             pause_s = min(1.2 * pause_s, max(POLL_S, self._size * POLL_PER_WORKER_S))
         raise RoundEndedError(f"the round ended while this worker waited for the others at {place}")
 
-    def _is_passed_by(self, store: Store, place: str, missing: set[int], now: Counts) -> bool:
+    def _is_passed_by(self, store: Store, place: str, missing: set[int], now: CollectiveCounts) -> bool:
         """Return whether a worker has begun a later collective without having come to `place`. Removes those that have come."""
         seen = self._sightings(store, sorted(missing), 0.0)
         for rank in tuple(missing):
@@ -365,7 +392,7 @@ class Meeting:
         padding = [0] * (self._length - NUM_HEADER - len(ballot))
         numbers = torch.tensor([key, -key, begun, -begun, *ballot, *padding], dtype=torch.int64)
         number = self._num_compared + 1
-        self._recent[number] = f"{purpose}, {self._activity()}"
+        self._recent[number] = f"{purpose}, {self._program.place.describe()}"
         oldest = min([number, *(unread for unread, _, _ in self._unread[:1])])
         for old in [each for each in self._recent if each <= oldest - NUM_RECENT]:
             del self._recent[old]
@@ -407,7 +434,7 @@ class Meeting:
         pairs = [(rank, text) for rank, text, _ in known] + [
             (rank, "somewhere else; it did not answer") for rank in range(self._size) if rank not in texts
         ]
-        counts = [Counts(number, begun) for *_, begun in known]
+        counts = [CollectiveCounts(number, begun) for *_, begun in known]
         is_one_purpose = int(numbers[0]) == -int(numbers[1])
         self._adopt(difference(pairs, counts if is_one_purpose and len(counts) == len(pairs) else ()))
 
@@ -429,12 +456,12 @@ class Meeting:
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        seen, since = Counts(0, 0), time.monotonic()
+        seen, since = CollectiveCounts(0, 0), time.monotonic()
         num_looks = 0
         next_look = 0.0
         pause_s = self._size / LOOKS_PER_S
         while not self._closed.wait(TICK_S) and self.mismatch is None:
-            now = Counts(self._num_compared, self._begun())
+            now = CollectiveCounts(self._num_compared, self._begun())
             if now != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > max(QUIET_S, pause_s) and time.monotonic() >= next_look:
@@ -447,7 +474,7 @@ class Meeting:
                     self._forget_store()
         self._forget_store()
 
-    def _look(self, now: Counts, first: int) -> None:
+    def _look(self, now: CollectiveCounts, first: int) -> None:
         store = self._reach_store()
         if store is None:
             return
@@ -463,7 +490,7 @@ class Meeting:
                 self._report(number, numbers)  # the worker waits for an asynchronous collective, and reads no comparison
                 return
         mine = self._whereabouts(now)
-        if Counts(self._num_compared, self._begun()) != now:
+        if CollectiveCounts(self._num_compared, self._begun()) != now:
             return  # the worker makes progress again
         if mine != self._published:
             store.set(f"at/{self._rank}", json.dumps([now.compared, now.begun, mine.text, mine.waits_for]))
@@ -476,7 +503,7 @@ class Meeting:
         seen = {**self._sightings(store, ranks, QUIET_S + TICK_S), self._rank: mine}
         self._adopt(difference([(rank, seen[rank].text) for rank in sorted(seen)]))
 
-    def _sightings(self, store: Store, ranks: Sequence[int], timeout_s: float) -> dict[int, Sighting]:
+    def _sightings(self, store: Store, ranks: Sequence[int], timeout_s: float) -> dict[int, DesyncReport]:
         """Return the sightings that other workers have published. Those of workers that make progress may be stale."""
         texts: dict[int, str] = {}
         if timeout_s:
@@ -490,19 +517,19 @@ class Meeting:
         found = {}
         for rank, text in texts.items():
             compared, begun, activity, waits_for = json.loads(text)
-            found[rank] = Sighting(Counts(compared, begun), activity, waits_for)
+            found[rank] = DesyncReport(CollectiveCounts(compared, begun), activity, waits_for)
         return found
 
-    def _whereabouts(self, now: Counts) -> Sighting:
+    def _whereabouts(self, now: CollectiveCounts) -> DesyncReport:
         """Return the collective that this worker's thread waits for, as far as its stack shows."""
         frame = current_frames().get(self._thread)
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):
-            return Sighting(now, latest)
+            return DesyncReport(now, latest)
         begun, text, kind = self._asynchronous
         if begun == now.begun and not waits_for:
-            return Sighting(now, f"{text}, {self._activity()}", kind)
-        return Sighting(now, f"{waits_in} at {place_of(frame)}, {self._activity()}", waits_for)
+            return DesyncReport(now, f"{text}, {self._program.place.describe()}", kind)
+        return DesyncReport(now, f"{waits_in} at {place_of(frame)}, {self._program.place.describe()}", waits_for)
 
     def _reach_store(self) -> Store | None:
         with self._store_lock:
@@ -563,9 +590,9 @@ def _waits_in(frame: FrameType | None) -> tuple[str, str]:
     is_waiting = False
     while frame is not None:
         code, name, module = frame.f_code, frame.f_code.co_name, frame.f_globals.get("__name__", "")
-        if code is Meeting.compare.__code__:
+        if code is CollectiveMonitor.compare.__code__:
             return _COMPARES, ""
-        if code is Meeting.counted.__code__:
+        if code is CollectiveMonitor.counted.__code__:
             return "the vote between two steps", ""
         if module == waits.__name__:
             is_waiting = is_waiting or code is waits.wait_in.__code__

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import RoundRecord
@@ -116,6 +117,13 @@ class Reach:
         return silent_workers(records.values(), timeout_s)
 
 
+class Severable(Protocol):
+    """Connections of a round."""
+
+    def sever(self, number: int) -> None:
+        """Shut down the connections of round `number`, unless this worker has gone on to another one."""
+
+
 class Neighbour:
     """The next rank of the round, watched by the membership thread.
 
@@ -123,13 +131,13 @@ class Neighbour:
     all by itself.
 
     Args:
-        sever: shuts down the connections of a round.
+        sockets: connections of the round.
     """
 
-    def __init__(self, membership: Membership, member: Member, sever: Callable[[int], None]) -> None:
+    def __init__(self, membership: Membership, member: Member, sockets: Severable) -> None:
         self._membership = membership
         self._member = member
-        self._sever = sever
+        self._sockets = sockets
         self._next_probe = 0.0
         self._silent_since: float | None = None  # start of a silence that leaves no other trace, as of a cut cable
 
@@ -153,4 +161,4 @@ class Neighbour:
         elif time.monotonic() - self._silent_since > OUT_OF_REACH_S:
             # Collectives would wait until their timeout. In the next round both sides report the workers they cannot reach.
             self._silent_since = None
-            self._sever(formation.round.number)
+            self._sockets.sever(formation.round.number)

@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -15,7 +14,7 @@ from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.group.failures import is_group_failure
 from lightning_dlrover.rdzv.job.events import WorkerFailed, events_of
 from lightning_dlrover.rdzv.live import rounds
-from lightning_dlrover.rdzv.live.member import EvictedError, Formation, MembershipError, WorldError
+from lightning_dlrover.rdzv.live.member import EvictedError, HasFormation, MembershipError, WorldError
 from lightning_dlrover.rdzv.live.membership import Membership
 
 __all__ = ["Reports"]
@@ -30,13 +29,13 @@ class Reports:
     """Reports of one worker's waits and errors for people.
 
     Args:
-        formation: returns the round that this worker formed last.
+        worker: has the round that this worker formed last.
     """
 
-    def __init__(self, membership: Membership, run_id: str, formation: Callable[[], Formation | None]) -> None:
+    def __init__(self, membership: Membership, run_id: str, worker: HasFormation) -> None:
         self._membership = membership
         self._run_id = run_id
-        self._formation = formation
+        self._worker = worker
 
     def error(self, error: BaseException) -> None:
         """See `World.report_error`."""
@@ -51,7 +50,7 @@ class Reports:
             )
         get_error_handler().record_exception(error)
         text = "".join(traceback.format_exception(error))
-        worker_id, formation = self._membership.worker_id, self._formation()
+        worker_id, formation = self._membership.worker_id, self._worker.formation
         with contextlib.suppress(EtcdError):
             failed = WorkerFailed(worker_id, formation.rank if formation is not None else 0, text[-20000:], time.time())
             self._membership.shared.event(failed, f"worker {worker_id}: {type(error).__name__}: {error}"[:500])
@@ -76,7 +75,7 @@ class Reports:
 
     def _lost_members(self) -> list[str]:
         """Return dead members of the round that this worker formed last."""
-        if (formation := self._formation()) is None:
+        if (formation := self._worker.formation) is None:
             return []
         members = formation.round.members
         with contextlib.suppress(EtcdError):
@@ -95,7 +94,7 @@ class Reports:
 
     def _first_failure(self) -> tuple[str, WorkerFailed] | None:
         """Return text and report of the first peer that failed with an error."""
-        formation = self._formation()
+        formation = self._worker.formation
         if formation is not None and formation.size > MANY and formation.rank != 0:
             return None  # rank 0 reads the history: a thousand workers that wait for one would keep etcd from their leases
         peers = set(formation.round.members) - {self._membership.worker_id} if formation is not None else set()

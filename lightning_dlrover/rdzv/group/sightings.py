@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Counts", "Sighting", "can_go_on", "difference", "ranges"]
+__all__ = ["CollectiveCounts", "DesyncReport", "can_go_on", "difference", "ranges"]
 
 
 @dataclass(frozen=True)
-class Counts:
+class CollectiveCounts:
     """Collectives that a worker has begun in a round."""
 
     compared: int  # votes and comparisons begun in their separate group
@@ -17,15 +17,15 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class DesyncReport:
     """Observed activity of a worker that makes no progress."""
 
-    counts: Counts
+    counts: CollectiveCounts
     text: str
     waits_for: str = ""  # collective begun last in the round's group, if it is known
 
 
-def can_go_on(one: Sighting, other: Sighting) -> bool:
+def can_go_on(one: DesyncReport, other: DesyncReport) -> bool:
     """Whether two workers may belong to one program; if not, neither of them ever ends.
 
     Workers of one program begin the same collectives in the same order. Their counts, whenever they are read, therefore belong
@@ -37,7 +37,7 @@ def can_go_on(one: Sighting, other: Sighting) -> bool:
     return ahead[0] * ahead[1] >= 0
 
 
-def difference(texts: Sequence[tuple[int, str]], counts: Sequence[Counts] = ()) -> str:
+def difference(texts: Sequence[tuple[int, str]], counts: Sequence[CollectiveCounts] = ()) -> str:
     """Return the text of a `MismatchError`, which names the place of each rank.
 
     Args:

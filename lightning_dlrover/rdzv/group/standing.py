@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
 
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.job.events import FitFinished, StateClosed
 from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, RecordError
-from lightning_dlrover.rdzv.live.member import Formation, MembershipError
+from lightning_dlrover.rdzv.live.member import HasFormation, MembershipError
 from lightning_dlrover.rdzv.live.membership import Membership
 from lightning_dlrover.rdzv.live.probe import dead_workers
 
@@ -25,20 +24,18 @@ class JobStanding:
 
     Args:
         wait_timeout_s: seconds to wait until a write shows up in the view.
-        formation: returns the round that this worker formed last.
+        worker: has the round that this worker formed last.
 
     Attributes:
         is_recorded: False once this worker has finished and etcd could not record it at once.
     """
 
-    def __init__(
-        self, membership: Membership, run_id: str, wait_timeout_s: float, formation: Callable[[], Formation | None]
-    ) -> None:
+    def __init__(self, membership: Membership, run_id: str, wait_timeout_s: float, worker: HasFormation) -> None:
         self._membership = membership
         self._journal = membership.shared.journal
         self._run_id = run_id
         self._wait_timeout_s = wait_timeout_s
-        self._formation = formation
+        self._worker = worker
         self.is_recorded = True
         self._has_finished = False  # True once this worker itself has recorded the end
         self._has_stepped = False  # True once this worker knows that the job has made a step
@@ -99,7 +96,7 @@ class JobStanding:
 
     def announce_as_first(self) -> None:
         """Write a pending announcement, if this worker is rank 0."""
-        formation = self._formation()
+        formation = self._worker.formation
         if self._announcement is None or formation is None or formation.rank != 0:
             return
         fingerprint, global_batch_size, data = self._announcement
@@ -118,7 +115,7 @@ class JobStanding:
 
     def step_made(self) -> None:
         """Record the job's first step, if this worker is rank 0. A failure before it is one of the script's start."""
-        formation, job = self._formation(), self._membership.view.job
+        formation, job = self._worker.formation, self._membership.view.job
         if self._has_stepped or formation is None or formation.rank != 0:
             return
         self._has_stepped = True
@@ -178,7 +175,7 @@ class JobStanding:
 
     def finish(self, num_steps: int, fit: int) -> None:
         """See `World.finish`."""
-        formation = self._formation()
+        formation = self._worker.formation
         try:
             self.is_recorded = self._membership.shared.record(
                 f"run {self._run_id}: the end of the training",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightning_dlrover.rdzv.group.meeting import Begun, Meeting
+from lightning_dlrover.rdzv.group.meeting import Begun, CollectiveMonitor
 from lightning_dlrover.rdzv.group.purpose import Purpose, shown
 
 __all__ = ["Vote"]
@@ -19,7 +19,7 @@ class Vote:
         place: number of the next step; must be equal on all members.
     """
 
-    def __init__(self, ballot: Sequence[int], meeting: Meeting | None, place: int) -> None:
+    def __init__(self, ballot: Sequence[int], meeting: CollectiveMonitor | None, place: int) -> None:
         self._ballot = list(ballot)
         self._meeting = meeting
         self._begun: Begun | None = None

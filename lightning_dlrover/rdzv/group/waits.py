@@ -70,7 +70,7 @@ def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits
     global _find_round, _guards_all
     _find_round = round_
     _guards_all = _guards_all or all_waits
-    _install()
+    _install_wait()
 
 
 def guards_all() -> bool:
@@ -88,7 +88,7 @@ def time_with(timer: Callable[[], contextlib.AbstractContextManager[object]]) ->
     """Enter `timer()` around every later wait begun from Python. It replaces any timer set before."""
     global _timer
     _timer = timer
-    _install()
+    _install_wait()
 
 
 def wait_for(work: Any) -> None:
@@ -118,7 +118,7 @@ def _round_now() -> Round:
 
 
 @functools.cache
-def _install() -> None:
+def _install_wait() -> None:
     """Wrap torch's own wait. No other place does so."""
     work = torch_names.work_class()
     wait = work.wait

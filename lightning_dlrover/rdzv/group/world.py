@@ -1,7 +1,7 @@
 """The process group of a job's current round, formed and re-formed inside one worker process.
 
-This is all that a training loop needs to be live-elastic. Most loops need only `World.steps` (docs/plain_pytorch.md). Loops
-that want more control use its building blocks:
+This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
+(docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
   - `World.start` or `World.admit` to enter the job;
   - `World.propose` and `World.agreed` between steps;
   - `World.switch` after a new round was agreed;
@@ -51,10 +51,10 @@ from lightning_dlrover.rdzv.group.groups import RoundGroups
 from lightning_dlrover.rdzv.group.growth import Growth
 from lightning_dlrover.rdzv.group.hooks import compare_with
 from lightning_dlrover.rdzv.group.leaving import DrainOnSigterm, end_with_agent
-from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.group.left_state import HostStateCache
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
-from lightning_dlrover.rdzv.group.means import BlockingMeans
-from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
+from lightning_dlrover.rdzv.group.means import ProcessBackend
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError, OutsideOfLoops, PlaceInProgram
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.reach import Neighbour, Reach
 from lightning_dlrover.rdzv.group.reports import Reports
@@ -66,7 +66,8 @@ from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.admission import JobClosedError
 from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, MembershipError, WorldError, run_blocking
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.shared_records import SharedRecords
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = ["AnyWorld", "World"]
 
@@ -77,6 +78,11 @@ LEAVE_S = 5.0
 
 VOTES_TO_DROP = 3
 """Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
+
+
+def always_meet(hellos: Mapping[str, bytes]) -> bool:
+    """Let workers of a program without places continue together, whatever their hellos are."""
+    return True
 
 
 class World:
@@ -93,6 +99,20 @@ class World:
 
     Raises:
         ValueError: nothing is known of the backend, or a variable in the environment would end the survivors of a loss.
+
+    Example:
+        Under ``python train.py`` the world has a single worker; the same loop is elastic under ``torchrun``.
+
+        >>> import torch
+        >>> from lightning_dlrover.rdzv import World
+        >>> model = torch.nn.Linear(1, 1)
+        >>> with World.from_environment() as world:
+        ...     for step in world.steps(3, model=model):
+        ...         with step:
+        ...             print(f"step {step.number} on worker {step.rank} of {step.size}")
+        step 0 on worker 0 of 1
+        step 1 on worker 0 of 1
+        step 2 on worker 0 of 1
     """
 
     def __init__(
@@ -100,7 +120,7 @@ class World:
         config: WorldConfig,
         backend: str = "gloo",
         device: torch.device | None = None,
-        can_meet: Callable[[Mapping[str, bytes]], bool] = lambda hellos: True,
+        can_meet: Callable[[Mapping[str, bytes]], bool] = always_meet,
     ) -> None:
         torch_names.check()
         _drop_default_group()
@@ -118,13 +138,12 @@ class World:
         use_interface_of(address)
         server = StoreServer(address, config.form_timeout_s)
         self.num_fits = 0  # calls of `fit` that the script has made so far
-        self.activity: Callable[[], str] = lambda: "between two collectives"  # the training loop's place, for error messages
-        self.is_in_step: Callable[[], bool] = lambda: False
+        self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []  # minimum over all members of each wish in this round's newest vote
-        self._left_state = LeftState(Path(config.left_state_folder)) if config.left_state_folder else None
+        self._left_state = HostStateCache(Path(config.left_state_folder)) if config.left_state_folder else None
         self._vote: Vote | None = None
         self._num_votes = 0  # votes in this round
-        self._meeting: Meeting | None = None  # the round's meeting; None if this worker is alone in the round
+        self._meeting: CollectiveMonitor | None = None  # the round's meeting; None if this worker is alone in the round
         self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
         self.membership = when_there_is_room(
             lambda: Membership(
@@ -134,23 +153,21 @@ class World:
         )
         self._groups = RoundGroups()
         reach = Reach(self.membership)
-        self._reports = Reports(self.membership, config.run_id, lambda: self.formation)
-        self._member = Member(
-            BlockingMeans(config, self.membership, reach.silent, self._form, self._destroy, self._reports.wait)
-        )
+        self._reports = Reports(self.membership, config.run_id, self)
+        self._member = Member(ProcessBackend(config, self.membership, reach, self._reports, self._bring_up, self._tear_down))
         self._sockets = RoundSockets(self._member, server, config.collective_timeout_s)
-        self._device_wait = DeviceWait(config.collective_timeout_s, lambda: self._sockets.sever(self._member.number))
-        self._neighbour = Neighbour(self.membership, self._member, self._sockets.sever)
+        self._device_wait = DeviceWait(config.collective_timeout_s, self._sockets.sever_current)
+        self._neighbour = Neighbour(self.membership, self._member, self._sockets)
         self._forming = Forming(
             *(config, backend, device or _only_device(backend), can_meet, self.membership, self._member),
-            *(self._sockets, self._groups, reach, self.report_error),
+            *(self._sockets, self._groups, reach, self),
         )
         self._sigterm = DrainOnSigterm(self.membership, config.wait_timeout_s, config.agent_pid)
         self._all_leave = False  # whether all members have agreed to leave the current group
         self._watched.append(self._sockets)
-        self._failures = Failures(lambda: self.broken, self._current_meeting)
+        self._failures = Failures(self._sockets, self._current_meeting)
         self._growth = Growth(self.membership, config.run_id)
-        self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, lambda: self.formation)
+        self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, self)
         # Abortable groups are aborted. Votes and the state always travel through gloo.
         waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self.is_asynchronous)
         compare_with(weakref.WeakMethod(self._current_meeting))
@@ -227,6 +244,16 @@ class World:
         return self.membership.worker_id
 
     @property
+    def view(self) -> WorkerView:
+        """This worker's newest view of the job. It may lag behind etcd."""
+        return self.membership.view
+
+    @property
+    def records(self) -> SharedRecords:
+        """The records that all workers of the job share."""
+        return self.membership.shared
+
+    @property
     def formation(self) -> Formation | None:
         """The round that this worker formed last."""
         return self._member.formation
@@ -279,7 +306,7 @@ class World:
         assert self.formation is not None
         if hello:
             self._failures.count_attempt(hello)
-        formation = run_blocking(self._member.recover(hello))
+        formation = run_blocking(self._member.regroup(hello))
         with contextlib.suppress(EtcdError, MembershipError):  # training matters more than the job's record
             self.standing.announce_as_first()
         return formation
@@ -316,7 +343,7 @@ class World:
         self.standing.finish(num_steps, fit)
 
     @property
-    def left_state(self) -> LeftState | None:
+    def left_state(self) -> HostStateCache | None:
         """Folder for the job's state while this worker's agent replaces its workers; None if the agent has a single worker."""
         return self._left_state
 
@@ -331,7 +358,7 @@ class World:
         One worker of each agent writes the state. An agent with a single worker keeps none.
 
         Raises:
-            LeftStateError: the host's memory has no room for it.
+            HostStateError: the host's memory has no room for it.
         """
         if self._left_state is None or self.formation is None:
             return
@@ -350,7 +377,7 @@ class World:
         """Leave the process group and remove this worker from the job's records."""
         meeting = self._meeting
         try:
-            self._destroy(is_last=True)
+            self._tear_down(is_last=True)
         except Exception as error:  # the record must not outlive the process
             log.warning("worker %s: its groups could not be left: %s", self.worker_id, error)
         if meeting is not None:
@@ -447,7 +474,7 @@ class World:
             return True
         return self._meeting.all_reach(place, lambda: self.broken, timeout_s or self.config.collective_timeout_s)
 
-    def _current_meeting(self) -> Meeting | None:
+    def _current_meeting(self) -> CollectiveMonitor | None:
         return self._meeting
 
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
@@ -505,12 +532,12 @@ class World:
         """
         return self._forming.connect(target, name, workers)
 
-    def _form(self, target: RoundRecord, hello: bytes) -> Formation:
-        formation, self._meeting = self._forming.form(target, hello, lambda: self.activity(), lambda: self.is_in_step())
+    def _bring_up(self, target: RoundRecord, hello: bytes) -> Formation:
+        formation, self._meeting = self._forming.bring_up(target, hello, self)
         self._growth.formed(formation)
         return formation
 
-    def _destroy(self, is_last: bool = False) -> None:
+    def _tear_down(self, is_last: bool = False) -> None:
         self._vote = None
         if self._meeting is not None:
             self._meeting.close()
@@ -530,7 +557,7 @@ class World:
         self._failures.raise_mismatch()
         return self._member.number, self._sockets.are_severed_for_good
 
-    def _on_view(self, view: Outlook) -> None:
+    def _on_view(self, view: WorkerView) -> None:
         """Sever a group that cannot complete any more collectives, and prepare the next one. Runs in the membership thread."""
         for sockets in self._watched:
             sockets.follow(view, self.membership.own.evicted)

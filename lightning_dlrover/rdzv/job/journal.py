@@ -3,7 +3,7 @@
 Workers, agents, controllers and commands all call etcd synchronously, so one object serves them all. Three kinds of writes are
 transactions of their own elsewhere, because another step than "read again and repeat" follows their failure:
 
-- `live/convener.py` decides on a mirror's copy of all records, and its writes are valid for that copy's revision only.
+- `live/coordinator.py` decides on a mirror's copy of all records, and its writes are valid for that copy's revision only.
 - `OwnRecord` and `Registration` have one writer, bound to a lease: a failed write means that the lease may be lost.
 - Deletions at the end of a process or of a job.
 """
@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import Compare, Get, KeyValue, Put, absent, modified
+from lightning_dlrover.rdzv.etcd.operations import Compare, Get, KeyValue, Put, modified
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, NodesRecord, RecordError, decode, encode
 
 __all__ = ["ContentionError", "FenceLostError", "Found", "Journal", "read", "read_events", "readable", "readable_folder"]
@@ -192,12 +192,6 @@ class Journal:
             EtcdUnavailableError: etcd does not answer; they may or may not have been written.
         """
         return self.client.txn(fence, [Put(key, encode(record)) for key, record in records.items()]).succeeded
-
-    def claim(self, key: str, value: bytes, lease_id: int) -> int:
-        """Bind a free election key to a lease. Return its create revision if that lease holds it now, else 0."""
-        self.client.txn([absent(key)], [Put(key, value, lease_id)])
-        entry = self.client.get(key)  # the holder, even if the transaction's first answer was lost
-        return entry.create_revision if entry is not None and entry.lease_id == lease_id else 0
 
     def append(self, event: EventRecord, writer: str, fence: Sequence[Compare] = ()) -> bool:
         """Add a line to the job's history while every condition holds. Return whether it was added.

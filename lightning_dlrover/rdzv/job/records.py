@@ -91,13 +91,13 @@ class Keys:
             )
 
     root = _Key("")
-    live = _Key("live/")  # conveners and controllers watch these keys; the job's other keys change too often for that
+    live = _Key("live/")  # coordinators and controllers watch these keys; the job's other keys change too often for that
     shared = _Key("live/shared/")  # every worker watches these: a change costs it the same in any job
     job = _Key("live/shared/job")
     round = _Key("live/shared/round")
     notice = _Key("live/shared/notice")
     plan = _Key("live/shared/plan")
-    convener = _Key("live/shared/convener")  # election key: the fence for every write of a round or notice
+    coordinator = _Key("live/shared/convener")  # election key, the fence of rounds and notices; its first name stays in etcd
     controller = _Key("live/shared/controller")
     nodes = _Key("live/shared/nodes")
     checkpoint_request = _Key("live/shared/checkpoint_request")
@@ -111,7 +111,7 @@ class Keys:
     agents_left = _Key("live/agents_left/")  # one key per agent that has signed off and was not lost, bound to a short lease
     for_agents = _Key("live/agent_")  # common prefix of the three keys that every elastic agent watches
     agent_round = _Key("live/agent_round")
-    agent_convener = _Key("live/agent_convener")  # election key: the fence for every write of an agent round or notice
+    agent_coordinator = _Key("live/agent_convener")  # election key: the fence for every write of an agent round or notice
     agent_notice = _Key("live/agent_notice")
     each_node = _Key("nodes/")  # one key per node that a controller has requested; read by controllers only
     events = _Key("events/")
@@ -155,7 +155,7 @@ class AgentRecord:
 class AgentRound:
     """The current rendezvous of the elastic agents. Key `agent_round`.
 
-    The agents' convener writes it, fenced on its election key. Any agent may close it by compare-and-swap. Its workers start
+    The agents' coordinator writes it, fenced on its election key. Any agent may close it by compare-and-swap. Its workers start
     once a notice confirms it."""
 
     number: int
@@ -168,8 +168,8 @@ class AgentRound:
 
 @dataclass(frozen=True)
 class AgentNotice:
-    """Summary of all elastic agents in a few numbers. Key `agent_notice`, written by the agents' convener, fenced on its
-    election key. The counts hold while that convener is in office; the confirmation holds for ever."""
+    """Summary of all elastic agents in a few numbers. Key `agent_notice`, written by the agents' coordinator, fenced on its
+    election key. The counts hold while that coordinator is in office; the confirmation holds for ever."""
 
     term: int  # create revision of the writer's election key
     confirmed_round: int = 0  # newest agent round that all its members have entered together
@@ -229,7 +229,7 @@ class AddressRecord:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """The current round. Key `round`, written only by the convener, fenced on its election key."""
+    """The current round. Key `round`, written only by the coordinator, fenced on its election key."""
 
     number: int
     members: list[str]  # worker ids; the index is the global rank
@@ -246,7 +246,7 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Notice:
-    """What a worker must know of the other workers' records. Key `notice`, written by the convener, fenced on its election key.
+    """What a worker must know of the others' records. Key `notice`, written by the coordinator, fenced on its election key.
 
     So only one worker of a job follows all records, and a change costs the others one small notice.
     """
@@ -351,9 +351,11 @@ class PlanRecord:
                 raise ValueError(f"{name} of a PlanRecord is {value}; it must be from 0 to {most}, or be left out")
 
     @property
-    def keeps_workers(self) -> bool:
-        """Whether the job's own planner leaves the number of workers as it is: a person chose it, or the brain of its pool."""
-        return self.source in ("user", "brain")
+    def owner(self) -> Literal["planner", "user", "pool"]:
+        """Who decides on the number of workers: the job's own planner, the user who chose it, or the job's pool."""
+        if self.source == "brain":  # the name in records since the first release
+            return "pool"
+        return "user" if self.source == "user" else "planner"
 
 
 @dataclass(frozen=True)

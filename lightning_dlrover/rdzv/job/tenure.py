@@ -15,9 +15,10 @@ from typing import Generic, Protocol, TypeVar
 import psutil
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.election import Election
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue, created
+from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import encode
 
@@ -67,7 +68,7 @@ class Tenure(Generic[H]):
     ) -> None:
         self._client: EtcdClient = journal.client
         self._journal = journal
-        self._key = key
+        self._election = Election(key)
         self._fresh = fresh
         self._busy = busy
         self._ttl_s = ttl_s
@@ -88,12 +89,12 @@ class Tenure(Generic[H]):
         try:
             self.lease.revoke()
         except EtcdError as error:
-            log.info("the lease of %r ends by itself: %s", self._key, error)
+            log.info("the lease of %r ends by itself: %s", self._election.key, error)
 
     @property
     def is_ours(self) -> Compare:
         """Return the comparison of the key that fences each of our writes."""
-        return created(self._key) == self.revision
+        return self._election.fence(self.revision)
 
     def still_holds(self) -> bool | None:
         """Whether no other process has taken over; None: etcd does not answer. Call before actions that etcd cannot fence.
@@ -103,14 +104,14 @@ class Tenure(Generic[H]):
         if self.lease.lost.is_set():
             return False
         try:
-            entry = self._client.get(self._key)
+            entry = self._client.get(self._election.key)
         except EtcdError:
             return None
         return self.holds(entry)
 
     def holds(self, entry: KeyValue | None) -> bool:
         """Whether this entry of the key is ours."""
-        return entry is not None and entry.create_revision == self.revision
+        return self._election.is_held(entry, self.revision)
 
     def publish(self, record: H) -> None:
         """Replace the key's record.
@@ -118,7 +119,7 @@ class Tenure(Generic[H]):
         Raises:
             EtcdError: it was not written, or its fate is unknown.
         """
-        self._client.put(self._key, encode(record), self.lease)
+        self._client.put(self._election.key, encode(record), self.lease)
         self.record = record
 
     def _take_over(self) -> tuple[Lease, int]:
@@ -131,7 +132,7 @@ class Tenure(Generic[H]):
         self._claim = lease = self._client.lease(self._ttl_s)
         self.record = self._fresh()
         try:
-            revision = self._journal.claim(self._key, encode(self.record), lease.id)
+            revision = self._election.claim(self._client, encode(self.record), lease.id)
         except EtcdError:
             with contextlib.suppress(EtcdError):  # otherwise the next attempt would find the key taken, by us
                 self._drop_claim()
@@ -148,7 +149,7 @@ class Tenure(Generic[H]):
             self._claim = None
 
     def _holder(self) -> H | None:
-        return self._journal.get(type(self.record), self._key, readable).record
+        return self._journal.get(type(self.record), self._election.key, readable).record
 
     def _holder_seems_dead(self) -> bool:
         """Whether the key's holder is a process of this host that no longer exists."""

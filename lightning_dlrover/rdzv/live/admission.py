@@ -12,13 +12,20 @@ from lightning_dlrover.rdzv.etcd.operations import absent
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, JobRecord, RecordError, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.member import MembershipError
-from lightning_dlrover.rdzv.live.rounds import Patience
+from lightning_dlrover.rdzv.live.rounds import RoundTimeouts
 
 __all__ = ["JobClosedError", "MembershipConfig", "enter_job", "refuse_loopback"]
 
 
 class JobClosedError(MembershipError):
-    """The job has finished or failed; there is nothing to join."""
+    """The job has finished or failed; there is nothing to join.
+
+    Example:
+        >>> def exit_code(error):
+        ...     return 0 if isinstance(error, JobClosedError) else 1
+        >>> exit_code(JobClosedError("job 'ctr' has finished"))
+        0
+    """
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class MembershipConfig:
     workers_per_node: int = 1  # workers that come and go together
     lease_ttl_s: float = 5.0
     history_ttl_s: float = HISTORY_TTL_S
-    patience: Patience = field(default_factory=Patience)
+    timeouts: RoundTimeouts = field(default_factory=RoundTimeouts)
 
 
 def enter_job(journal: Journal, config: MembershipConfig) -> None:

@@ -12,7 +12,7 @@ from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import EventRecord, RoundRecord
 from lightning_dlrover.rdzv.live.outbox import Outbox
-from lightning_dlrover.rdzv.live.rounds import View, cause, losses
+from lightning_dlrover.rdzv.live.rounds import JobView, cause, losses
 
 __all__ = ["Announcement", "Announcer", "lines_about"]
 
@@ -37,12 +37,12 @@ class Announcement:
 class Announcer:
     """Reports rounds in the transactions that write them.
 
-    Written later, the lines would be missing if the convener were killed meanwhile, or if etcd's answer to the round were lost.
+    Written later, the lines would be missing if the coordinator were killed before, or if etcd's answer were lost.
 
     Args:
         outbox: takes lines that a transaction has no room for.
-        worker_id: the convener.
-        buried: workers that the convener itself has buried.
+        worker_id: the coordinator.
+        buried: workers that the coordinator itself has buried.
     """
 
     def __init__(self, journal: Journal, outbox: Outbox, worker_id: str, buried: Collection[str]) -> None:
@@ -51,7 +51,7 @@ class Announcer:
         self._worker_id = worker_id
         self._buried = buried
 
-    def of(self, view: View, round_: RoundRecord, decided_s: float) -> Announcement:
+    def of(self, view: JobView, round_: RoundRecord, decided_s: float) -> Announcement:
         """Return the lines about a round that is about to be written."""
         lines = lines_about(view, round_, round(decided_s, 3), self._buried)
         puts = self._journal.puts(lines[-MAX_LINES:], self._worker_id)
@@ -69,13 +69,13 @@ class Announcer:
         self._journal.note_appended(len(announcement.puts))
 
 
-def lines_about(view: View, round_: RoundRecord, decided_s: float, buried: Collection[str]) -> list[EventRecord]:
+def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Collection[str]) -> list[EventRecord]:
     """Return the lines about the workers lost before a round, and last the one about the round.
 
     Args:
         view: the view on which the round was decided.
         decided_s: seconds from the last change of the records to this decision.
-        buried: workers that the convener itself has buried.
+        buried: workers that the coordinator itself has buried.
     """
     lines = []
     for worker_id in losses(view, round_):
@@ -96,8 +96,8 @@ def lines_about(view: View, round_: RoundRecord, decided_s: float, buried: Colle
     return [*lines, record_of(formed, text)]
 
 
-def _evidence(view: View, worker_id: str, buried: Collection[str]) -> str:
-    """Describe the convener's evidence that a worker is lost."""
+def _evidence(view: JobView, worker_id: str, buried: Collection[str]) -> str:
+    """Describe the coordinator's evidence that a worker is lost."""
     if worker_id in view.workers:
         return "it did not answer, or cannot be reached"
     if worker_id in buried:

@@ -1,9 +1,9 @@
 """The worker's side of the membership protocol.
 
 `Member` decides when its worker enters a round, gives one up, regroups with its peers, waits, leaves, or must stop because the
-others went on without it. Its `Means` form and sever process groups and transport the records. The methods are coroutines so
-that the same code runs in two places. In a process each await blocks until it is done (`run_blocking`). In the simulation of
-tests/rdzv/simulation an await lets time pass for all workers.
+others went on without it. Its `MemberBackend` forms and severs process groups and transports the records. The methods are
+coroutines so that the same code runs in two places. In a process each await blocks until it is done (`run_blocking`). In the
+simulation of tests/rdzv/simulation an await lets time pass for all workers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
-from lightning_dlrover.rdzv.live.outlook import Outlook
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = [
     "CannotMeetError",
     "EvictedError",
     "Formation",
+    "HasFormation",
     "LeftOutError",
-    "Means",
     "Member",
+    "MemberBackend",
     "MembershipError",
     "RoundEndedError",
     "TooLateError",
@@ -42,19 +43,49 @@ REACH_AGAIN_S = 5.0
 
 
 class MembershipError(RuntimeError):
-    """The worker cannot take part in the job."""
+    """The worker cannot take part in the job.
+
+    Example:
+        >>> from lightning_dlrover.rdzv import EvictedError, JobClosedError
+        >>> [issubclass(error, MembershipError) for error in (EvictedError, JobClosedError)]
+        [True, True]
+    """
 
 
 class EvictedError(MembershipError):
-    """The job went on without this worker: its record is gone, or a round left it out."""
+    """The job went on without this worker: its record is gone, or a round left it out.
+
+    Example:
+        >>> def explain(error):
+        ...     return "start a new worker" if isinstance(error, EvictedError) else "look into the log"
+        >>> explain(EvictedError("round 7 has no worker-b"))
+        'start a new worker'
+    """
 
 
 class WorldError(RuntimeError):
-    """The job's workers could not be brought together."""
+    """The job's workers could not be brought together.
+
+    Example:
+        >>> import os
+        >>> from unittest import mock
+        >>> from lightning_dlrover.rdzv import World
+        >>> with mock.patch.dict(os.environ, WORLD_SIZE="2"):  # another launcher has started two workers
+        ...     World.from_environment()
+        Traceback (most recent call last):
+        lightning_dlrover.rdzv.live.member.WorldError: this worker is one of 2 (WORLD_SIZE), started without ...
+    """
 
 
 class LeftOutError(WorldError):
-    """The round goes on without this worker because it was drained or not needed."""
+    """The round goes on without this worker because it was drained or not needed.
+
+    Example:
+        >>> from lightning_dlrover.rdzv.job.records import RoundRecord
+        >>> error = LeftOutError(RoundRecord(3, ["worker-a"], "worker-b was drained", "shrink", planned=True))
+        >>> str(error), error.exit_code
+        ('round 3 goes on without this worker: worker-b was drained', 0)
+    """
 
     def __init__(self, round_: RoundRecord) -> None:
         super().__init__(f"round {round_.number} goes on without this worker: {round_.reason}")
@@ -92,7 +123,15 @@ class CannotMeetError(Exception):
 
 @dataclass(frozen=True)
 class Formation:
-    """A round with its process group in place."""
+    """A round with its process group in place.
+
+    Example:
+        >>> from lightning_dlrover.rdzv.job.records import RoundRecord
+        >>> round_ = RoundRecord(2, ["worker-a", "worker-b"], "worker-b joined", "grow", planned=True)
+        >>> formation = Formation(round_, hellos={}, rank=0)
+        >>> formation.size, formation.rank_of("worker-b")
+        (2, 1)
+    """
 
     round: RoundRecord
     hellos: Mapping[str, bytes]  # hello of every member, by worker id
@@ -106,18 +145,26 @@ class Formation:
         return self.round.members.index(worker_id)
 
 
-class Means(Protocol):
+class HasFormation(Protocol):
+    """A worker with its newest round."""
+
+    @property
+    def formation(self) -> Formation | None:
+        """The round that this worker formed last."""
+
+
+class MemberBackend(Protocol):
     """Operations that a member needs from its process."""
 
     @property
     def worker_id(self) -> str: ...
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         """This worker's view of the job."""
 
     async def until(
-        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         """Return `found` of the view as soon as it is not None. Meanwhile the dead among `probe` are buried.
 
@@ -156,18 +203,18 @@ class Member:
     Only the worker's thread changes the fields `number` and `forming`.
     """
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, backend: MemberBackend) -> None:
         self.formation: Formation | None = None
         self.number = 0  # round that is formed or being formed
         self.forming = False
         self.admitting = False  # waits at the training loop's entrance, without the job's state
         self.dismissed = False  # a planned round goes on without this worker
-        self._means = means
+        self._backend = backend
         self._fingerprint = ""
 
     @property
     def worker_id(self) -> str:
-        return self._means.worker_id
+        return self._backend.worker_id
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
@@ -176,22 +223,22 @@ class Member:
         if state != "starting":
             return None
 
-        def look(view: Outlook) -> RoundRecord | str | None:
+        def look(view: WorkerView) -> RoundRecord | str | None:
             if view.round is not None and self.worker_id in view.round.members:
                 return view.round
             if self.worker_id in view.drains:
                 raise LeftOutError(RoundRecord(0, [], "asked to leave before the first round", "stop", planned=True))
             return "standby" if view.is_past_start else None
 
-        found = await self._means.until(look, "the first round")
+        found = await self._backend.until(look, "the first round")
         if isinstance(found, RoundRecord):
             return await self._enter(found, b"")
-        await self._means.write("standby", 0)
+        await self._backend.write("standby", 0)
         return None
 
     async def admit(self, hello: bytes, fingerprint: str) -> Formation:
         """Wait until a round admits this worker; raises `LeftOutError` when none will."""
-        await self._means.destroy()
+        await self._backend.destroy()
         self.admitting = True
         self.formation = None
         self._fingerprint = fingerprint
@@ -199,22 +246,22 @@ class Member:
 
     async def switch(self, number: int, hello: bytes) -> Formation:
         """Form round `number`, agreed on by all members of the current one, or a newer one that replaced it."""
-        target = await self._means.until(
+        target = await self._backend.until(
             lambda view: view.round if view.round and view.round.number >= number else None, f"round {number}"
         )
-        await self._means.destroy()
+        await self._backend.destroy()
         return await self._enter(target, hello)
 
-    async def recover(self, hello: bytes) -> Formation:
+    async def regroup(self, hello: bytes) -> Formation:
         """Form the next round with the survivors; an empty `hello` means that this worker lacks the job's state."""
         assert self.formation is not None
         broken = self.formation.round
         self.admitting = not hello
-        await self._means.destroy()
+        await self._backend.destroy()
         return await self._enter(await self._next_after(broken), hello)
 
     async def _await_admission(self) -> RoundRecord:
-        def look(view: Outlook) -> RoundRecord | None:
+        def look(view: WorkerView) -> RoundRecord | None:
             if view.round is not None and self.worker_id in view.round.members and view.round.number > self.number:
                 return view.round
             if (view.job is not None and view.job.phase in ("finished", "failed")) or self.worker_id in view.drains:
@@ -222,26 +269,26 @@ class Member:
             return None
 
         while True:
-            round_ = self._means.view.round
-            cut_off = await self._means.out_of_reach(round_.members if round_ else [])
-            await self._means.write("ready", self.number, self._fingerprint, cut_off)
+            round_ = self._backend.view.round
+            cut_off = await self._backend.out_of_reach(round_.members if round_ else [])
+            await self._backend.write("ready", self.number, self._fingerprint, cut_off)
             # A spare may wait as long as the job runs.
             patience_s = REACH_AGAIN_S if cut_off else float("inf")
             with contextlib.suppress(TooLateError):
-                return await self._means.until(look, "a round that needs this worker", patience_s)
+                return await self._backend.until(look, "a round that needs this worker", patience_s)
 
     async def _enter(self, target: RoundRecord, hello: bytes) -> Formation:
         while True:
             if self.worker_id not in target.members and self.admitting:
                 target = await self._await_admission()
             if self.worker_id not in target.members:
-                if _sends_away(target) or self.dismissed or self.worker_id in self._means.view.drains:
+                if _sends_away(target) or self.dismissed or self.worker_id in self._backend.view.drains:
                     # The round that was planned without this worker may have been followed by one after a loss.
                     raise LeftOutError(target)
                 raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
             unreachable: list[str] = []
             try:
-                formation = await self._means.form(target, hello)
+                formation = await self._backend.form(target, hello)
             except EvictedError:
                 raise
             except (VoidRoundError, CannotMeetError, RuntimeError) as error:
@@ -250,21 +297,21 @@ class Member:
             else:
                 self.formation = formation
                 self.admitting = False
-                await self._means.write("active", target.number)
+                await self._backend.write("active", target.number)
                 return formation
-            await self._means.destroy()
+            await self._backend.destroy()
             target = await self._next_after(target, unreachable)
 
     async def _next_after(self, broken: RoundRecord, unreachable: Sequence[str] = ()) -> RoundRecord:
-        # A worker that left the job hands over its tables to this round. If it dies meanwhile, it may have been the convener.
-        suspects = list(dict.fromkeys([*broken.members, *self._means.view.leavers]))
-        newest = self._means.view.round
-        if newest is None or newest.number <= broken.number:  # else a convener has seen what became of the round
-            await self._means.bury_the_dead(suspects)
+        # A worker that left the job hands over its tables to this round. If it dies, it may have been the coordinator.
+        suspects = list(dict.fromkeys([*broken.members, *self._backend.view.leavers]))
+        newest = self._backend.view.round
+        if newest is None or newest.number <= broken.number:  # else a coordinator has seen what became of the round
+            await self._backend.bury_the_dead(suspects)
             if self.worker_id in broken.members:
-                await self._means.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
+                await self._backend.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
 
-        def look(view: Outlook) -> RoundRecord | None:
+        def look(view: WorkerView) -> RoundRecord | None:
             if view.job is not None and view.job.is_over:
                 if self.admitting or view.job.phase == "finished":
                     # The others ended before the switch that was to admit this worker, or made the last step although this
@@ -283,29 +330,29 @@ class Member:
             return None
 
         # A peer may die, or close its port, a moment after the collective failed.
-        return await self._means.until(look, f"the round after round {broken.number}", probe=suspects)
+        return await self._backend.until(look, f"the round after round {broken.number}", probe=suspects)
 
     # --- while a round is formed or lasts ------------------------------------------------------------------------------
 
-    def is_void(self, view: Outlook, number: int) -> bool:
+    def is_void(self, view: WorkerView, number: int) -> bool:
         """Whether a newer round than `number` exists, or another member has given up `number`."""
         newest = view.round
         if newest is None or newest.number < number:
             return False
         return newest.number > number or any(w != self.worker_id for w in view.given_up)
 
-    def will_never_form(self, view: Outlook, number: int) -> bool:
+    def will_never_form(self, view: WorkerView, number: int) -> bool:
         """Whether waiting for round `number` is in vain: it is void, or members have ended with the job."""
         is_over = view.job is not None and view.job.is_over
         return self.is_void(view, number) or (is_over and bool(view.lost))
 
-    def note(self, view: Outlook) -> None:
+    def note(self, view: WorkerView) -> None:
         """Record facts that a later view may not show any more."""
         newest = view.round
         if newest is not None and 0 < self.number < newest.number:
             self.dismissed = self.worker_id not in newest.members and (_sends_away(newest) or self.dismissed)
 
-    def must_cut_off(self, view: Outlook, number: int, forming: bool, evicted: bool) -> bool:
+    def must_cut_off(self, view: WorkerView, number: int, forming: bool, evicted: bool) -> bool:
         """Whether the group of round `number` cannot complete any more collectives, so that no thread may wait for one.
 
         The round has ended without an agreement, another member has given it up, or the others go on without this worker.

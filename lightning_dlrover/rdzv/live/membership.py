@@ -1,13 +1,13 @@
-"""Run the membership protocol of `rounds.py` and `convener.py` against etcd, as one worker of a job.
+"""Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
 
-Holds the worker's own record, mirrors the records of the others, and takes part in the election of the convener. It is
+Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
 independent of process groups: `world.py` forms them for the rounds that appear here.
 
-One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener, convenes while
-it holds the election key, and writes queued events. The calling thread writes only the worker's own record and burials.
+One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener, coordinates
+while it holds the election key, and writes queued events. The calling thread writes only the worker's own record and burials.
 
-A worker mirrors the shared records and its own one. Only the convener mirrors the records of all workers (`overview.py`), so a
-change costs the others the same in a job of any size.
+A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers (`job_mirror.py`),
+so a change costs the others the same in a job of any size.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
 from lightning_dlrover.rdzv.live.announcement import Announcer
-from lightning_dlrover.rdzv.live.convener import burial
+from lightning_dlrover.rdzv.live.coordinator import burial
+from lightning_dlrover.rdzv.live.job_mirror import WorkerRecords
 from lightning_dlrover.rdzv.live.member import EvictedError
 from lightning_dlrover.rdzv.live.office import Office
 from lightning_dlrover.rdzv.live.outbox import BATCH
-from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.overview import WorkerRecords
 from lightning_dlrover.rdzv.live.own_record import OwnRecord
 from lightning_dlrover.rdzv.live.probe import dead_workers
-from lightning_dlrover.rdzv.live.rounds import View, awaited
+from lightning_dlrover.rdzv.live.rounds import JobView, awaited
 from lightning_dlrover.rdzv.live.shared_records import SharedRecords
 from lightning_dlrover.rdzv.live.view import Decoder, read_view
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = ["Membership"]
 
@@ -67,7 +67,7 @@ TICK_S = 0.5
 training where all cores compute."""
 
 STAND_S = 0.05
-"""Seconds between two turns while this worker waits for its moment to stand for convener."""
+"""Seconds between two turns while this worker waits for its moment to stand for coordinator."""
 
 GONE_CHECK_S = 0.3
 """Seconds between two checks whether a worker has ended that no notice will name."""
@@ -83,7 +83,7 @@ NUM_SAMPLED = 8
 
 
 class Membership:
-    """One worker's view of the job, and its turn as convener.
+    """One worker's view of the job, and its turn as coordinator.
 
     Args:
         client: a connected client; its owner closes it.
@@ -100,7 +100,7 @@ class Membership:
         self,
         client: EtcdClient,
         config: MembershipConfig,
-        on_view: Callable[[Outlook], None] | None = None,
+        on_view: Callable[[WorkerView], None] | None = None,
         on_tick: Callable[[], None] | None = None,
     ) -> None:
         self.keys = Keys(config.run_id, config.prefix)
@@ -114,7 +114,7 @@ class Membership:
         self._on_tick = on_tick
         self._changed = threading.Condition()
         self._dirty = False
-        self._view = Outlook()
+        self._view = WorkerView()
         self._buried: set[str] = set()  # workers that this one has buried
         self._journal = Journal(client, self.keys)
         self._closing = False
@@ -122,15 +122,15 @@ class Membership:
             client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, lambda lease: self._office.came_back(lease)
         )
         self._decoder = Decoder(self.keys, self._report_garbage)
-        self.workers = WorkerRecords(client, self.keys, lambda: not self._mirror.healthy)
         self._mirror = Mirror(client, self.keys.shared, self._wake, CHECK_S)
+        self.workers = WorkerRecords(client, self.keys, self._mirror)
         self.shared = SharedRecords(self._journal, self._mirror, self.worker_id, self.own, self._wake)
         self._office = Office(
             client,
             self.keys,
             self.worker_id,
             self.own.lease,
-            config.patience,
+            config.timeouts,
             self._mirror,
             self._wake,
             self._decoder,
@@ -221,10 +221,10 @@ class Membership:
     # --- views and waiting ---------------------------------------------------------------------------------------------
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         return self._view
 
-    def all_records(self) -> View:
+    def all_records(self) -> JobView:
         """Read the records of all workers from etcd. For rare occasions: they are many in a large job.
 
         Raises:
@@ -246,7 +246,7 @@ class Membership:
 
     def wait_for(
         self,
-        found: Callable[[Outlook], T | None],
+        found: Callable[[WorkerView], T | None],
         timeout_s: float,
         what: str,
         tick: Callable[[], None] | None = None,
@@ -323,7 +323,7 @@ class Membership:
                 self._buried.clear()  # only the text of a round's line tells them apart
             self._buried.add(worker_id)
             log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
-            for write in burial(entry, self._client.get(self.keys.convener), self.keys):
+            for write in burial(entry, self._client.get(self.keys.coordinator), self.keys):
                 self._client.txn(write.compare, write.ops)
             self.workers.forget(worker_id)
 
@@ -371,7 +371,7 @@ class Membership:
 
         That may take long in a full cluster, but the state in the survivors' memory is worth the wait.
         """
-        # Until the next convener has written its first notice, nothing is known of the other workers.
+        # Until the next coordinator has written its first notice, nothing is known of the other workers.
         return self.shared.has_controller() and (self._view.lacks_workers or not self._view.is_told)
 
     # --- background ------------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Membership:
         """Whether another worker is past the start."""
         if self._view.is_told:
             return self._view.is_past_start
-        view = self.all_records()  # the notice is as old as the last convener
+        view = self.all_records()  # the notice is as old as the last coordinator
         return bool(view.survivors or view.in_state("standby", "ready"))
 
     def _report_garbage(self, key: str, error: RecordError) -> None:
@@ -395,7 +395,7 @@ class Membership:
 
     def _refresh(self) -> None:
         self._dirty = False
-        view = self._decoder.outlook(self._mirror.snapshot())
+        view = self._decoder.worker_view(self._mirror.snapshot())
         if self.own.has_asked_to_leave:
             view = dataclasses.replace(view, leaver=self.worker_id)
         self._view = view
@@ -417,7 +417,7 @@ class Membership:
                 self._refresh()
                 if self._on_tick is not None:
                     self._on_tick()
-                self._convene()
+                self._coordinate()
                 self.shared.outbox.write(BATCH)
             except EtcdError as error:
                 log.debug("run %s: etcd is away: %s", self._config.run_id, error)
@@ -425,7 +425,7 @@ class Membership:
                 # Without its membership thread a worker would never detect another round.
                 log.error("run %s: membership thread: %s", self._config.run_id, traceback.format_exc())
 
-    def _convene(self) -> None:
+    def _coordinate(self) -> None:
         if self.own.is_in_force:
             self._office.act(len(self._view.round.members) if self._view.round is not None else 0)
         else:

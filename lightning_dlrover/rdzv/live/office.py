@@ -1,4 +1,4 @@
-"""Run the election of the convener, and its decisions in office, against etcd."""
+"""Run the election of the coordinator, and its decisions in office, against etcd."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ import time
 from collections.abc import Callable, Collection
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.election import candidacy_delay_s
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
 from lightning_dlrover.rdzv.etcd.lease import Lease
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.operations import Put, modified
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.rdzv.live.announcement import Announcer
-from lightning_dlrover.rdzv.live.convener import Convener, Entries
-from lightning_dlrover.rdzv.live.overview import Overview
+from lightning_dlrover.rdzv.live.coordinator import Coordinator, Entries
+from lightning_dlrover.rdzv.live.job_mirror import JobMirror
 from lightning_dlrover.rdzv.live.probe import Answer, answers
-from lightning_dlrover.rdzv.live.rounds import Patience, View
+from lightning_dlrover.rdzv.live.rounds import JobView, RoundTimeouts
 from lightning_dlrover.rdzv.live.view import Decoder
 
 __all__ = ["Office"]
 
 log = logging.getLogger(__name__)
-
-CAMPAIGN_PER_WORKER_S = 0.0005
-"""Seconds per member over which candidacies are spread after a convener's death: the first one spares the others theirs."""
 
 CHECK_S = 10.0
 """Approximate seconds between two checks that the election key's holder is registered."""
@@ -49,7 +47,7 @@ SIGHT_S = 5.0
 
 
 class Office:
-    """One worker's candidacy for convener, and its term. For use by one thread.
+    """One worker's candidacy for coordinator, and its term. For use by one thread.
 
     Args:
         shared: mirror of `keys.shared`.
@@ -65,7 +63,7 @@ class Office:
         keys: Keys,
         worker_id: str,
         lease: Lease,
-        patience: Patience,
+        timeouts: RoundTimeouts,
         shared: Mirror,
         on_change: Callable[[], None],
         decoder: Decoder,
@@ -74,7 +72,7 @@ class Office:
     ) -> None:
         self._client = client
         self._keys = keys
-        self._convener = Convener(keys, worker_id, lease.id, patience)
+        self._coordinator = Coordinator(keys, worker_id, lease.id, timeouts)
         self._shared = shared
         self._lease = lease
         self._announcer = announcer
@@ -82,8 +80,8 @@ class Office:
         self._knocked_at = -KNOCK_S
         self._num_knocks = 0
         self._told_of: list[str] = []  # missing members whose return the log says is awaited
-        self._overview = Overview(client, keys, on_change, decoder)
-        self._stands_at: float | None = None  # time of this worker's candidacy, while there is no convener
+        self._job_mirror = JobMirror(client, keys, on_change, decoder)
+        self._stands_at: float | None = None  # time of this worker's candidacy, while there is no coordinator
         self._holder_is_checked_at = time.monotonic() + CHECK_S
         self._is_refused = False  # whether etcd was full at this worker's last write
 
@@ -97,8 +95,8 @@ class Office:
             EtcdError: etcd does not answer.
         """
         is_late = self._lease.silent_s > MAX_SILENCE * self._lease.ttl_s
-        if is_late or not (self._shared.healthy and self._overview.is_healthy):
-            self._convener.was_cut_off(time.monotonic())  # also as a candidate: in office it must know of the outage
+        if is_late or not (self._shared.healthy and self._job_mirror.is_healthy):
+            self._coordinator.was_cut_off(time.monotonic())  # also as a candidate: in office it must know of the outage
         try:
             self._act(self._shared.snapshot(), num_members)
         except EtcdFullError:
@@ -106,7 +104,7 @@ class Office:
             raise
 
     def _act(self, shared: Entries, num_members: int) -> None:
-        if not self._convener.is_in_office(shared):
+        if not self._coordinator.is_in_office(shared):
             self.step_down()
             self._campaign(shared, num_members)
             return
@@ -114,9 +112,9 @@ class Office:
         if self._is_refused:
             self._find_room(shared)
         # Read both together: the view must come from the revision that guards the next round.
-        entries, view, age_s = self._overview.look()
+        entries, view, age_s = self._job_mirror.look()
         self._knock(view)
-        write = self._convener.next_write(entries, view, time.monotonic(), time.time())
+        write = self._coordinator.next_write(entries, view, time.monotonic(), time.time())
         if write is None:
             return
         announcement = self._announcer.of(view, write.round, age_s) if write.round is not None else None
@@ -127,9 +125,9 @@ class Office:
             self._announcer.made(announcement)
         # The next decision must see this write, or it would be repeated in vain.
         with contextlib.suppress(TimeoutError):
-            self._overview.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
+            self._job_mirror.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
 
-    def _knock(self, view: View) -> None:
+    def _knock(self, view: JobView) -> None:
         """Find out which missing members live, and say that the next round waits for them."""
         if view.missing and time.monotonic() - self._knocked_at >= KNOCK_S:
             first = self._num_knocks % len(view.missing) if len(view.missing) > MAX_KNOCKS else 0
@@ -137,15 +135,15 @@ class Office:
             found = answers([view.addresses[w] for w in turn], ANSWER_S)
             self._knocked_at = time.monotonic()
             self._num_knocks = first + len(turn)
-            self._convener.hear({w: self._judged(view, w, answer) for w, answer in found.items()})
-        awaited = self._convener.awaits_return(view, time.monotonic())
+            self._coordinator.hear({w: self._judged(view, w, answer) for w, answer in found.items()})
+        awaited = self._coordinator.awaits_return(view, time.monotonic())
         if not set(awaited) <= set(self._told_of):
             log.warning(
                 "workers %s are cut off from etcd, and not known to be dead: waits for their return", ", ".join(awaited)
             )
         self._told_of = awaited
 
-    def _judged(self, view: View, worker_id: str, answer: Answer) -> Answer:
+    def _judged(self, view: JobView, worker_id: str, answer: Answer) -> Answer:
         # A refusal from another host may come from a firewall as long as that address was never reached. If nobody else holds
         # the state, such a network could not carry the job anyway.
         is_proof = not view.holders or worker_id in self._reached or view.addresses[worker_id].host == socket.gethostname()
@@ -161,38 +159,38 @@ class Office:
         if last is not None:
             self._client.txn([modified(last.key) == last.mod_revision], [Put(last.key, last.value)])
         self._is_refused = False
-        self._convener.was_cut_off(time.monotonic())
+        self._coordinator.was_cut_off(time.monotonic())
 
     @property
     def is_about_to_stand(self) -> bool:
-        """Whether this worker waits for a moment before it stands for convener, so that not all do at once."""
+        """Whether this worker waits for a moment before it stands for coordinator, so that not all do at once."""
         return self._stands_at is not None
 
     def step_down(self, timeout_s: float = 0.0) -> None:
         """Stop following the records of other workers."""
-        self._overview.close(timeout_s)
+        self._job_mirror.close(timeout_s)
 
     def came_back(self, lease: Lease) -> None:
         """Note that this worker has registered again, under another lease."""
         self._lease = lease
-        self._convener.came_back(lease.id, time.monotonic())
+        self._coordinator.came_back(lease.id, time.monotonic())
 
     def _campaign(self, shared: Entries, num_members: int) -> None:
-        if self._keys.convener in shared:
+        if self._keys.coordinator in shared:
             self._stands_at, self._is_refused = None, False
         elif self._stands_at is None:
-            self._stands_at = time.monotonic() + random.SystemRandom().uniform(0.0, num_members * CAMPAIGN_PER_WORKER_S)
+            self._stands_at = time.monotonic() + candidacy_delay_s(num_members)
         if self._stands_at is not None and time.monotonic() < self._stands_at:
             return
-        write = self._convener.candidacy(shared, self._is_vacant(shared))
+        write = self._coordinator.candidacy(shared, self._is_vacant(shared))
         if write is not None and self._client.txn(write.compare, write.ops).succeeded:
-            before = shared.get(self._keys.convener)
+            before = shared.get(self._keys.coordinator)
             with contextlib.suppress(TimeoutError):
-                self._shared.wait_for(lambda now: True if now.get(self._keys.convener) != before else None, SIGHT_S)
+                self._shared.wait_for(lambda now: True if now.get(self._keys.coordinator) != before else None, SIGHT_S)
 
     def _is_vacant(self, shared: Entries) -> bool:
         """Whether the election key's holder has no record. Checked rarely: removing its record also unseats it."""
-        election = shared.get(self._keys.convener)
+        election = shared.get(self._keys.coordinator)
         if election is None or time.monotonic() < self._holder_is_checked_at:
             return False
         self._holder_is_checked_at = time.monotonic() + CHECK_S * random.SystemRandom().uniform(0.8, 1.2)

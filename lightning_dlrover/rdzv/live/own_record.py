@@ -142,7 +142,7 @@ class OwnRecord:
                     self.evicted = not self._come_back()
 
     def _restore(self, garbage: KeyValue) -> None:
-        """Replace another client's garbage, as the next convener would take this worker for dead.
+        """Replace another client's garbage, as the next coordinator would take this worker for dead.
 
         The caller holds `_write_lock`.
         """
@@ -201,7 +201,7 @@ class OwnRecord:
                 self._client.delete(self.address_key)  # first: without it nobody waits for this worker
                 self._client.delete(self.key)
                 self._client.delete(self._keys.drains + self._worker_id)
-                election = self._client.get(self._keys.convener)
+                election = self._client.get(self._keys.coordinator)
                 if election is not None and election.value == self._worker_id.encode():
                     with contextlib.suppress(EtcdFullError):  # the key ends with the lease
                         self._client.txn([created(election.key) == election.create_revision], [Delete(election.key)])

@@ -2,18 +2,18 @@
 
 `next_round` reads everything etcd holds about a job and returns the round that should be written, or None. It is level
 triggered: the same view always gives the same round, whichever events led there and whichever worker computes it. The fence
-that accepts only one worker's decision is in `convener.py`. A worker's reaction to a round is in `member.py`.
+that accepts only one worker's decision is in `coordinator.py`. A worker's reaction to a round is in `member.py`.
 
     job      starting -> training -> finished | failed      advanced by rank 0 (failed: by the controller)
     worker   starting ----------------> active              each worker writes only its own record
              standby -> ready --------> active
              active -> reforming -> active
-    round    n -> n + 1                                      written only by the convener, fenced on its election key
+    round    n -> n + 1                                      written only by the coordinator, fenced on its election key
 
 A worker takes part while its record exists. The record is removed when the worker's lease expires, when its agent reports that
 the process has ended, or when its port is found to refuse connections. Only the last two prove that the process is gone, and
 remove the worker's address as well. A member without a record but with an address is missing: it may be cut off from etcd, hold
-the job's state, and come back. `may_return` tells for whom the convener waits then.
+the job's state, and come back. `may_return` tells for whom the coordinator waits then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.records import AddressRecord, AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.live.probe import Answer
 
-__all__ = ["Patience", "View", "awaited", "cause", "lacks_workers", "losses", "may_return", "next_round", "waits"]
+__all__ = ["JobView", "RoundTimeouts", "awaited", "cause", "lacks_workers", "losses", "may_return", "next_round", "waits"]
 
 
 MORE = "waits for more workers"
@@ -36,7 +36,7 @@ MAX_STARTS = 64
 
 
 @dataclass(frozen=True)
-class View:
+class JobView:
     """State of a job in etcd at one revision."""
 
     job: JobRecord | None = None
@@ -50,7 +50,7 @@ class View:
     dismissals: Mapping[str, int] = field(default_factory=dict)
     addresses: Mapping[str, AddressRecord] = field(default_factory=dict)  # also of workers whose lease has ended
 
-    # In a job of a thousand workers the convener reads these after each change, so they are computed once.
+    # In a job of a thousand workers the coordinator reads these after each change, so they are computed once.
 
     @cached_property
     def survivors(self) -> list[str]:
@@ -165,7 +165,7 @@ class View:
             groups.setdefault(self.nodes.get(worker, worker), []).append(worker)
         return list(groups.values())
 
-    def with_requests_to_nodes(self) -> View:
+    def with_requests_to_nodes(self) -> JobView:
         """Return the view in which a request to one worker, to leave or to be replaced, holds for all workers of its node.
 
         A node gives nothing back before its last worker has left. A dismissal holds for one worker alone: it has failed a step.
@@ -180,7 +180,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Patience:
+class RoundTimeouts:
     """Seconds to wait for missing workers before the round goes on without them."""
 
     # Wait until all announced workers have registered or are ready, and for missing members if nobody else holds the state.
@@ -192,7 +192,7 @@ class Patience:
     apart_attempts: int = 2  # consecutive rounds that may fail because members cannot reach each other; then some are left out
 
 
-def awaited(view: View) -> list[str]:
+def awaited(view: JobView) -> list[str]:
     """Return the ids of workers or agents that the next round waits for, empty when there are none."""
     if not view.survivors:
         pending = view.in_state("standby")
@@ -208,7 +208,7 @@ def awaited(view: View) -> list[str]:
     return [] if view.lost or view.failed else view.handing_over
 
 
-def may_return(view: View, answers: Mapping[str, Answer]) -> list[str]:
+def may_return(view: JobView, answers: Mapping[str, Answer]) -> list[str]:
     """Return the missing members for whom the next round waits for a while, because they may hold the state that it needs.
 
     While others hold it, a member whose host does not answer is not worth their time. If nobody does, the next round throws the
@@ -222,7 +222,7 @@ def may_return(view: View, answers: Mapping[str, Answer]) -> list[str]:
     return [w for w in view.missing if answers.get(w) != "refuses"]
 
 
-def _keepers_of_state(view: View) -> list[str]:
+def _keepers_of_state(view: JobView) -> list[str]:
     """Return agents that may keep the state of a stopped job in their host's memory for workers that are not there yet.
 
     A round without these workers would begin the job anew: the state is read only in a round in which no worker has one.
@@ -236,7 +236,7 @@ def _keepers_of_state(view: View) -> list[str]:
     return [a.agent_id for a in view.agents.values() if a.num_workers > 1 and a.state != "finished" and a.agent_id not in here]
 
 
-def lacks_workers(view: View) -> bool:
+def lacks_workers(view: JobView) -> bool:
     """Whether the present workers cannot form a further round, however long they wait."""
     if view.job is None or view.job.phase in ("finished", "failed"):
         return False
@@ -244,7 +244,7 @@ def lacks_workers(view: View) -> bool:
     return needs_another and next_round(view, float("inf")) is None
 
 
-def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
+def cause(view: JobView, successor: RoundRecord) -> dict[str, list[str]]:
     """Return the workers that caused `successor` to follow the round of `view`, grouped by the kind of change."""
     before, after = view.round.members if view.round is not None else [], set(successor.members)
     gone = losses(view, successor)
@@ -259,13 +259,13 @@ def cause(view: View, successor: RoundRecord) -> dict[str, list[str]]:
     }
 
 
-def waits(view: View) -> dict[str, str]:
+def waits(view: JobView) -> dict[str, str]:
     """Describe each worker's wait for people; empty for a worker that trains."""
     is_about_to = next_round(view, 0.0) is not None
     return {worker: _wait_of(view, worker, is_about_to) for worker in view.workers}
 
 
-def _wait_of(view: View, worker: str, is_about_to: bool) -> str:
+def _wait_of(view: JobView, worker: str, is_about_to: bool) -> str:
     record, round_, limits = view.workers[worker], view.round, view.job
     state, is_member = record.state, worker in view.members
     missing = awaited(view)
@@ -339,12 +339,12 @@ def _with(workers: Iterable[str]) -> str:
     return f", as do {others}" if others else ""
 
 
-def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> RoundRecord | None:
+def next_round(view: JobView, waited_s: float, timeouts: RoundTimeouts = RoundTimeouts()) -> RoundRecord | None:
     """Return the round that should follow the current one, or None if it should stay or others are awaited.
 
     Args:
         waited_s: seconds for which `awaited(view)` has not changed.
-        patience: limits on `waited_s`.
+        timeouts: limits on `waited_s`.
     """
     if view.job is None or view.job.is_over:
         return None
@@ -355,13 +355,13 @@ def next_round(view: View, waited_s: float, patience: Patience = Patience()) -> 
         if not view.survivors:
             return None
     if not view.survivors:
-        return _first(view, waited_s, patience)
+        return _first(view, waited_s, timeouts)
     if view.lost or view.failed:
-        return _after_failure(view, waited_s, patience)
-    return _planned(view, waited_s, patience)
+        return _after_failure(view, waited_s, timeouts)
+    return _planned(view, waited_s, timeouts)
 
 
-def losses(view: View, successor: RoundRecord) -> list[str]:
+def losses(view: JobView, successor: RoundRecord) -> list[str]:
     """Return members of the current round that `successor` leaves out although they were not asked to leave."""
     if view.round is None or (successor.planned and view.survivors):
         return []
@@ -369,14 +369,14 @@ def losses(view: View, successor: RoundRecord) -> list[str]:
     return [w for w in view.round.members if w not in not_lost]
 
 
-def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+def _first(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
     """No worker holds state: start (again) with those at the training loop's entrance, else with those starting up."""
     assert view.job is not None
     # The two groups are at different places in the user's script and cannot form one round. Workers in `starting` become
     # `standby` as soon as they see a worker past the start, so the job waits for the group that is further on.
     further_on = view.in_state("standby", "ready")
     group = [w for w in (view.in_state("ready") if further_on else view.in_state("starting")) if w not in view.drains]
-    if awaited(view) and waited_s < patience.start_s:
+    if awaited(view) and waited_s < timeouts.start_s:
         return None
     if len(group) < view.job.min_workers or not group:
         return None
@@ -389,7 +389,7 @@ def _first(view: View, waited_s: float, patience: Patience) -> RoundRecord | Non
     )
 
 
-def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+def _after_failure(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
     """The step in flight cannot complete: go on with all survivors.
 
     Spares are not admitted here. They can receive the state only between two steps, in the planned round that follows.
@@ -403,7 +403,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         stay = [w for w in view.survivors if w not in stepped_back]
         kind, reason = "loss", f"lost {', '.join(view.lost)}"
     else:
-        if awaited(view) and waited_s < patience.regroup_s:
+        if awaited(view) and waited_s < timeouts.regroup_s:
             return None
         failed = set(view.failed)
         left_out = [w for w in view.holders if w not in failed and w not in view.dismissals]
@@ -412,7 +412,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
         kind = "loss" if left_out else "retry"
         reason = f"no answer from {', '.join(left_out)}" if left_out else "the round did not form or a collective failed"
         together = _reaching_each_other(view, stay)
-        if view.round and view.round.apart_attempts >= patience.apart_attempts and _are_enough(view, together):
+        if view.round and view.round.apart_attempts >= timeouts.apart_attempts and _are_enough(view, together):
             reached = set(together)
             cut_off = [w for w in stay if w not in reached]
             if cut_off:
@@ -430,7 +430,7 @@ def _after_failure(view: View, waited_s: float, patience: Patience) -> RoundReco
     return replace(_round(view, stay, kind, planned=False, reason=reason), apart_attempts=attempts)
 
 
-def _are_enough(view: View, stay: list[str]) -> bool:
+def _are_enough(view: JobView, stay: list[str]) -> bool:
     """Whether the job can go on with `stay` and the spares that the planned round after that will admit.
 
     The minimum does not apply if all of them leave: they finish the step in flight, so that the state can be kept for their
@@ -443,7 +443,7 @@ def _are_enough(view: View, stay: list[str]) -> bool:
     return bool(stay) and len(stay) + len(spares) >= view.job.min_workers
 
 
-def _reaching_each_other(view: View, workers: list[str]) -> list[str]:
+def _reaching_each_other(view: JobView, workers: list[str]) -> list[str]:
     """Return the largest group of survivors among `workers` without two that are apart, found greedily in rank order.
 
     The search starts once from each worker, in large jobs from those that reach the most others. In a network split into two
@@ -471,13 +471,13 @@ def _reaching_each_other(view: View, workers: list[str]) -> list[str]:
     return [worker for worker in workers if best & bits[worker]]
 
 
-def _planned(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
+def _planned(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
     assert view.job is not None
     assert view.round is not None
     number = view.round.number
     if any(view.workers[w].state != "active" or view.workers[w].round_number != number for w in view.round.members):
         return None  # the current round is still being formed
-    if view.handing_over and waited_s < patience.leave_s:
+    if view.handing_over and waited_s < timeouts.leave_s:
         return None  # they must not see a newer round, unless the script keeps them for good
     members = view.round.members
     if any(view.dismissals.get(worker) == number for worker in members):
@@ -500,7 +500,7 @@ def _planned(view: View, waited_s: float, patience: Patience) -> RoundRecord | N
     return _round(view, chosen, kind, planned=True, reason=_why(view, added, gone))
 
 
-def _joiners(view: View) -> list[str]:
+def _joiners(view: JobView) -> list[str]:
     """Return the workers that may join now. Those of one node join together, so the first of them waits for the others."""
     ready = view.by_node(w for w in view.in_state("ready") if w not in view.drains and not _is_cut_off(view, w))
     if view.drains >= {*view.survivors}:
@@ -508,14 +508,14 @@ def _joiners(view: View) -> list[str]:
     return [worker for group in ready if not _lacks_neighbours(view, group) for worker in group]
 
 
-def _lacks_neighbours(view: View, joiners: Sequence[str]) -> bool:
+def _lacks_neighbours(view: JobView, joiners: Sequence[str]) -> bool:
     """Whether other workers of the joiners' node, of which no worker trains yet, are still to come."""
     if view.job is None or len(joiners) >= view.job.workers_per_node:
         return False
     return view.nodes[joiners[0]] not in {view.nodes[w] for w in view.survivors}
 
 
-def _most(view: View, num_staying: int, num_joiners: int) -> int:
+def _most(view: JobView, num_staying: int, num_joiners: int) -> int:
     """Return the most workers that the next round may have, without growing to a number with which a step has failed."""
     assert view.job is not None
     assert view.round is not None
@@ -525,7 +525,7 @@ def _most(view: View, num_staying: int, num_joiners: int) -> int:
     return min(view.cap, num_staying)
 
 
-def _why(view: View, added: list[str], gone: list[str]) -> str:
+def _why(view: JobView, added: list[str], gone: list[str]) -> str:
     """Describe for people why a planned round follows. The plan's own reason is given only for changes that the plan caused."""
     asked = [w for w in gone if w in view.drains or (added and w in view.replacements)]
     others = [w for w in gone if w not in asked]
@@ -537,7 +537,7 @@ def _why(view: View, added: list[str], gone: list[str]) -> str:
     return "; ".join(text for text in (by_plan, by_request) if text)
 
 
-def _leaving(view: View, num_joiners: int) -> set[str]:
+def _leaving(view: JobView, num_joiners: int) -> set[str]:
     """Return the members that leave now: the drained ones, and as many of those to be replaced as joiners can replace."""
     assert view.round is not None
     assert view.job is not None
@@ -554,7 +554,7 @@ def _leaving(view: View, num_joiners: int) -> set[str]:
     return leaving
 
 
-def _arranged(view: View, staying: list[str], joiners: list[str], cap: int) -> list[str]:
+def _arranged(view: JobView, staying: list[str], joiners: list[str], cap: int) -> list[str]:
     """Return the next round's members in rank order, so that the fewest rows move if ranks hold consecutive blocks of rows.
 
     A joiner takes the place of a leaving worker. Further joiners are inserted in the middle, and surplus members are removed
@@ -580,7 +580,7 @@ def _arranged(view: View, staying: list[str], joiners: list[str], cap: int) -> l
     return chosen[:middle] + spare + chosen[middle:]
 
 
-def _without_surplus(view: View, staying: list[str], too_many: int) -> list[str]:
+def _without_surplus(view: JobView, staying: list[str], too_many: int) -> list[str]:
     """Return `staying` without at least `too_many` workers: those of the fewest nodes in the middle."""
     nodes = view.by_node(staying)
     for num_out in range(len(nodes) + 1):
@@ -591,13 +591,13 @@ def _without_surplus(view: View, staying: list[str], too_many: int) -> list[str]
     return []
 
 
-def _is_cut_off(view: View, joiner: str) -> bool:
+def _is_cut_off(view: JobView, joiner: str) -> bool:
     """Whether a joiner reports a member as unreachable: admitting it would only interrupt the others."""
     unreachable = view.workers[joiner].unreachable
     return bool(unreachable and view.round and set(unreachable) & set(view.round.members))
 
 
-def _round(view: View, members: list[str], kind: str, planned: bool, reason: str) -> RoundRecord:
+def _round(view: JobView, members: list[str], kind: str, planned: bool, reason: str) -> RoundRecord:
     number = view.round.number + 1 if view.round else 1
     first = view.workers[members[0]] if members else None
     return RoundRecord(

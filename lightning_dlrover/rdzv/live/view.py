@@ -20,8 +20,8 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerRecord,
     decode,
 )
-from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 __all__ = ["Decoder", "read_view"]
 
@@ -40,20 +40,20 @@ class Decoder:
         self._bad = bad
         self._read: dict[str, tuple[int, Any]] = {}  # revision and last readable record of each key
         # The last view and the snapshot that gave it. A mirror's is the same object until a key changes, and is read-only.
-        self._last_view: tuple[Mapping[str, KeyValue], View] | None = None
+        self._last_view: tuple[Mapping[str, KeyValue], JobView] | None = None
 
-    def view(self, entries: Mapping[str, KeyValue]) -> View:
+    def view(self, entries: Mapping[str, KeyValue]) -> JobView:
         """Decode a snapshot of `keys.live`."""
         if self._last_view is not None and self._last_view[0] is entries and isinstance(entries, MappingProxyType):
             return self._last_view[1]
         self._last_view = entries, self._decoded_view(entries)
         return self._last_view[1]
 
-    def _decoded_view(self, entries: Mapping[str, KeyValue]) -> View:
+    def _decoded_view(self, entries: Mapping[str, KeyValue]) -> JobView:
         keys = self._keys
         workers = self._folder(entries, keys.workers, WorkerRecord)
         drains = self._folder(entries, keys.drains, DrainRecord)
-        view = View(
+        view = JobView(
             job=self._record(entries, keys.job, JobRecord),
             round=self._record(entries, keys.round, RoundRecord),
             plan=self._record(entries, keys.plan, PlanRecord),
@@ -67,15 +67,15 @@ class Decoder:
         )
         return view.with_requests_to_nodes()
 
-    def outlook(self, entries: Mapping[str, KeyValue]) -> Outlook:
+    def worker_view(self, entries: Mapping[str, KeyValue]) -> WorkerView:
         """Decode a snapshot of `keys.shared`."""
         keys = self._keys
-        return Outlook(
+        return WorkerView(
             job=self._record(entries, keys.job, JobRecord),
             round=self._record(entries, keys.round, RoundRecord),
             plan=self._record(entries, keys.plan, PlanRecord),
             notice=self._record(entries, keys.notice, Notice),
-            term=entries[keys.convener].create_revision if keys.convener in entries else 0,
+            term=entries[keys.coordinator].create_revision if keys.coordinator in entries else 0,
         )
 
     def _record(self, entries: Mapping[str, KeyValue], key: str, record_type: type[R]) -> R | None:
@@ -101,6 +101,8 @@ class Decoder:
         return {name: record for name, record in loaded.items() if record is not None}
 
 
-def read_view(entries: Mapping[str, KeyValue], keys: Keys, bad: Callable[[str, RecordError], None] = lambda *_: None) -> View:
+def read_view(
+    entries: Mapping[str, KeyValue], keys: Keys, bad: Callable[[str, RecordError], None] = lambda *_: None
+) -> JobView:
     """Decode one snapshot of `keys.live`. Records that cannot be read are reported to `bad` and left out."""
     return Decoder(keys, bad).view(entries)

@@ -18,9 +18,9 @@ from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.observer import MAX_REFUSED
 from lightning_dlrover.components.control.office import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import (
-    Give,
+    FailurePolicy,
+    FinishJob,
     Limits,
-    Patience,
 )
 from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize, NotTakenError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -45,7 +45,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 
-QUICK = Patience(
+QUICK = FailurePolicy(
     first_backoff_s=0.01,
     max_backoff_s=0.02,
     max_long_backoff_s=0.02,
@@ -76,7 +76,7 @@ class Job:
         high: int = 3,
         least: NodeSize = ANY_SIZE,
         largest: NodeSize = ANY_SIZE,
-        patience: Patience = QUICK,
+        policy: FailurePolicy = QUICK,
         workers_per_node: int = 1,
     ) -> None:
         self.client = client
@@ -84,8 +84,8 @@ class Job:
         self.target = target
         self.shown: list[str] = []
         limits = Limits(low, high, least, largest, workers_per_node)
-        self.controller = Controller(client, keys, target, limits, show=self.shown.append, patience=patience)
-        self.end: Give | None = None
+        self.controller = Controller(client, keys, target, limits, show=self.shown.append, policy=policy)
+        self.end: FinishJob | None = None
 
     def run_until(self, what: str, found: Callable[[], object], timeout_s: float = 15.0) -> None:
         def step() -> None:
@@ -95,7 +95,7 @@ class Job:
 
         run_until(step, found, what, timeout_s)
 
-    def run_to_its_end(self) -> Give:
+    def run_to_its_end(self) -> FinishJob:
         self.run_until("the end", lambda: self.end is not None)
         assert self.end is not None
         return self.end
@@ -176,7 +176,7 @@ def test_plan_written_while_the_controller_is_busy_is_seen_at_once(make_job: Mak
     job = make_job()
     job.run_until("a node", lambda: job.target.living)
     job.train_with("node1")
-    job.run_until("calm", lambda: job.controller._ledger.entries["node1"].is_member)
+    job.run_until("calm", lambda: job.controller._registry.entries["node1"].is_member)
     start = job.target.start
 
     def start_slowly(node: str, size: NodeSize = ANY_SIZE) -> str:
@@ -288,11 +288,11 @@ def test_refused_starts_are_forgotten_once_the_training_nodes_are_gone(make_job:
     job = make_job(low=2)
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     job.train_with("node1", "node2")
-    job.run_until("them to be known", lambda: job.controller._ledger.entries["node2"].is_member)
+    job.run_until("them to be known", lambda: job.controller._registry.entries["node2"].is_member)
     job.target.refuses = "no device is free"
     job.fail("node2")
     job.round(2, "node1")
-    job.run_until("many refusals", lambda: job.controller._ledger.nodes.num_started > QUICK.max_failures + 2)  # type: ignore[union-attr]
+    job.run_until("many refusals", lambda: job.controller._registry.nodes.num_started > QUICK.max_failures + 2)  # type: ignore[union-attr]
     job.target.refuses = ""
     job.fail("node1")
     job.run_until("a new start", lambda: job.target.living)
@@ -305,7 +305,7 @@ def test_nodes_get_more_memory_after_one_ran_out_up_to_the_limit(
     job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most))
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     job.train_with("node1", "node2")
-    job.run_until("them to be known", lambda: job.controller._ledger.entries["node2"].is_member)
+    job.run_until("them to be known", lambda: job.controller._registry.entries["node2"].is_member)
     job.target.out_of_memory.add("node2")
     job.fail("node2")
     job.round(2, "node1")
@@ -353,7 +353,7 @@ def test_node_of_two_workers_is_replaced_once_and_only_after_its_own_end(make_jo
             job.client.put(job.keys.workers + worker.worker_id, encode(worker))
     job.round(1, "node1.0", "node1.1", "node2.0", "node2.1")
     job.phase("training")
-    entries = job.controller._ledger.entries
+    entries = job.controller._registry.entries
     job.run_until("all members", lambda: [entry.num_members for entry in entries.values()] == [2, 2])
     job.leave("node2.1")
     job.run_until("its loss", lambda: entries["node2"].num_members == 1)
@@ -489,7 +489,7 @@ def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: Etc
     job.train_with("node1")
     job.target.refuses = "quota exceeded"
     job.plan(2)
-    job.run_until("many refusals", lambda: job.controller._ledger.nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
+    job.run_until("many refusals", lambda: job.controller._registry.nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
     entry = client.get(keys.controller)
     assert entry is not None
     held_up = decode(ControllerRecord, entry.value, entry.key).held_up
@@ -674,7 +674,7 @@ def test_nodes_end_before_their_end_is_recorded_once(make_job: MakeJob, monkeypa
 
 
 def test_node_that_is_just_starting_does_not_delay_the_end(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job(patience=replace(QUICK, submit_s=20.0, cancel_s=20.0))
+    job = make_job(policy=replace(QUICK, submit_s=20.0, cancel_s=20.0))
 
     def interrupted(node: str, size: NodeSize) -> str:
         raise KeyboardInterrupt
@@ -725,7 +725,7 @@ def test_output_is_shown_once_in_whole_lines_with_the_node_in_front(make_job: Ma
 
 def test_output_is_looked_at_as_often_as_asked_and_before_nodes_end(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTarget, "log", lambda self, node: self.folder / f"stderr-{node}.log")
-    job = make_job(patience=dataclasses.replace(QUICK, show_s=3600.0))
+    job = make_job(policy=dataclasses.replace(QUICK, show_s=3600.0))
     job.run_until("a node", lambda: job.target.living)
     job.stays(lambda: job.shown == [], steps=2)
     job.target.log("node1").write_text("one\n")
@@ -799,7 +799,7 @@ def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtc
 
 def test_job_without_nodes_ends_when_its_etcd_stays_away(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=0.3)) as client:
-        job = Job(client, keys, FakeTarget(tmp_path), patience=replace(QUICK, etcd_s=0.5))
+        job = Job(client, keys, FakeTarget(tmp_path), policy=replace(QUICK, etcd_s=0.5))
         job.run_until("a node", lambda: job.target.living)
         job.train_with("node1")
         job.stays(lambda: True, steps=2)

@@ -13,12 +13,12 @@ from lightning_dlrover.components.control.reconcile import (
     Action,
     AddNode,
     CancelNode,
+    ControllerView,
     EnlargeNodes,
-    Give,
-    JobView,
+    FailurePolicy,
+    FinishJob,
     Limits,
     Node,
-    Patience,
     ReplaceWorker,
     Warn,
     WithdrawNode,
@@ -28,9 +28,9 @@ from lightning_dlrover.components.control.reconcile import (
 )
 from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 
-PATIENCE = Patience()
+POLICY = FailurePolicy()
 LATE_S = 10_000.0
 
 
@@ -78,20 +78,20 @@ def old(node: Node, asked_s: float) -> Node:
 
 
 def test_job_lost_in_a_later_fit_ends_with_1() -> None:
-    found = reconcile(JobView("finished", 2, [killed()], unfinished_fit=2))
-    assert [type(action) for action in found] == [Give]
-    assert isinstance(found[0], Give)
+    found = reconcile(ControllerView("finished", 2, [killed()], unfinished_fit=2))
+    assert [type(action) for action in found] == [FinishJob]
+    assert isinstance(found[0], FinishJob)
     assert found[0].exit_code == 1
 
 
-def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE_S) -> JobView:
-    return JobView("training", wanted, nodes, failures_in_a_row=failures, since_failure_s=since_s)
+def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE_S) -> ControllerView:
+    return ControllerView("training", wanted, nodes, failures_in_a_row=failures, since_failure_s=since_s)
 
 
 @pytest.mark.parametrize(
     ("situation", "view", "kinds"),
     [
-        ("nothing was started yet", JobView("none", 2, []), [AddNode, AddNode]),
+        ("nothing was started yet", ControllerView("none", 2, []), [AddNode, AddNode]),
         (
             "a node that joins and fails again and again is started ever more rarely",
             training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(7)], failures=1, since_s=20.0),
@@ -153,13 +153,13 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("ever more rarely", training(2, member("a"), *refused(12, ended_s=299.0)), []),
         ("for ever", training(2, member("a"), *refused(12, ended_s=301.0)), [AddNode]),
         ("though the oldest are forgotten", training(2, member("a"), *newest_refused(8, of=11)), []),
-        ("before the first start, too", JobView("none", 2, [joining(), *refused(12, ended_s=31.0)]), [AddNode]),
-        ("all are refused at the first start", JobView("none", 2, refused(1)), [Give]),
-        ("the last one is lost, and no other is taken on", training(1, killed(ended_s=400.0), *refused(8)), [Give]),
+        ("before the first start, too", ControllerView("none", 2, [joining(), *refused(12, ended_s=31.0)]), [AddNode]),
+        ("all are refused at the first start", ControllerView("none", 2, refused(1)), [FinishJob]),
+        ("the last one is lost, and no other is taken on", training(1, killed(ended_s=400.0), *refused(8)), [FinishJob]),
         ("all is as planned", training(2, member("a"), member("b")), []),
         ("the plan has grown", training(3, member("a")), [AddNode, AddNode]),
         ("the one it grew by is joining", training(2, member("a"), joining("b")), []),
-        ("the plan has shrunk: the convener chooses who leaves", training(1, member("a"), member("b")), []),
+        ("the plan has shrunk: the coordinator chooses who leaves", training(1, member("a"), member("b")), []),
         ("a node came that the plan has no more room for", training(1, member("a"), joining("b", 5.0)), []),
         ("and it does not end by itself", training(1, member("a"), joining("b", 61.0)), [CancelNode]),
         ("a joiner takes its time", training(2, member("a"), joining("b", LATE_S)), []),
@@ -187,85 +187,93 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("a node was killed: it is replaced after a moment", training(2, member("a"), killed(), failures=1), [AddNode]),
         ("but not before", training(2, member("a"), killed(), failures=1, since_s=0.1), []),
         ("and later each time", training(2, member("a"), killed(), failures=4, since_s=3.9), []),
-        ("many were killed, nothing trains", training(2, *[killed()] * 8, failures=8), [Give]),
+        ("many were killed, nothing trains", training(2, *[killed()] * 8, failures=8), [FinishJob]),
         ("many were killed, but others train", training(2, member("a"), *[killed()] * 8, failures=8), [AddNode]),
         ("the same error stopped the job twice", training(1, faulty("f"), faulty("g")), [AddNode]),
-        ("and once more", training(1, *[faulty()] * 3), [Give]),
+        ("and once more", training(1, *[faulty()] * 3), [FinishJob]),
         (
             "and once more, with another process id in it",
             training(1, *(faulty(error=f"pid {n} died") for n in (7, 8, 9))),
-            [Give],
+            [FinishJob],
         ),
         (
             "with a checkpoint in between",
             replace(training(1, faulty(), *[saved(faulty(), 5)] * 2), checkpoint_step=5),
             [AddNode],
         ),
-        ("with none since", replace(training(1, *[saved(faulty(), 5)] * 3), checkpoint_step=5), [Give]),
+        ("with none since", replace(training(1, *[saved(faulty(), 5)] * 3), checkpoint_step=5), [FinishJob]),
         ("beside a node that was killed", training(1, *[faulty()] * 3, killed(ended_s=65.0)), [AddNode]),
         ("it was killed again and again", training(1, *[stopped_by_kill()] * 19), [AddNode]),
-        ("and once more, though rounds were formed", training(1, *[stopped_by_kill()] * 20, failures=1), [Give]),
+        ("and once more, though rounds were formed", training(1, *[stopped_by_kill()] * 20, failures=1), [FinishJob]),
         ("though one of them trained for long", training(1, *[stopped_by_kill()] * 19, stopped_by_kill(901.0)), [AddNode]),
         ("and once more, with nodes left", training(2, joining("b"), *[faulty()] * 3), [CancelNode]),
         ("three different errors stopped it", training(1, *(faulty(error=e) for e in "xyz")), [AddNode]),
         ("three nodes failed while others trained", training(1, *[faulty(stopped_job=False)] * 3), [AddNode]),
-        ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [Give]),
+        ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [FinishJob]),
         ("after an hour of training each", training(1, *[replace(faulty(), trained_s=3600.0)] * 3), [AddNode]),
-        ("all left, although the training was not done", training(1, ended()), [Give]),
+        ("all left, although the training was not done", training(1, ended()), [FinishJob]),
         ("all left a moment ago: perhaps it is done", training(1, ended(ended_s=0.5)), []),
-        ("the script fails before it trains", JobView("none", 2, [faulty(), joining()]), [CancelNode]),
-        ("and nothing is left", JobView("starting", 1, [faulty()]), [Give]),
+        ("the script fails before it trains", ControllerView("none", 2, [faulty(), joining()]), [CancelNode]),
+        ("and nothing is left", ControllerView("starting", 1, [faulty()]), [FinishJob]),
         (
             "the script fails before it trains because another node was killed",
-            JobView("starting", 2, [killed(ended_s=61.0), faulty()], failures_in_a_row=2, since_failure_s=60.0),
+            ControllerView("starting", 2, [killed(ended_s=61.0), faulty()], failures_in_a_row=2, since_failure_s=60.0),
             [AddNode, AddNode],
         ),
-        ("it would fail without that", JobView("starting", 2, [killed(ended_s=99.0), faulty()], failures_in_a_row=2), [Give]),
+        (
+            "it would fail without that",
+            ControllerView("starting", 2, [killed(ended_s=99.0), faulty()], failures_in_a_row=2),
+            [FinishJob],
+        ),
         (
             "a node is killed before it trains",
-            JobView("none", 1, [killed()], failures_in_a_row=1, since_failure_s=9),
+            ControllerView("none", 1, [killed()], failures_in_a_row=1, since_failure_s=9),
             [AddNode],
         ),
-        ("a script that trains nothing has ended", JobView("none", 2, [ended("a"), ended("b")]), [Give]),
-        ("on one of two nodes", JobView("none", 2, [ended("a"), joining("b")]), []),
-        ("and the other one was killed", JobView("none", 2, [ended("a", 99.0), killed("b")]), [Give]),
-        ("finished, and the workers run what follows `fit`", JobView("finished", 2, [member("a")]), []),
-        ("finished, and a joiner does not end", JobView("finished", 2, [member("a"), joining("b", 31.0)]), [CancelNode]),
-        ("finished, all have ended", JobView("finished", 2, [ended("a"), killed("b")]), [Give]),
-        ("failed, as another controller found", JobView("failed", 1, [member("a")]), [CancelNode]),
-        ("somebody ends it", JobView("training", 2, [member("a"), joining("b")], stop="enough"), [CancelNode, CancelNode]),
-        ("and all nodes have ended", JobView("training", 2, [killed("a")], stop="enough"), [Give]),
-        ("somebody ends what follows `fit`", JobView("finished", 1, [member("a")], stop="enough"), [CancelNode]),
+        ("a script that trains nothing has ended", ControllerView("none", 2, [ended("a"), ended("b")]), [FinishJob]),
+        ("on one of two nodes", ControllerView("none", 2, [ended("a"), joining("b")]), []),
+        ("and the other one was killed", ControllerView("none", 2, [ended("a", 99.0), killed("b")]), [FinishJob]),
+        ("finished, and the workers run what follows `fit`", ControllerView("finished", 2, [member("a")]), []),
+        ("finished, and a joiner does not end", ControllerView("finished", 2, [member("a"), joining("b", 31.0)]), [CancelNode]),
+        ("finished, all have ended", ControllerView("finished", 2, [ended("a"), killed("b")]), [FinishJob]),
+        ("failed, as another controller found", ControllerView("failed", 1, [member("a")]), [CancelNode]),
+        (
+            "somebody ends it",
+            ControllerView("training", 2, [member("a"), joining("b")], stop="enough"),
+            [CancelNode, CancelNode],
+        ),
+        ("and all nodes have ended", ControllerView("training", 2, [killed("a")], stop="enough"), [FinishJob]),
+        ("somebody ends what follows `fit`", ControllerView("finished", 1, [member("a")], stop="enough"), [CancelNode]),
         ("a node waits in the queue", training(1, Node("a", "pending", idle_s=999.0)), []),
         ("a node does not reach etcd", training(1, Node("a", "running", age_s=61.0, idle_s=61.0)), [Warn]),
         ("which was said already", training(1, Node("a", "running", age_s=99.0, idle_s=99.0, warned=True)), []),
     ],
 )
-def test_each_situation_has_its_answer(situation: str, view: JobView, kinds: list[type[Action]]) -> None:
+def test_each_situation_has_its_answer(situation: str, view: ControllerView, kinds: list[type[Action]]) -> None:
     assert [type(action) for action in reconcile(view)] == kinds, situation
 
 
 @pytest.mark.parametrize(
     ("view", "exit_code"),
     [
-        (JobView("finished", 1, [ended()]), 0),
-        (JobView("finished", 2, [ended("a"), killed("b")]), 0),
-        (JobView("finished", 2, [ended("a"), faulty("b")]), 0),
-        (JobView("finished", 2, [ended("a"), replace(faulty("b"), after_training=True)]), 1),
-        (JobView("finished", 2, [ended("a"), replace(killed("b"), after_training=True)]), 1),
-        (JobView("none", 1, [ended()]), 0),
-        (JobView("failed", 1, [ended()]), 1),
-        (JobView("none", 1, [], stop="enough"), 1),
-        (JobView("finished", 1, [ended()], stop="enough"), 0),
+        (ControllerView("finished", 1, [ended()]), 0),
+        (ControllerView("finished", 2, [ended("a"), killed("b")]), 0),
+        (ControllerView("finished", 2, [ended("a"), faulty("b")]), 0),
+        (ControllerView("finished", 2, [ended("a"), replace(faulty("b"), after_training=True)]), 1),
+        (ControllerView("finished", 2, [ended("a"), replace(killed("b"), after_training=True)]), 1),
+        (ControllerView("none", 1, [ended()]), 0),
+        (ControllerView("failed", 1, [ended()]), 1),
+        (ControllerView("none", 1, [], stop="enough"), 1),
+        (ControllerView("finished", 1, [ended()], stop="enough"), 0),
         (training(1, *[faulty()] * 3), 1),
         (training(1, ended()), 1),
-        (JobView("starting", 1, [faulty()]), 1),
-        (JobView("training", 1, [faulty()], has_stepped=False), 1),
+        (ControllerView("starting", 1, [faulty()]), 1),
+        (ControllerView("training", 1, [faulty()], has_stepped=False), 1),
     ],
 )
-def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit_code: int) -> None:
+def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: ControllerView, exit_code: int) -> None:
     (give,) = reconcile(view)
-    assert isinstance(give, Give)
+    assert isinstance(give, FinishJob)
     assert give.exit_code == exit_code
     assert give.reason
 
@@ -282,13 +290,13 @@ def test_exit_code_is_zero_only_if_the_script_has_ended_well(view: JobView, exit
     ],
 )
 def test_job_without_etcd_ends_after_its_nodes_and_a_pause(nodes: list[Node], away_s: float, gives_up: bool) -> None:
-    actions = reconcile(JobView("training", 1, nodes, may_act=False, etcd_away_s=away_s))
-    assert [type(action) for action in actions] == ([Give] if gives_up else [])
+    actions = reconcile(ControllerView("training", 1, nodes, may_act=False, etcd_away_s=away_s))
+    assert [type(action) for action in actions] == ([FinishJob] if gives_up else [])
 
 
 def test_the_reason_for_giving_up_names_the_error() -> None:
     (give,) = reconcile(training(1, *[faulty(error="KeyError: 'label'")] * 3))
-    assert isinstance(give, Give)
+    assert isinstance(give, FinishJob)
     assert "KeyError: 'label'" in give.reason
 
 
@@ -343,7 +351,7 @@ nodes = st.builds(
     warned=st.booleans(),
 )
 views = st.builds(
-    JobView,
+    ControllerView,
     phase=st.sampled_from(["none", "starting", "training", "finished", "failed"]),
     wanted=st.integers(1, 5),
     nodes=st.lists(nodes, max_size=8).map(lambda found: [replace(n, name=f"node{i}") for i, n in enumerate(found)]),
@@ -357,28 +365,28 @@ views = st.builds(
 
 
 @given(views)
-def test_there_are_never_more_nodes_than_planned_because_of_us(view: JobView) -> None:
+def test_there_are_never_more_nodes_than_planned_because_of_us(view: ControllerView) -> None:
     living = [node for node in view.nodes if node.is_living]
     added = sum(isinstance(action, AddNode) for action in reconcile(view))
     assert added == 0 or len(living) + added <= view.wanted
 
 
 @given(views)
-def test_missing_nodes_are_added_or_the_reason_is_given(view: JobView) -> None:
+def test_missing_nodes_are_added_or_the_reason_is_given(view: ControllerView) -> None:
     living = [node for node in view.nodes if node.is_living]
-    patience = Patience(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
-    actions = reconcile(view, patience)
+    policy = FailurePolicy(max_backoff_s=0.0, max_long_backoff_s=0.0, settle_s=0.0)
+    actions = reconcile(view, policy)
     if view.may_act and view.phase == "training" and len(living) < view.wanted and not actions:
-        assert why_none_is_added(view, patience) or (not living and any(node.ended_s == 0.0 for node in view.nodes))
+        assert why_none_is_added(view, policy) or (not living and any(node.ended_s == 0.0 for node in view.nodes))
 
 
 @given(views)
-def test_nothing_is_done_without_the_right_to_act(view: JobView) -> None:
+def test_nothing_is_done_without_the_right_to_act(view: ControllerView) -> None:
     assert reconcile(replace(view, may_act=False)) == []
 
 
 @given(views)
-def test_only_living_nodes_are_ended_and_each_once(view: JobView) -> None:
+def test_only_living_nodes_are_ended_and_each_once(view: ControllerView) -> None:
     living = {node.name for node in view.nodes if node.is_living}
     names = [action.name for action in reconcile(view) if isinstance(action, CancelNode)]
     assert set(names) <= living
@@ -386,7 +394,7 @@ def test_only_living_nodes_are_ended_and_each_once(view: JobView) -> None:
 
 
 @given(views)
-def test_a_training_worker_is_never_ended_while_the_job_goes_on(view: JobView) -> None:
+def test_a_training_worker_is_never_ended_while_the_job_goes_on(view: ControllerView) -> None:
     busy = {node.name for node in view.nodes if node.is_member and node.has_worker}
     actions = reconcile(view)
     names = {action.name for action in actions if isinstance(action, CancelNode)}
@@ -395,38 +403,38 @@ def test_a_training_worker_is_never_ended_while_the_job_goes_on(view: JobView) -
 
 
 @given(views)
-def test_the_job_is_given_up_only_when_no_node_is_left(view: JobView) -> None:
+def test_the_job_is_given_up_only_when_no_node_is_left(view: ControllerView) -> None:
     actions = reconcile(view)
-    if any(isinstance(action, Give) for action in actions):
+    if any(isinstance(action, FinishJob) for action in actions):
         assert len(actions) == 1
         assert not any(node.is_living for node in view.nodes)
 
 
 @given(views)
-def test_a_job_that_is_over_gets_no_new_node(view: JobView) -> None:
+def test_a_job_that_is_over_gets_no_new_node(view: ControllerView) -> None:
     if view.phase in ("finished", "failed"):
         assert not any(isinstance(action, AddNode) for action in reconcile(view))
 
 
 @given(st.integers(1, 30))
 def test_the_pause_before_a_replacement_grows_but_has_a_limit(failures: int) -> None:
-    patience = Patience(max_failures=100)
+    policy = FailurePolicy(max_failures=100)
     views_ = [training(1, killed(), failures=n, since_s=29.9) for n in (failures, failures + 1)]
-    now, later = (bool(reconcile(view, patience)) for view in views_)
+    now, later = (bool(reconcile(view, policy)) for view in views_)
     assert now or not later
-    assert reconcile(training(1, killed(), failures=failures, since_s=30.0), patience) == [AddNode()]
+    assert reconcile(training(1, killed(), failures=failures, since_s=30.0), policy) == [AddNode()]
 
 
 def test_failure_after_training_is_named() -> None:
     first, second = (replace(faulty(name, ended_s=s), after_training=True) for name, s in (("a", 9.0), ("b", 5.0)))
-    [end] = reconcile(JobView("finished", 2, [second, first]))
-    assert end == Give(1, f"training has finished, but a failed after it: {first.error}", is_trained=True)
+    [end] = reconcile(ControllerView("finished", 2, [second, first]))
+    assert end == FinishJob(1, f"training has finished, but a failed after it: {first.error}", is_trained=True)
 
 
 @pytest.mark.parametrize(("phase", "reason"), [("none", "no worker joined"), ("starting", "no Trainer reached")])
 def test_end_without_training_is_reported(phase: Any, reason: str) -> None:
-    [end] = reconcile(JobView(phase, 1, [ended()]))
-    assert isinstance(end, Give)
+    [end] = reconcile(ControllerView(phase, 1, [ended()]))
+    assert isinstance(end, FinishJob)
     assert (end.exit_code, end.is_trained) == (0, False)
     assert f"the script ended without training: {reason}" in end.reason
 
@@ -438,7 +446,7 @@ def sized(node: Node, size: NodeSize) -> Node:
     return replace(node, size=size, workers=(f"worker-{node.name}",) if node.has_worker else (), is_taken_on=True)
 
 
-def planned(size: NodeSize, wanted: int, *nodes: Node) -> JobView:
+def planned(size: NodeSize, wanted: int, *nodes: Node) -> ControllerView:
     """A job that trains with all members among `nodes`, in this order."""
     members = {worker: node.name for node in nodes if node.is_member for worker in node.workers}
     return replace(training(wanted, *nodes), size=size, members=members)
@@ -496,9 +504,9 @@ def test_node_killed_for_want_of_memory_asks_for_more() -> None:
 
 def test_plan_is_kept_within_the_limits() -> None:
     limits = Limits(2, 4, NodeSize(1, 1024), NodeSize(4, 4096))
-    wanted = [JobView.of(View(plan=PlanRecord(n, "user", "", True)), limits, []).wanted for n in (1, 3, 9)]
+    wanted = [ControllerView.of(JobView(plan=PlanRecord(n, "user", "", True)), limits, []).wanted for n in (1, 3, 9)]
     assert wanted == [2, 3, 4]
-    recommended = JobView.of(View(plan=PlanRecord(3, "user", "", False, node_cpus=2)), limits, [])
+    recommended = ControllerView.of(JobView(plan=PlanRecord(3, "user", "", False, node_cpus=2)), limits, [])
     assert (recommended.wanted, recommended.size) == (2, NodeSize(2, 1024))
 
 
@@ -506,14 +514,14 @@ def test_worker_to_be_replaced_is_counted_until_it_leaves() -> None:
     def worker(name: str) -> WorkerRecord:
         return WorkerRecord(f"worker-{name}", f"agent-{name}", "h", 1, 0, "127.0.0.1", 1, "active", 1)
 
-    view = View(
+    view = JobView(
         round=RoundRecord(1, ["worker-b", "worker-a", "worker-gone"], "", "start", True),
         workers={"worker-a": worker("a"), "worker-b": worker("b")},
         agents={f"agent-{n}": AgentRecord(f"agent-{n}", "h", 1, 1, "running", {"node": n}) for n in "ab"},
         drains={"worker-gone"},
         replacements={"worker-a"},
     )
-    found = JobView.of(view, Limits(2, 2), [])
+    found = ControllerView.of(view, Limits(2, 2), [])
     assert found.wanted == 3
     assert list(found.members.items()) == [("worker-b", "b"), ("worker-a", "a")]
     assert found.leaving == {"worker-a"}
@@ -524,7 +532,7 @@ sizes = st.sampled_from([SMALL, LARGE])
 
 @given(views, st.lists(st.tuples(sizes, st.booleans(), st.booleans()), min_size=8, max_size=8), sizes)
 def test_no_node_is_ended_twice_and_at_most_one_is_too_small(
-    view: JobView, facts: list[tuple[NodeSize, bool, bool]], size: NodeSize
+    view: ControllerView, facts: list[tuple[NodeSize, bool, bool]], size: NodeSize
 ) -> None:
     nodes_ = [
         replace(sized(node, own), is_taken_on=taken, wanted_back=node.is_member and node.has_worker and wanted_back)
@@ -548,10 +556,10 @@ def pair(name: str, num_members: int = 2, **changes: Any) -> Node:
     return replace(member(name), num_members=num_members, workers=(f"{name}-0", f"{name}-1"), **changes)
 
 
-def view_of_pairs(num_planned: int, members: str, replacements: frozenset[str] = frozenset()) -> View:
+def view_of_pairs(num_planned: int, members: str, replacements: frozenset[str] = frozenset()) -> JobView:
     """Workers a0, a1, b0 and so on: two on each of the nodes a, b, ..."""
     workers = members.split()
-    return View(
+    return JobView(
         plan=PlanRecord(num_planned, "user", "", True),
         round=RoundRecord(1, workers, "", "start", True),
         workers={w: WorkerRecord(w, f"agent-{w}", "h", 1, 0, "127.0.0.1", 1, "active", 1) for w in workers},
@@ -563,7 +571,7 @@ def view_of_pairs(num_planned: int, members: str, replacements: frozenset[str] =
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.integers(0, 40))
 def test_no_plan_starts_a_node_that_it_would_not_fill(each: int, low: int, more: int, num_planned: int) -> None:
     limits = Limits(low * each, (low + more) * each, workers_per_node=each)
-    wanted = JobView.of(View(plan=PlanRecord(num_planned, "user", "", True)), limits, []).wanted
+    wanted = ControllerView.of(JobView(plan=PlanRecord(num_planned, "user", "", True)), limits, []).wanted
     assert low <= wanted <= low + more
     if limits.min_workers <= num_planned <= limits.max_workers:
         assert 0 <= num_planned - wanted * each < each
@@ -577,19 +585,19 @@ def test_limits_that_do_not_fill_nodes_are_refused(low: int, high: int) -> None:
 
 def test_replaced_workers_of_one_node_cost_one_more_node() -> None:
     limits = Limits(2, 8, workers_per_node=2)
-    assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1"), limits, []).wanted == 2
-    assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1", frozenset({"a0", "a1"})), limits, []).wanted == 3
-    assert JobView.of(view_of_pairs(4, "a0 a1 b0 b1", frozenset({"a0", "b1"})), limits, []).wanted == 4
+    assert ControllerView.of(view_of_pairs(4, "a0 a1 b0 b1"), limits, []).wanted == 2
+    assert ControllerView.of(view_of_pairs(4, "a0 a1 b0 b1", frozenset({"a0", "a1"})), limits, []).wanted == 3
+    assert ControllerView.of(view_of_pairs(4, "a0 a1 b0 b1", frozenset({"a0", "b1"})), limits, []).wanted == 4
 
 
 def test_successor_of_a_node_that_is_given_back_is_started_before_its_end() -> None:
     limits = Limits(4, 8, workers_per_node=2)
     job = JobRecord("training", True, 4, 8, "1", workers_per_node=2)
     view = replace(view_of_pairs(4, "a0 b0 b1"), job=job)
-    assert JobView.of(view, limits, []).wanted == 2  # its other worker is being started again
-    assert JobView.of(replace(view, drains=frozenset({"a0"})), limits, []).wanted == 3
+    assert ControllerView.of(view, limits, []).wanted == 2  # its other worker is being started again
+    assert ControllerView.of(replace(view, drains=frozenset({"a0"})), limits, []).wanted == 3
     drained = replace(view_of_pairs(4, "a0 a1 b0 b1"), job=job, drains=frozenset({"a0", "a1"}))
-    assert JobView.of(drained, limits, []).wanted == 2  # asked for by `dlrover drain`
+    assert ControllerView.of(drained, limits, []).wanted == 2  # asked for by `dlrover drain`
 
 
 def test_all_workers_of_a_reclaimed_node_are_replaced() -> None:
@@ -603,7 +611,7 @@ def test_death_of_a_worker_replaces_no_node_while_its_agent_restarts_it() -> Non
     assert reconcile(training(2, pair("a"), pair("b", num_members=1, agentless_s=0.0))) == []
 
 
-@pytest.mark.parametrize(("agentless_s", "is_replaced"), [(PATIENCE.whole_s, False), (PATIENCE.whole_s + 1.0, True)])
+@pytest.mark.parametrize(("agentless_s", "is_replaced"), [(POLICY.whole_s, False), (POLICY.whole_s + 1.0, True)])
 def test_node_without_one_of_its_agents_is_replaced_after_a_while(agentless_s: float, is_replaced: bool) -> None:
     node = replace(pair("b", num_members=1, agentless_s=agentless_s), workers=("b-0",))
     found = reconcile(training(2, pair("a"), node))

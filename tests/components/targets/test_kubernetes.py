@@ -26,7 +26,7 @@ from torchx.specs import AppDef, AppState, Role
 from waiting import eventually
 
 from lightning_dlrover.components.control.controller import Controller
-from lightning_dlrover.components.control.reconcile import Limits, Patience
+from lightning_dlrover.components.control.reconcile import FailurePolicy, Limits
 from lightning_dlrover.components.targets import kubernetes_api
 from lightning_dlrover.components.targets.kubernetes import (
     KubernetesOptions,
@@ -106,10 +106,8 @@ def make_target(cluster: KubernetesCluster, tmp_path: Path, clock: ShiftedClock)
 
 
 def wait_for_status(target: KubernetesTarget, wanted: str, handle: str = HANDLE, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while (status := target.status(handle)) != wanted:
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {handle} to be {wanted}; it is {status}"
-        time.sleep(0.02)
+    what = f"{handle} to be {wanted}"
+    eventually(lambda: target.status(handle) == wanted, what, timeout_s, 0.02, report=lambda: f"it is {target.status(handle)}")
 
 
 # --- requests ------------------------------------------------------------------------------------------------------------
@@ -639,11 +637,16 @@ def stamped(second: int, text: str, nanosecond: int = 0) -> str:
 
 
 def wait_for_output(target: KubernetesTarget, text: str) -> None:
-    deadline = time.monotonic() + 15.0
-    while text != "".join(file.read_text() for file in target.logs(HANDLE)):
-        assert time.monotonic() < deadline, f"waited 15 s for {text!r}: {[f.read_text() for f in target.logs(HANDLE)]}"
-        target.status(HANDLE)
-        time.sleep(0.02)
+    def output() -> str:
+        return "".join(file.read_text() for file in target.logs(HANDLE))
+
+    def has_come() -> bool:
+        if text != output():
+            target.status(HANDLE)  # reads the logs
+            return False
+        return True
+
+    eventually(has_come, f"{text!r}", 15.0, 0.02, report=output)
 
 
 def test_output_is_copied_line_by_line_once_and_completely(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
@@ -965,10 +968,12 @@ def test_an_app_that_torchx_starts_runs_in_this_cluster(
     script = "import os, sys; print(sys.argv[1], os.environ['LEVEL'], os.environ['VC_TASK_INDEX'])"
     role = Role("controller", image="trainer:1", entrypoint="python", args=["-c", script, "hello"], env={"LEVEL": "5"})
     app_id = torchx.submit(AppDef("ctr", [role]), {"namespace": "training", "queue": "default"}, workspace=None)
-    deadline = time.monotonic() + 15.0
-    while (described := torchx.describe(app_id)) is None or described.state != AppState.SUCCEEDED:
-        assert time.monotonic() < deadline, f"{app_id} does not end: {described}"
-        time.sleep(0.05)
+
+    def succeeded() -> bool:
+        described = torchx.describe(app_id)
+        return described is not None and described.state == AppState.SUCCEEDED
+
+    eventually(succeeded, f"the success of {app_id}", 15.0, 0.05, report=lambda: f"{torchx.describe(app_id)}")
     assert "hello 5 0" in "".join(torchx.log_iter(app_id, "controller"))
 
 
@@ -1118,9 +1123,9 @@ def test_job_goes_on_when_the_cluster_refuses_a_node(
     make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
 ) -> None:
     cluster.max_jobs = 1
-    patience = Patience(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
-    with Controller(client, keys, make_target(), Limits(2, 2), show=print, patience=patience) as controller:
-        while len(controller._ledger.entries) < 4:  # three refusals
+    policy = FailurePolicy(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, policy=policy) as controller:
+        while len(controller._registry.entries) < 4:  # three refusals
             assert controller.step() is None
             controller.wait(0.01)
         assert cluster.nodes() == ["node1"]

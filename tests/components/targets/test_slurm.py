@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from slurm_commands import SlurmCommands
+from waiting import eventually
 
 from lightning_dlrover.components.control.post_mortem import examine
 from lightning_dlrover.components.targets.slurm import (
@@ -157,9 +158,7 @@ def test_hanging_command_is_ended_with_its_children(
         calls[command]()
     assert time.monotonic() - began < 5.0
     stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
-    deadline = time.monotonic() + 5.0
-    while stat.exists() and stat.read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, "what the command has started lives on"
+    eventually(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", "the end of the command's child", 5.0)
 
 
 def test_jobs_with_similar_names_are_not_listed(make_target: MakeTarget, commands: SlurmCommands) -> None:

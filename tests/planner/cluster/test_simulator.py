@@ -11,7 +11,6 @@ import pytest
 from lightning_dlrover.planner.cluster import Allocation, Device, Job, Policy, PolicySettings, Profile, State
 from lightning_dlrover.planner.cluster.policies import POLICIES, make_policy
 from lightning_dlrover.planner.cluster.simulator import Arrival, Costs, SimulationError, simulate
-from lightning_dlrover.planner.cluster.slowdown import Observation
 
 GB = 10**9
 
@@ -137,22 +136,6 @@ def test_every_policy_ends_all_jobs_twice_alike(name: str) -> None:
     assert {done.job.name for done in outcome.finished} == {a.job.name for a in arrivals}
     assert all(done.started_s >= done.job.submitted_s and done.ended_s > done.started_s for done in outcome.finished)
     assert outcome == simulate(arrivals[::-1], devices(4), policy, halves, costs=Costs(0.5))
-
-
-def test_a_learner_sees_each_group_and_may_replace_the_policy() -> None:
-    class Watch:
-        def __init__(self) -> None:
-            self.seen: list[tuple[tuple[str, ...], tuple[float, ...], float]] = []
-
-        def observed(self, observation: Observation, lasted_s: float) -> Policy | None:
-            self.seen.append((tuple(job.name for job in observation.group), observation.relative_speeds, lasted_s))
-            return make_policy("sequential")
-
-    watch = Watch()
-    arrivals = [arrival("a", 0, 10), arrival("b", 4, 3), arrival("c", 5, 1)]
-    outcome = simulate(arrivals, devices(1), make_policy("fifo"), halves, learner=watch)
-    assert watch.seen == [(("a", "b"), (0.5, 0.5), 6.0)]
-    assert {done.job.name: done.started_s for done in outcome.finished} == {"a": 0, "b": 4, "c": 13}
 
 
 def test_what_cannot_be_simulated_is_refused_with_its_name() -> None:

@@ -45,13 +45,13 @@ ONE_TO_TWO = Limits(1, 2)
     limits=st.tuples(st.integers(1, 3), st.integers(0, 2)).map(lambda t: Limits(t[0], t[0] + t[1])),
 )
 def test_no_round_starts_beside_a_running_one(num_steps: int, choices: st.DataObject, limits: Limits) -> None:
-    """Agents come, enter, leave and die in any order, and any of them convenes from the records alone. Rounds that have
+    """Agents come, enter, leave and die in any order, and any of them coordinates from the records alone. Rounds that have
     started never overlap, respect the limits and have all their members inside when they start."""
     view = _view(None)
     started: dict[str, int] = {}  # round whose workers each agent runs, as the agent sees it
     for step in range(num_steps):
         agents = dict(view.agents)
-        action = choices.draw(st.sampled_from(["come", "enter", "enter", "leave", "die", "convene", "convene", "start"]))
+        action = choices.draw(st.sampled_from(["come", "enter", "enter", "leave", "die", "coordinate", "coordinate", "start"]))
         members = [agent for agent in (view.round.agents if view.round else []) if agent in agents]
         if action == "come" and len(agents) < 6:
             agents[f"a{step}"] = _agent(f"a{step}", "waiting", view.round_number, step)
@@ -69,7 +69,7 @@ def test_no_round_starts_beside_a_running_one(num_steps: int, choices: st.DataOb
             inside = [agent for agent in members if agents[agent].record.state == "running"]
             started |= dict.fromkeys(inside, view.round_number)
         view = dataclasses.replace(view, agents=agents)
-        if action == "convene":
+        if action == "coordinate":
             notice = next_notice(view, step)
             if notice.confirmed_round == view.round_number and not view.is_confirmed and view.round is not None:
                 assert all(agents[a].record.round_number == view.round_number for a in view.round.agents)
@@ -92,7 +92,7 @@ def test_no_round_starts_beside_a_running_one(num_steps: int, choices: st.DataOb
     is_confirmed=st.booleans(),
     limits=st.tuples(st.integers(1, 3), st.integers(0, 2)).map(lambda t: Limits(t[0], t[0] + t[1])),
 )
-def test_a_convener_that_takes_over_in_any_state_comes_to_rest(
+def test_a_coordinator_that_takes_over_in_any_state_comes_to_rest(
     entered: list[bool], dead: set[int], is_confirmed: bool, limits: Limits
 ) -> None:
     """Members enter the rounds assigned to them. At the end all living agents are in a started round, or too few are left."""

@@ -492,7 +492,7 @@ def test_record_of_an_agent_shows_its_activity(
     assert decode(AgentRound, round_entry.value, "").agents == [record.agent_id]
 
 
-# -- the convener dies
+# -- the coordinator dies
 
 
 # An agent without workers that dies right after the write named by its arguments.
@@ -528,13 +528,13 @@ StartDoomed = Callable[[tuple[str, str]], WarmProcess]
 def doomed(
     fork_server: None, etcd: EmbeddedEtcd, run_id: str, client: EtcdClient, keys: Keys, tmp_path: Path
 ) -> Iterator[StartDoomed]:
-    """Start an agent that convenes until it dies."""
+    """Start an agent that coordinates until it dies."""
     started: list[WarmProcess] = []
 
     def start(when: tuple[str, str]) -> WarmProcess:
         arguments = [DOOMED, etcd.endpoint, run_id, *when]
         started.append(WarmProcess(run_code, arguments, os.environ, tmp_path / "doomed.log"))
-        eventually(lambda: client.get(keys.agent_convener), "the doomed agent convenes", 60)
+        eventually(lambda: client.get(keys.agent_coordinator), "the doomed agent coordinates", 60)
         return started[-1]
 
     yield start
@@ -544,18 +544,18 @@ def doomed(
 
 
 @pytest.mark.parametrize("when", [AT_A_ROUND, WHILE_NODES_WAIT], ids=lambda when: when[0])
-def test_killed_convener_is_replaced_and_the_others_form_a_round(
+def test_killed_coordinator_is_replaced_and_the_others_form_a_round(
     when: tuple[str, str], doomed: StartDoomed, make_handler: MakeHandler
 ) -> None:
-    convener = doomed(when)
+    coordinator = doomed(when)
     handlers = [make_handler(2, 3, lease_ttl="2", join_timeout="60") for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         joining = [pool.submit(handlers[0].next_rendezvous)]
         if when == WHILE_NODES_WAIT:  # a third node would fill the round at once
-            assert convener.wait(60) == -signal.SIGKILL
+            assert coordinator.wait(60) == -signal.SIGKILL
         joining.append(pool.submit(handlers[1].next_rendezvous))
         infos = [each.result(90) for each in joining]
-    assert convener.wait(60) == -signal.SIGKILL
+    assert coordinator.wait(60) == -signal.SIGKILL
     assert sorted(info.rank for info in infos) == [0, 1]
     assert [info.world_size for info in infos] == [2, 2]
     stores = [info.bootstrap_store_info for info in infos]
@@ -602,9 +602,9 @@ UNTIL_TWO_TRAIN = "import os, time\nwhile os.environ['WORLD_SIZE'] != '2': time.
 
 
 def test_ranks_are_assigned_again_when_the_assigning_node_dies(doomed: StartDoomed, agents: ElasticAgents) -> None:
-    convener = doomed(AT_ITS_CONFIRMATION)
+    coordinator = doomed(AT_ITS_CONFIRMATION)
     running = agents.start(Node(UNTIL_TWO_TRAIN, min_nodes=2, max_nodes=3), 2)
-    assert convener.wait(60) == -signal.SIGKILL  # died as node rank 0 of a round of three
+    assert coordinator.wait(60) == -signal.SIGKILL  # died as node rank 0 of a round of three
     outcomes = [agent.wait(120) for agent in running]
     assert [outcome.state for outcome in outcomes] == ["SUCCEEDED"] * 2, running[0].output + running[1].output
     ranks = sorted((start.world_size, start.rank) for start in agents.starts() if start.world_size == 2)
@@ -612,20 +612,20 @@ def test_ranks_are_assigned_again_when_the_assigning_node_dies(doomed: StartDoom
     assert all("a node was lost while ranks were assigned" in agent.output for agent in running)
 
 
-def test_running_round_survives_its_convener_and_admits_a_late_node(
+def test_running_round_survives_its_coordinator_and_admits_a_late_node(
     make_handler: MakeHandler, client: EtcdClient, keys: Keys
 ) -> None:
     handlers = [make_handler(2, 3) for _ in range(2)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
-        entry = client.get(keys.agent_convener)
+        entry = client.get(keys.agent_coordinator)
         assert entry is not None
-        convener = next(handler for handler in handlers if handler._agent_id.encode() == entry.value)
-        other = next(handler for handler in handlers if handler is not convener)
-        convener._client.close()  # ends all its threads without revoking its lease
+        coordinator = next(handler for handler in handlers if handler._agent_id.encode() == entry.value)
+        other = next(handler for handler in handlers if handler is not coordinator)
+        coordinator._client.close()  # ends all its threads without revoking its lease
         late = pool.submit(make_handler(2, 3, join_timeout="60").next_rendezvous)
         eventually(lambda: other.num_nodes_waiting() == 1, "the survivor is told of the late node", 30)
-        assert client.get(keys.agent_convener) != entry
+        assert client.get(keys.agent_coordinator) != entry
         assert {other.next_rendezvous().world_size, late.result(30).world_size} == {2}
 
 
@@ -721,7 +721,7 @@ def test_one_agent_of_a_job_without_a_controller_names_the_troubles_of_etcd(
         client.put(keys.controller, encode(ControllerRecord("host", 1, "local", {})))
     handlers = [make_handler(2, 2) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
-        for pair in (handlers[:2], handlers[1:]):  # the first agent, which may be the convener, leaves after the first round
+        for pair in (handlers[:2], handlers[1:]):  # the first agent, which may be the coordinator, leaves after the first round
             assert [joined.world_size for joined in pool.map(lambda handler: handler.next_rendezvous(), pair)] == [2, 2]
             handlers[0].shutdown()
     assert caplog.text.count("etcd size: 92% -> etcdctl defrag") == (0 if has_controller else 1)

@@ -20,9 +20,9 @@ from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.live.member import WorldError
 
 PUBLIC = sorted(name for name in vars(World) if not name.startswith("_") and name != "from_environment")
-ATTRIBUTES = ["activity", "backend", "config", "is_in_step", "membership", "num_fits", "standing", "wishes"]
+ATTRIBUTES = ["backend", "config", "membership", "num_fits", "place", "standing", "wishes"]
 
-REFUSED = {"admit", "config", "connect", "membership", "recover", "standing", "switch"}
+REFUSED = {"admit", "config", "connect", "membership", "records", "recover", "standing", "switch", "view"}
 """Calls that need other workers, or the records of a job."""
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_stand_in import NAME, Quirks
+from waiting import eventually
 
 from lightning_dlrover.rdzv.group import ending, torch_names
 from lightning_dlrover.rdzv.group.communicators import CommunicatorError, Communicators
@@ -38,10 +39,7 @@ def connecting(rank: int, open_store: Callable[[], Store]) -> Communicators:
 
 
 def wait_for_backend(communicators: Communicators) -> None:
-    deadline = time.monotonic() + 5
-    while not communicators._backends:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    eventually(lambda: communicators._backends, "a backend", 5)
 
 
 def test_worker_lives_on_while_the_abort_of_connecting_communicators_waits(monkeypatch: pytest.MonkeyPatch) -> None:

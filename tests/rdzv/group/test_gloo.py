@@ -8,7 +8,7 @@ import struct
 from typing import cast
 
 from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, inet_sockets, shut_down
-from lightning_dlrover.rdzv.live.member import Means, Member
+from lightning_dlrover.rdzv.live.member import Member, MemberBackend
 
 
 def connected_pair(port: int = 0) -> tuple[socket.socket, socket.socket, socket.socket]:
@@ -43,7 +43,7 @@ def test_descriptor_reused_by_another_socket_is_left_alone() -> None:
 
 def test_severing_a_round_that_forms_shuts_down_no_connection_of_others() -> None:
     server = StoreServer("127.0.0.1", 5.0)
-    member = Member(cast(Means, None))
+    member = Member(cast(MemberBackend, None))
     sockets = RoundSockets(member, server, timeout_s=1234.0)
     listener, client, accepted = connected_pair()  # listens as the store of another member's
     pair = socket.socketpair()  # as asyncio and multiprocessing open them

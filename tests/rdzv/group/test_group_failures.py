@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +40,7 @@ def test_lost_peer_is_distinguished_from_a_users_mistake(error: Exception, expec
 
 
 def failures_of_a_round(is_broken: bool) -> Failures:
-    return Failures(lambda: is_broken, lambda: None)
+    return Failures(cast(Any, SimpleNamespace(are_severed=is_broken)), lambda: None)
 
 
 def missing_group() -> Exception:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_dlrover.rdzv.group import transfer
 from lightning_dlrover.rdzv.group.aborts import wait_for_device
 from lightning_dlrover.rdzv.group.backends import traits_of
-from lightning_dlrover.rdzv.group.left_state import LeftState
+from lightning_dlrover.rdzv.group.left_state import HostStateCache
 from lightning_dlrover.rdzv.group.loop import (
     Step,
     _Loop,
@@ -73,7 +73,7 @@ class WorldWithLeftState:
     formation = Formation(RoundRecord(1, ["a"], "", "start", planned=True), {"a": b""}, 0)
 
     def __init__(self, folder: Path) -> None:
-        self.left_state = LeftState(folder)
+        self.left_state = HostStateCache(folder)
         self.events: list[str] = []
 
     def is_failure(self, error: BaseException) -> bool:

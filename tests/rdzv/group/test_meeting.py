@@ -10,14 +10,15 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group.meeting import NUM_RECENT, LoneCollectiveError, Meeting
+from lightning_dlrover.rdzv.group.meeting import NUM_RECENT, CollectiveMonitor, LoneCollectiveError, OutsideOfLoops
 from lightning_dlrover.rdzv.group.purpose import Place, Purpose
-from lightning_dlrover.rdzv.group.sightings import Counts, Sighting, can_go_on, difference
+from lightning_dlrover.rdzv.group.sightings import CollectiveCounts, DesyncReport, can_go_on, difference
 from lightning_dlrover.rdzv.live.member import (
     RoundEndedError,
     WorldError,
@@ -26,8 +27,8 @@ from lightning_dlrover.rdzv.live.member import (
 USER = Place("/home/me/train.py:3 in main", "", "train.py:3")
 
 
-def seen(compared: int, begun: int, waits_for: str = "") -> Sighting:
-    return Sighting(Counts(compared, begun), "", waits_for)
+def seen(compared: int, begun: int, waits_for: str = "") -> DesyncReport:
+    return DesyncReport(CollectiveCounts(compared, begun), "", waits_for)
 
 
 # --- positions that can go on -------------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
         (seen(3, 9, "torch.distributed.all_reduce"), seen(2, 9, "buffers")),  # one of them was compared
     ],
 )
-def test_crossed_workers_cannot_go_on(one: Sighting, other: Sighting) -> None:
+def test_crossed_workers_cannot_go_on(one: DesyncReport, other: DesyncReport) -> None:
     assert not can_go_on(one, other)
     assert not can_go_on(other, one)
 
@@ -61,13 +62,15 @@ def test_crossed_workers_cannot_go_on(one: Sighting, other: Sighting) -> None:
 
 
 @pytest.fixture
-def meetings() -> Iterator[list[Meeting]]:
+def meetings() -> Iterator[list[CollectiveMonitor]]:
     """Meetings of two workers with one store."""
     store = dist.HashStore()  # type: ignore[attr-defined]
 
-    def make(rank: int) -> Meeting:
+    def make(rank: int) -> CollectiveMonitor:
         group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
-        return Meeting(group, rank, 2, 4, lambda: 0, lambda: store, lambda: "", lambda: False, lambda: None)
+        return CollectiveMonitor(
+            group, rank, 2, 4, lambda: 0, lambda: store, cast(Any, SimpleNamespace(place=OutsideOfLoops())), lambda: None
+        )
 
     made = [make(0), make(1)]
     yield made
@@ -76,7 +79,7 @@ def meetings() -> Iterator[list[Meeting]]:
         meeting.join(5)
 
 
-def test_workers_that_come_to_one_place_go_on_from_it(meetings: list[Meeting]) -> None:
+def test_workers_that_come_to_one_place_go_on_from_it(meetings: list[CollectiveMonitor]) -> None:
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(each.all_reach, "here", lambda: False, 5.0) for each in meetings]
         assert [answer.result(5) for answer in answers] == [True, True]
@@ -84,7 +87,7 @@ def test_workers_that_come_to_one_place_go_on_from_it(meetings: list[Meeting]) -
 
 @pytest.mark.parametrize("is_applied", [True, False])
 def test_workers_go_on_from_a_place_although_the_answers_to_their_arrivals_are_lost(
-    meetings: list[Meeting], is_applied: bool
+    meetings: list[CollectiveMonitor], is_applied: bool
 ) -> None:
     class LossyStore:
         """A store that loses what the workers ask it to count, or its answers."""
@@ -108,17 +111,17 @@ def test_workers_go_on_from_a_place_although_the_answers_to_their_arrivals_are_l
         assert [answer.result(5) for answer in answers] == [True, True]
 
 
-def test_worker_gets_no_answer_after_the_round(meetings: list[Meeting]) -> None:
+def test_worker_gets_no_answer_after_the_round(meetings: list[CollectiveMonitor]) -> None:
     with pytest.raises(RoundEndedError, match="waited for the others at here"):
         meetings[0].all_reach("here", lambda: True, 5.0)
 
 
-def test_worker_that_does_not_come_is_named(meetings: list[Meeting]) -> None:
+def test_worker_that_does_not_come_is_named(meetings: list[CollectiveMonitor]) -> None:
     with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither came there nor went on"):
         meetings[0].all_reach("here", lambda: False, 0.05)
 
 
-def test_collective_of_one_worker_is_refused_with_place_and_reason(meetings: list[Meeting]) -> None:
+def test_collective_of_one_worker_is_refused_with_place_and_reason(meetings: list[CollectiveMonitor]) -> None:
     purpose = Purpose("strategy.barrier", place=USER)
     with meetings[0].alone("the others go on without it"):
         with pytest.raises(LoneCollectiveError, match=r"strategy.barrier at .*train.py:3 in main: the others go on without it"):
@@ -127,7 +130,7 @@ def test_collective_of_one_worker_is_refused_with_place_and_reason(meetings: lis
             meetings[0].before(None, "barrier", ())
 
 
-def test_places_of_unread_comparisons_are_kept(meetings: list[Meeting]) -> None:
+def test_places_of_unread_comparisons_are_kept(meetings: list[CollectiveMonitor]) -> None:
     meeting = meetings[0]
     for number in range(2 * NUM_RECENT):
         meeting._unread.append(meeting._reduce(Purpose(f"operation {number}", place=USER), []))
@@ -146,5 +149,5 @@ def test_error_groups_ranks_by_place() -> None:
 
 
 def test_error_names_counts_where_only_they_differ() -> None:
-    text = difference([(0, "the vote"), (1, "the vote")], [Counts(1, 7), Counts(1, 8)])
+    text = difference([(0, "the vote"), (1, "the vote")], [CollectiveCounts(1, 7), CollectiveCounts(1, 8)])
     assert "  rank 0: the vote [7 collectives begun in this round]\n  rank 1: the vote [8 " in text

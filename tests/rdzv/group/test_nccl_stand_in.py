@@ -22,6 +22,7 @@ import torch.distributed as dist
 from nccl_stand_in import Quirks, StandIn, Stream
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from waiting import eventually
 
 from lightning_dlrover.rdzv.group.torch_names import HashStore, TCPStore
 
@@ -92,13 +93,6 @@ def connected(world: Callable[..., Members], size: int, **quirks: Any) -> Member
 
 def noticed(member: StandIn) -> bool:
     return member._current is not None and bool(member._current._error)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # --- results ------------------------------------------------------------------------------------------------------------------
@@ -249,7 +243,7 @@ def test_member_without_rank_0_fails_with_the_stores_timeout(world: Callable[...
 def test_loss_shows_in_the_next_call_and_once_more_in_shutdown(world: Callable[..., Members]) -> None:
     first, second = connected(world, 2)
     die(second)
-    wait_until(lambda: noticed(first))
+    eventually(lambda: noticed(first), "the condition", 5)
     for call in (lambda: reduced(first), first.shutdown):
         with pytest.raises(dist.DistBackendError, match=REMOTE_ERROR):
             call()
@@ -259,7 +253,7 @@ def test_collective_in_flight_waits_for_the_abort_after_a_loss_and_returns_garba
     first, second = connected(world, 2)
     waiting = beside(lambda: reduced(first))
     die(second)
-    wait_until(lambda: noticed(first))
+    eventually(lambda: noticed(first), "the condition", 5)
     time.sleep(0.1)
     assert not waiting.done()
     first.abort()
@@ -273,7 +267,7 @@ def test_wait_raises_an_error_that_was_known_and_aborts(world: Callable[..., Mem
     first, second = connected(world, 2)
     work = first.allreduce([torch.ones(1)])
     die(second)
-    wait_until(lambda: noticed(first))
+    eventually(lambda: noticed(first), "the condition", 5)
     with pytest.raises(dist.DistBackendError, match=REMOTE_ERROR):
         work.wait()
     assert work.is_completed()
@@ -323,7 +317,7 @@ def test_shutdown_waits_for_all_members(world: Callable[..., Members]) -> None:
 def test_abort_takes_its_time_and_collectives_end_within(world: Callable[..., Members]) -> None:
     first, _ = connected(world, 2, abort_s=0.4)
     waiting = beside(lambda: reduced(first))
-    wait_until(lambda: first._current is not None and bool(first._current._unfinished))
+    eventually(lambda: first._current is not None and bool(first._current._unfinished), "the condition", 5)
     aborting = beside(first.abort)
     time.sleep(0.1)
     assert not waiting.done()

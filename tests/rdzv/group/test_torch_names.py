@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.private_names import MissingNamesError, missing_names
 from lightning_dlrover.rdzv import group as room
 from lightning_dlrover.rdzv.group import torch_names
-from lightning_dlrover.rdzv.group.gloo import num_begun
+from lightning_dlrover.rdzv.group.gloo import num_begun_in
 from lightning_dlrover.rdzv.group.hooks import MESSAGES, OPERATIONS
 
 NEWER = {"all_gather_single", "reduce_scatter_single", "all_to_all_single"}
@@ -86,7 +86,7 @@ def test_connected_group_is_used_with_torchs_own_checks(monkeypatch: pytest.Monk
         with torch_names.as_connected({"gloo": connected}):
             dist.init_process_group("gloo", store=torch_names.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.ones(1))
-        assert num_begun([connected]) == 1
+        assert num_begun_in([connected]) == 1
         dist.destroy_process_group()
     finally:
         monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
@@ -94,11 +94,11 @@ def test_connected_group_is_used_with_torchs_own_checks(monkeypatch: pytest.Monk
 
 
 def test_begun_collectives_and_kinds_of_works_are_read(gloo: dist.ProcessGroupGloo) -> None:
-    before = num_begun([gloo])
+    before = num_begun_in([gloo])
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
     work.wait()
-    assert num_begun([gloo]) == before + 1
+    assert num_begun_in([gloo]) == before + 1
     assert not torch_names.is_point_to_point(work)
 
 

@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
 
 from lightning_dlrover.rdzv.group import torch_names
-from lightning_dlrover.rdzv.group.meeting import Meeting, MismatchError
+from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError
 from lightning_dlrover.rdzv.group.purpose import Purpose
 from lightning_dlrover.rdzv.group.torch_names import HashStore
 from lightning_dlrover.rdzv.group.tree import ARITY, Tree, join_tree
@@ -111,15 +112,14 @@ def test_workers_that_compare_along_the_tree_detect_another_purpose(others: str)
     store = HashStore()
 
     def run(rank: int) -> str:
-        meeting = Meeting(
+        meeting = CollectiveMonitor(
             ranks.groups[rank],
             rank,
             ranks.size,
             8,
             begun=lambda: torch_names.num_begun(ranks.groups[rank]),
             connect=lambda: store,
-            activity=lambda: f"step {rank}",
-            is_in_step=lambda: True,
+            program=cast(Any, SimpleNamespace(place=SimpleNamespace(is_computing=True, describe=lambda: f"step {rank}"))),
             sever=lambda: None,
             tree=ranks.trees[rank],
         )

@@ -12,6 +12,7 @@ from full_etcd import full
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.election import Election
 from lightning_dlrover.rdzv.etcd.errors import EtcdFullError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.operations import Compare, Op, Txn, absent, created, exists, modified
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -221,11 +222,11 @@ def test_one_of_many_candidates_holds_an_election_key(journal: Journal, keys: Ke
     leases = [journal.client.lease(30.0) for _ in range(4)]
 
     def stand(lease_id: int) -> int:
-        return journal.claim(keys.convener, str(lease_id).encode(), lease_id)
+        return Election(keys.coordinator).claim(journal.client, str(lease_id).encode(), lease_id)
 
     with ThreadPoolExecutor(4) as pool:
         terms = list(pool.map(stand, [lease.id for lease in leases]))
-    entry = journal.client.get(keys.convener)
+    entry = journal.client.get(keys.coordinator)
     assert entry is not None
     won = [lease.id for lease, term in zip(leases, terms, strict=True) if term]
     assert won == [entry.lease_id]

@@ -216,7 +216,7 @@ def test_jobs_under_one_prefix_never_share_a_key(one: str, other: str, prefix: s
     ],
 )
 def test_names_that_look_alike_are_different_jobs(one: Keys, other: Keys) -> None:
-    for name in ("job", "round", "plan", "agent_round", "convener", "controller", "checkpoint"):
+    for name in ("job", "round", "plan", "agent_round", "coordinator", "controller", "checkpoint"):
         assert getattr(one, name) != getattr(other, name)
     for folder in ("live", "events", "profiles", "store"):
         assert not getattr(one, folder).startswith(getattr(other, folder))

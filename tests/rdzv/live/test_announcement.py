@@ -12,21 +12,23 @@ from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, RoundRecord, WorkerRecord, encode
 from lightning_dlrover.rdzv.live.announcement import Announcer, lines_about
 from lightning_dlrover.rdzv.live.outbox import Outbox
-from lightning_dlrover.rdzv.live.rounds import View, next_round
+from lightning_dlrover.rdzv.live.rounds import JobView, next_round
 
 CONVENER = "w0"
 
 
-def view(num_workers: int, num_lost: int) -> View:
+def view(num_workers: int, num_lost: int) -> JobView:
     """Workers that train, the last of which are gone."""
     names = [f"w{n}" for n in range(num_workers)]
     living = {w: WorkerRecord(w, f"agent-{w}", "host", 1, 0, "127.0.0.1", 1, "active", 1) for w in names[: -num_lost or None]}
     round_ = RoundRecord(1, names, "", "start", planned=True)
-    return View(JobRecord("training", live=True, min_workers=1, max_workers=num_workers, version="1"), round_, workers=living)
+    return JobView(
+        JobRecord("training", live=True, min_workers=1, max_workers=num_workers, version="1"), round_, workers=living
+    )
 
 
-def write_next_round(journal_: Journal, outbox: Outbox, seen: View) -> None:
-    """Write the round that follows from a view and its lines as a convener does."""
+def write_next_round(journal_: Journal, outbox: Outbox, seen: JobView) -> None:
+    """Write the round that follows from a view and its lines as a coordinator does."""
     announcer = Announcer(journal_, outbox, CONVENER, buried={"w1"})
     round_ = next_round(seen, 0.0)
     assert round_ is not None

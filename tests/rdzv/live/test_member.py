@@ -20,18 +20,18 @@ from lightning_dlrover.rdzv.live.member import (
     WorldError,
     run_blocking,
 )
-from lightning_dlrover.rdzv.live.outlook import Outlook, outlook_of
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
+from lightning_dlrover.rdzv.live.worker_view import WorkerView, worker_view_of
 
 ROUND = RoundRecord(5, ["a", "b"], "test", "grow", planned=True)
 
 
-def view_of(phase: Any, *workers: str) -> View:
+def view_of(phase: Any, *workers: str) -> JobView:
     records = {w: WorkerRecord(w, "agent", "host", 1, 0, "address", 1, "active", 5) for w in workers}
-    return View(JobRecord(phase, True, 1, 2, "1"), ROUND, None, records, {}, frozenset())
+    return JobView(JobRecord(phase, True, 1, 2, "1"), ROUND, None, records, {}, frozenset())
 
 
-class Means:
+class Backend:
     """A worker that finds its round broken.
 
     Args:
@@ -40,18 +40,18 @@ class Means:
 
     worker_id = "a"
 
-    def __init__(self, view: View, later: View | None = None) -> None:
-        self.view = outlook_of(view)
+    def __init__(self, view: JobView, later: JobView | None = None) -> None:
+        self.view = worker_view_of(view)
         self.probed: list[str] = []
         self.written: list[object] = []
         self._later = later
 
     async def until(
-        self, found: Callable[[Outlook], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[WorkerView], Any], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> Any:
         self.probed += probe
         if self._later is not None:
-            self.view = outlook_of(self._later)
+            self.view = worker_view_of(self._later)
         result = found(self.view)
         assert result is not None, f"waits for {what}"
         return result
@@ -67,10 +67,10 @@ class Means:
 
 @pytest.mark.parametrize("phase, error", [("finished", LeftOutError), ("failed", WorldError)])
 def test_round_broken_in_the_last_step_leaves_nothing_to_do(phase: str, error: type[Exception]) -> None:
-    member = Member(Means(view_of(phase, "a")))  # type: ignore[arg-type]
+    member = Member(Backend(view_of(phase, "a")))  # type: ignore[arg-type]
     member.formation = Formation(ROUND, {}, 0)
     with pytest.raises(error, match=phase) as raised:
-        run_blocking(member.recover(b"state"))
+        run_blocking(member.regroup(b"state"))
     assert type(raised.value) is error
 
 
@@ -79,7 +79,7 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
     assert view.job is not None
     following = RoundRecord(6, ["a"], "lost b", "loss", planned=False)
     view = replace(view, job=replace(view.job, fits_begun=2, fits_finished=1), round=following)
-    member = Member(Means(view))  # type: ignore[arg-type]
+    member = Member(Backend(view))  # type: ignore[arg-type]
     member.formation = Formation(ROUND, {}, 0)
     assert run_blocking(member._next_after(ROUND)) == following
 
@@ -87,7 +87,7 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
 def test_worker_that_was_handing_over_is_probed_when_the_round_breaks() -> None:
     view = view_of("training", "a", "b", "leaver")
     following = RoundRecord(6, ["a", "b"], "test", "retry", planned=False)
-    means = Means(view, later=replace(view, round=following))
+    means = Backend(view, later=replace(view, round=following))
     assert run_blocking(Member(means)._next_after(ROUND)) == following  # type: ignore[arg-type]
     assert means.probed == 2 * ["a", "b", "leaver"]  # at once and while it waits
     assert means.written == [("reforming", 5)]
@@ -95,7 +95,7 @@ def test_worker_that_was_handing_over_is_probed_when_the_round_breaks() -> None:
 
 def test_worker_that_sees_the_next_round_already_reports_nothing_of_the_broken_one() -> None:
     following = RoundRecord(6, ["a"], "lost b", "loss", planned=False)
-    means = Means(replace(view_of("training", "a"), round=following))
+    means = Backend(replace(view_of("training", "a"), round=following))
     assert run_blocking(Member(means)._next_after(ROUND)) == following  # type: ignore[arg-type]
     assert means.written == []
 
@@ -108,25 +108,25 @@ def test_drained_worker_leaves_a_broken_round_to_the_others() -> None:
     view = replace(view, round=members, workers=answers, job=replace(view.job, min_workers=3))
     leaving = replace(view, drains=frozenset({"a"}))
     with pytest.raises(LeftOutError, match="while c wait"):
-        run_blocking(Member(Means(leaving))._next_after(members))  # type: ignore[arg-type]
+        run_blocking(Member(Backend(leaving))._next_after(members))  # type: ignore[arg-type]
     silent = replace(leaving, workers={**answers, "c": replace(answers["c"], state="active")})  # the silent worker may be dead
     for waits in (view, silent, replace(view, drains=frozenset({"c"}))):
         with pytest.raises(AssertionError, match="waits for the round after round 5"):
-            run_blocking(Member(Means(waits))._next_after(members))  # type: ignore[arg-type]
+            run_blocking(Member(Backend(waits))._next_after(members))  # type: ignore[arg-type]
 
 
 def test_dismissed_worker_leaves_whether_it_knows_of_its_dismissal_or_not() -> None:
     undone = RoundRecord(6, ["b"], "a step failed", "undo", planned=False)
-    member = Member(Means(replace(view_of("training", "a", "b"), round=undone)))  # type: ignore[arg-type]
+    member = Member(Backend(replace(view_of("training", "a", "b"), round=undone)))  # type: ignore[arg-type]
     member.formation = Formation(ROUND, {}, 0)
     with pytest.raises(LeftOutError, match="a step failed"):
-        run_blocking(member.recover(b"state"))
+        run_blocking(member.regroup(b"state"))
 
 
 def test_drained_worker_does_not_wait_for_the_first_round() -> None:
     view = replace(view_of("starting", "a"), round=None, drains=frozenset({"a"}))
     with pytest.raises(LeftOutError, match="before the first round"):
-        run_blocking(Member(Means(view)).start("starting"))  # type: ignore[arg-type]
+        run_blocking(Member(Backend(view)).start("starting"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_drained_worker_does_not_wait_for_the_first_round() -> None:
 )
 def test_a_round_whose_members_have_ended_with_the_job_is_not_waited_for(phase: str, workers: str, in_vain: bool) -> None:
     view = view_of(phase, *workers)
-    assert Member(Means(view)).will_never_form(outlook_of(view), 5) == in_vain  # type: ignore[arg-type]
+    assert Member(Backend(view)).will_never_form(worker_view_of(view), 5) == in_vain  # type: ignore[arg-type]

@@ -45,9 +45,9 @@ from lightning_dlrover.rdzv.live.member import (
     MembershipError,
 )
 from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.rounds import Patience, View
+from lightning_dlrover.rdzv.live.rounds import JobView, RoundTimeouts
 from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 T = TypeVar("T")
 
@@ -78,11 +78,11 @@ class Worker:
     def worker_id(self) -> str:
         return self.membership.worker_id
 
-    def wait_for(self, found: Callable[[Outlook], T | None], what: str = "something") -> T:
+    def wait_for(self, found: Callable[[WorkerView], T | None], what: str = "something") -> T:
         return self.membership.wait_for(found, 15.0, what)
 
-    def wait_for_records(self, found: Callable[[View], T | None], what: str = "something") -> T:
-        """Wait for the records of all workers, which only the convener follows."""
+    def wait_for_records(self, found: Callable[[JobView], T | None], what: str = "something") -> T:
+        """Wait for the records of all workers, which only the coordinator follows."""
         return eventually(lambda: found(self.membership.all_records()), what)
 
     def wait_for_round(self, number: int) -> RoundRecord:
@@ -166,33 +166,33 @@ def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: Callab
 
 def test_only_the_holder_of_the_election_key_writes_rounds(start: Callable[..., Worker]) -> None:
     workers = job_of(start, 3)
-    election = workers[0].client.get(workers[0].membership.keys.convener)
+    election = workers[0].client.get(workers[0].membership.keys.coordinator)
     assert election is not None
     round_ = workers[0].membership.view.round
     assert round_ is not None
     assert round_.convener == election.value.decode()
 
 
-def test_a_convener_that_lost_its_key_cannot_write_a_round(
+def test_a_coordinator_that_lost_its_key_cannot_write_a_round(
     start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its view may be old, but its write is fenced on the key's create revision."""
-    (convener,) = job_of(start, 1)
-    membership, keys = convener.membership, convener.membership.keys
-    convener.stop()
+    (coordinator,) = job_of(start, 1)
+    membership, keys = coordinator.membership, coordinator.membership.keys
+    coordinator.stop()
     office = membership._office
     seen = client.entries(keys.live)
     seen[keys.workers + "joiner"] = dataclasses.replace(
-        seen[keys.workers + convener.worker_id],
+        seen[keys.workers + coordinator.worker_id],
         value=encode(WorkerRecord("joiner", "agent", "host", 1, 0, "127.0.0.1", 1, "ready", version=VERSION)),
     )
-    client.txn([], [Delete(keys.convener)])
-    client.txn([], [Put(keys.convener, b"somebody else")])
+    client.txn([], [Delete(keys.coordinator)])
+    client.txn([], [Put(keys.coordinator, b"somebody else")])
     before = client.get(keys.round)
-    # A convener that was stopped while the others went on still sees itself in office, and a joiner.
+    # A coordinator that was stopped while the others went on still sees itself in office, and a joiner.
     monkeypatch.setattr(office._shared, "snapshot", lambda: seen)
-    monkeypatch.setattr(office._overview, "look", lambda: (seen, read_view(seen, keys), 0.0))
-    monkeypatch.setattr(office._overview, "wait_for", lambda *_: pytest.fail("a round was written"))
+    monkeypatch.setattr(office._job_mirror, "look", lambda: (seen, read_view(seen, keys), 0.0))
+    monkeypatch.setattr(office._job_mirror, "wait_for", lambda *_: pytest.fail("a round was written"))
     office.act(1)
     assert client.get(keys.round) == before
 
@@ -202,24 +202,24 @@ def test_election_key_without_a_holder_is_removed(
 ) -> None:
     monkeypatch.setattr(office, "CHECK_S", 0.2)
     (first,) = job_of(start, 1)
-    client.put(first.membership.keys.convener, b"\xff nobody")
+    client.put(first.membership.keys.coordinator, b"\xff nobody")
     late = start()
     late.membership.register()
     late.membership.own.update("ready")
     assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
 
 
-def test_when_the_convener_leaves_another_worker_convenes(start: Callable[..., Worker]) -> None:
+def test_when_the_coordinator_leaves_another_worker_coordinates(start: Callable[..., Worker]) -> None:
     workers = job_of(start, 2)
     round_ = workers[0].membership.view.round
     assert round_ is not None
-    convener = next(worker for worker in workers if worker.worker_id == round_.convener)
-    other = next(worker for worker in workers if worker is not convener)
+    coordinator = next(worker for worker in workers if worker.worker_id == round_.convener)
+    other = next(worker for worker in workers if worker is not coordinator)
     late = start(min_workers=1)
     late.membership.register()
     late.membership.own.update("ready")
-    convener.membership.close()
-    new = other.wait_for(lambda view: view.round if view.round and convener.worker_id not in view.round.members else None)
+    coordinator.membership.close()
+    new = other.wait_for(lambda view: view.round if view.round and coordinator.worker_id not in view.round.members else None)
     assert new.convener in (other.worker_id, late.worker_id)
 
 
@@ -229,8 +229,8 @@ def test_when_the_convener_leaves_another_worker_convenes(start: Callable[..., W
 def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
     start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convener, (lost, other) = convener_of(job_of(start, 3))
-    keys, carry_out = convener.membership.keys, convener.client.txn
+    coordinator, (lost, other) = coordinator_of(job_of(start, 3))
+    keys, carry_out = coordinator.membership.keys, coordinator.client.txn
 
     def txn(compare: Any, success: Any, failure: Any = ()) -> Any:
         done = carry_out(compare, success, failure)
@@ -238,13 +238,13 @@ def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
             raise EtcdUnavailableError("no answer")
         return done
 
-    monkeypatch.setattr(convener.client, "txn", txn)
+    monkeypatch.setattr(coordinator.client, "txn", txn)
     lost.stop()
     client.delete(keys.workers + lost.worker_id)
     late = start(min_workers=3)  # the job goes on once it has its minimum of three workers
     late.membership.register()
     late.membership.own.update("ready")
-    assert set(other.wait_for_round(2).members) == {convener.worker_id, other.worker_id}
+    assert set(other.wait_for_round(2).members) == {coordinator.worker_id, other.worker_id}
     round_ = client.get(keys.round)
     assert round_ is not None
     lines = [entry for entry in client.get_prefix(keys.events)[1] if entry.mod_revision == round_.mod_revision]
@@ -267,7 +267,7 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
     survivor.membership.bury_the_dead([dead.worker_id, survivor.worker_id])
     assert client.get(keys.workers + dead.worker_id) is None
     assert client.get(keys.drains + dead.worker_id) is None
-    election = client.get(keys.convener)
+    election = client.get(keys.coordinator)
     assert election is None or election.value == survivor.worker_id.encode()
     new = survivor.wait_for_records(lambda view: view.workers if dead.worker_id not in view.workers else None)
     assert survivor.worker_id in new
@@ -445,7 +445,7 @@ def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Wor
         worker.end()  # ends while its etcd is up
 
 
-def test_notice_of_a_convener_that_is_gone_keeps_nobody_from_starting(start: Callable[..., Worker]) -> None:
+def test_notice_of_a_coordinator_that_is_gone_keeps_nobody_from_starting(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
     first.wait_for(lambda view: True if view.is_past_start else None)
     for worker in (first, second):
@@ -463,33 +463,33 @@ def test_notice_of_a_convener_that_is_gone_keeps_nobody_from_starting(start: Cal
 
 
 def pass_office_on(client: EtcdClient, holder: Worker) -> None:
-    """Unseat the convener until another worker is elected."""
+    """Unseat the coordinator until another worker is elected."""
 
     def look() -> bool:
-        election = client.get(holder.membership.keys.convener)
+        election = client.get(holder.membership.keys.coordinator)
         if election is not None and election.value.decode() == holder.worker_id:
             client.delete(election.key)
         return election is not None and election.value.decode() != holder.worker_id
 
-    eventually(look, "another convener")
+    eventually(look, "another coordinator")
 
 
-def convener_of(workers: list[Worker]) -> tuple[Worker, list[Worker]]:
+def coordinator_of(workers: list[Worker]) -> tuple[Worker, list[Worker]]:
     round_ = workers[0].membership.view.round
     assert round_ is not None
-    convener = next(worker for worker in workers if worker.worker_id == round_.convener)
-    return convener, [worker for worker in workers if worker is not convener]
+    coordinator = next(worker for worker in workers if worker.worker_id == round_.convener)
+    return coordinator, [worker for worker in workers if worker is not coordinator]
 
 
 def test_worker_writes_its_record_again_over_garbage(start: Callable[..., Worker], client: EtcdClient) -> None:
     workers = job_of(start, 3)
-    convener, (victim, other) = convener_of(workers)
+    coordinator, (victim, other) = coordinator_of(workers)
     key = victim.membership.keys.workers + victim.worker_id
     entry = client.get(key)
     assert entry is not None
     client.txn([], [Put(key, b"garbage", entry.lease_id)])
     eventually(lambda: (again := client.get(key)) is not None and again.value == entry.value, "the record")
-    pass_office_on(client, convener)
+    pass_office_on(client, coordinator)
     late = start(min_workers=3)
     late.membership.register()
     late.membership.own.update("ready")
@@ -497,14 +497,14 @@ def test_worker_writes_its_record_again_over_garbage(start: Callable[..., Worker
     assert not victim.membership.own.evicted
 
 
-def test_next_convener_knows_the_last_readable_round(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_next_coordinator_knows_the_last_readable_round(start: Callable[..., Worker], client: EtcdClient) -> None:
     workers = job_of(start, 3)
     workers[0].membership.shared.update_job(lambda job: dataclasses.replace(job, min_workers=1))
-    convener, (one, other) = convener_of(workers)
-    keys = convener.membership.keys
+    coordinator, (one, other) = coordinator_of(workers)
+    keys = coordinator.membership.keys
     client.put(keys.round, b"garbage")
     eventually(lambda: any(event.kind == "error" for event in one.membership.shared.journal.events()), "the report of garbage")
-    convener.end()
+    coordinator.end()
     round_ = one.wait_for_round(2)
     assert set(round_.members) == {one.worker_id, other.worker_id}
 
@@ -593,7 +593,7 @@ def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Wo
 
 def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_EVENTS", 20)
-    _, [other] = convener_of(job_of(start, 2))  # the convener has written events before, so it trims later
+    _, [other] = coordinator_of(job_of(start, 2))  # the coordinator has written events before, so it trims later
     keys = other.membership.keys
     for number in range(60):
         other.client.put(f"{keys.events}{number:020d}-gone", encode(EventRecord("test", float(number), str(number))))
@@ -666,17 +666,17 @@ def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
         worker.end()
 
 
-@pytest.mark.parametrize("convener_is_silent", [False, True])
+@pytest.mark.parametrize("coordinator_is_silent", [False, True])
 def test_time_to_return_begins_when_a_full_etcd_has_room(
-    convener_is_silent: bool, start: Callable[..., Worker], private_etcd: EmbeddedEtcd
+    coordinator_is_silent: bool, start: Callable[..., Worker], private_etcd: EmbeddedEtcd
 ) -> None:
     return_s = 3.0
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
-        workers = job_of(start, 2, endpoint=private_etcd.endpoint, patience=Patience(return_s=return_s))
-        election = other.get(workers[0].membership.keys.convener)
+        workers = job_of(start, 2, endpoint=private_etcd.endpoint, timeouts=RoundTimeouts(return_s=return_s))
+        election = other.get(workers[0].membership.keys.coordinator)
         assert election is not None
         silent, remaining = sorted(
-            workers, key=lambda worker: (worker.worker_id == election.value.decode()) != convener_is_silent
+            workers, key=lambda worker: (worker.worker_id == election.value.decode()) != coordinator_is_silent
         )
         assert remaining.membership.shared.record("fewer", lambda job: dataclasses.replace(job, min_workers=1))
         with full(other):

@@ -10,7 +10,7 @@ from lightning_dlrover.rdzv.job.records import (
     RoundRecord,
     encode,
 )
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import Decoder
 
 
@@ -25,7 +25,7 @@ def test_garbage_keeps_the_last_readable_version_in_force(client: EtcdClient, ke
 
     decoder = Decoder(keys, bad)
 
-    def view() -> View:
+    def view() -> JobView:
         return decoder.view({e.key: e for e in client.get_prefix(keys.live)[1]})
 
     assert view().round is not None

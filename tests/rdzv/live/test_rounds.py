@@ -17,8 +17,8 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerRecord,
 )
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
-    View,
+    JobView,
+    RoundTimeouts,
     awaited,
     cause,
     lacks_workers,
@@ -35,12 +35,12 @@ def worker(name: str, state: str = "active", number: int = 1) -> WorkerRecord:
     return WorkerRecord(name, f"agent-{name}", "host", 1, 0, "127.0.0.1", 1000 + int(name[1:]), state, number)  # type: ignore[arg-type]
 
 
-def view(members: str = "", others: str = "", gone: str = "", **changes: object) -> View:
+def view(members: str = "", others: str = "", gone: str = "", **changes: object) -> JobView:
     """Members of round 1 and others by digit. `gone` members have no record; others are ready."""
     workers = {f"w{i}": worker(f"w{i}") for i in members if i not in gone}
     workers |= {f"w{i}": worker(f"w{i}", "ready", 0) for i in others}
     round_ = RoundRecord(1, [f"w{i}" for i in members], "", "grow", planned=True) if members else None
-    return replace(View(job=JOB, round=round_, workers=workers), **changes)  # type: ignore[arg-type]
+    return replace(JobView(job=JOB, round=round_, workers=workers), **changes)  # type: ignore[arg-type]
 
 
 def test_joiners_wait_until_a_left_out_member_has_handed_over() -> None:
@@ -68,7 +68,7 @@ LATER = replace(JOB, phase="finished", fits_begun=2, fits_finished=1)
         (view("012", gone="1", job=replace(LATER, fits_finished=2)), None),
     ],
 )
-def test_later_fits_lose_workers_and_gain_none(seen: View, members: list[str] | None) -> None:
+def test_later_fits_lose_workers_and_gain_none(seen: JobView, members: list[str] | None) -> None:
     successor = next_round(seen, 1e9)
     assert (successor.members if successor is not None else None) == members
 
@@ -84,7 +84,7 @@ REGISTERED = st.lists(
 
 
 @st.composite
-def views(draw: st.DrawFn) -> View:
+def views(draw: st.DrawFn) -> JobView:
     low = draw(st.integers(1, 3))
     job = replace(JOB, min_workers=low, max_workers=draw(st.integers(low, 5)))
     number = draw(st.integers(1, 9))
@@ -97,12 +97,12 @@ def views(draw: st.DrawFn) -> View:
     replacements = frozenset(draw(ASKED))
     agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in workers}
     dismissals = dict.fromkeys(drains, number) if draw(st.booleans()) else {}
-    return View(job, round_, plan, workers, agents, drains, replacements - drains, dismissals)
+    return JobView(job, round_, plan, workers, agents, drains, replacements - drains, dismissals)
 
 
 @settings(max_examples=800)
 @given(views(), st.sampled_from([0.0, 1e9]))
-def test_every_round_and_every_wait_follows_the_rules(seen: View, waited_s: float) -> None:
+def test_every_round_and_every_wait_follows_the_rules(seen: JobView, waited_s: float) -> None:
     """All rules on each view: views take most of the time."""
     proposal = next_round(seen, waited_s)
     assert proposal == next_round(seen, waited_s)
@@ -116,7 +116,7 @@ def test_every_round_and_every_wait_follows_the_rules(seen: View, waited_s: floa
 
 
 @st.composite
-def views_of_pairs(draw: st.DrawFn) -> View:
+def views_of_pairs(draw: st.DrawFn) -> JobView:
     """Views of a job whose nodes have two workers each: w0 and w1, w2 and w3, and so on."""
     seen = draw(views())
     assert seen.job is not None
@@ -132,7 +132,7 @@ def pair_of(name: str) -> str:
 
 @settings(max_examples=800)
 @given(views_of_pairs(), st.sampled_from([0.0, 1e9]))
-def test_planned_rounds_of_pairs_give_back_whole_nodes(seen: View, waited_s: float) -> None:
+def test_planned_rounds_of_pairs_give_back_whole_nodes(seen: JobView, waited_s: float) -> None:
     proposal = next_round(seen, waited_s)
     every_awaited_worker_is_named(seen)
     if proposal is None or seen.round is None:
@@ -145,7 +145,7 @@ def test_planned_rounds_of_pairs_give_back_whole_nodes(seen: View, waited_s: flo
         assert not gone & {pair_of(name) for name in proposal.members}
 
 
-def pairs(members: str, others: str = "", standby: str = "", plan: int = 4, **changes: object) -> View:
+def pairs(members: str, others: str = "", standby: str = "", plan: int = 4, **changes: object) -> JobView:
     """A job of two-worker nodes; digits as for `view`. Workers in `standby` build their model."""
     seen = view(members, others)
     workers = {**seen.workers, **{f"w{i}": worker(f"w{i}", "standby", 0) for i in standby}}
@@ -176,7 +176,7 @@ def pairs(members: str, others: str = "", standby: str = "", plan: int = 4, **ch
         ("a dismissed worker goes alone", pairs("0123", drains=frozenset({"w3"}), dismissals={"w3": 0}), "012"),
     ],
 )
-def test_workers_of_a_node_come_and_go_together(situation: str, seen: View, members: str | None) -> None:
+def test_workers_of_a_node_come_and_go_together(situation: str, seen: JobView, members: str | None) -> None:
     successor = next_round(seen, 0.0)
     assert (successor.members if successor else None) == ([f"w{i}" for i in members] if members else None), situation
 
@@ -188,7 +188,7 @@ def test_replaced_node_leaves_once_its_successors_have_the_state() -> None:
     assert successor.members == ["w2", "w3"]
 
 
-def new_round_has_living_members_and_the_next_number(seen: View, proposal: RoundRecord) -> None:
+def new_round_has_living_members_and_the_next_number(seen: JobView, proposal: RoundRecord) -> None:
     assert seen.job is not None
     assert proposal.number == (seen.round.number + 1 if seen.round else 1)
     assert len(set(proposal.members)) == len(proposal.members)
@@ -201,7 +201,7 @@ def new_round_has_living_members_and_the_next_number(seen: View, proposal: Round
     assert (proposal.store_address, proposal.store_port) == (first.address, first.port)
 
 
-def rank_0_held_the_state_if_any_member_did(seen: View, proposal: RoundRecord) -> None:
+def rank_0_held_the_state_if_any_member_did(seen: JobView, proposal: RoundRecord) -> None:
     if not proposal.members or not seen.holders:
         return
     assert set(proposal.members) & set(seen.holders)
@@ -209,7 +209,7 @@ def rank_0_held_the_state_if_any_member_did(seen: View, proposal: RoundRecord) -
         assert proposal.members[0] in seen.holders
 
 
-def joiners_never_take_the_round_above_the_maximum(seen: View, proposal: RoundRecord) -> None:
+def joiners_never_take_the_round_above_the_maximum(seen: JobView, proposal: RoundRecord) -> None:
     if seen.round is None or not proposal.planned:
         return
     added = [w for w in proposal.members if w not in seen.round.members]
@@ -217,7 +217,7 @@ def joiners_never_take_the_round_above_the_maximum(seen: View, proposal: RoundRe
     assert len(proposal.members) <= max(seen.cap, 0 if added else len(seen.round.members)) or leaving_later
 
 
-def every_change_of_the_members_has_one_cause(seen: View, proposal: RoundRecord) -> None:
+def every_change_of_the_members_has_one_cause(seen: JobView, proposal: RoundRecord) -> None:
     if seen.stepped_back:  # members asked again: neither lost nor gone
         return
     before = set(seen.round.members if seen.round else [])
@@ -228,7 +228,7 @@ def every_change_of_the_members_has_one_cause(seen: View, proposal: RoundRecord)
     assert set(found["joined"]) == set(proposal.members) - before
 
 
-def every_awaited_worker_is_named(seen: View) -> None:
+def every_awaited_worker_is_named(seen: JobView) -> None:
     texts = waits(seen)
     assert texts.keys() == seen.workers.keys()
     if any(text.endswith(("about to start", "about to be taken in", "about to form the next one")) for text in texts.values()):
@@ -437,7 +437,7 @@ def test_failed_round_is_formed_again_once_all_report_it() -> None:
     assert (proposal.members, proposal.kind) == (["w0", "w1"], "retry")
 
 
-def dismissing(seen: View, failed_round: int, *reports: str) -> View:
+def dismissing(seen: JobView, failed_round: int, *reports: str) -> JobView:
     """The view once w2 was dismissed because a step of `failed_round` failed, and `reports` have reported round 1 as broken."""
     workers = {**seen.workers, **{w: worker(w, "reforming", 1) for w in reports}}
     return replace(seen, workers=workers, drains=frozenset({"w2"}), dismissals={"w2": failed_round})
@@ -487,7 +487,7 @@ FAILED = replace(JOB, failed_sizes={"3": "3 workers failed"})
     ],
     ids=["one joiner", "two joiners", "two joiners and a plan", "a replacement", "fewer"],
 )
-def test_no_round_grows_to_a_size_that_has_failed(seen: View, size: int | None) -> None:
+def test_no_round_grows_to_a_size_that_has_failed(seen: JobView, size: int | None) -> None:
     proposal = next_round(seen, 0.0)
     assert (len(proposal.members) if proposal is not None else None) == size
 
@@ -499,7 +499,7 @@ def test_spare_of_a_size_that_has_failed_names_the_failure() -> None:
 def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
     seen = view("01")
     one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
-    proposal = next_round(one, 10.0, Patience(regroup_s=9.0))
+    proposal = next_round(one, 10.0, RoundTimeouts(regroup_s=9.0))
     assert proposal is not None
     assert (proposal.members, proposal.kind) == (["w0"], "loss")
 
@@ -515,7 +515,7 @@ def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
     ],
     ids=["one was killed", "all were killed", "the plan asks for fewer", "asked to leave", "no answer"],
 )
-def test_drained_members_do_not_count_as_lost(seen: View, lost: list[str]) -> None:
+def test_drained_members_do_not_count_as_lost(seen: JobView, lost: list[str]) -> None:
     proposal = next_round(seen, 1e9)
     assert proposal is not None
     assert losses(seen, proposal) == lost
@@ -534,7 +534,7 @@ def test_a_loss_while_a_joiner_enters_keeps_it_unless_it_stepped_back(number: in
     assert proposal.members == members
 
 
-def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: Any) -> View:
+def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: Any) -> JobView:
     """Round 1 did not form: every member reports it, and `reports` lists the peers that each could not reach."""
     seen = view(members, **changes)
     assert seen.round is not None
@@ -596,7 +596,7 @@ def test_workers_that_all_lost_their_state_start_again() -> None:
 
 def test_the_first_round_waits_for_every_announced_agent() -> None:
     agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in ("w0", "w1")}
-    seen = View(job=JOB, workers={"w0": worker("w0", "starting", 0)}, agents=agents)
+    seen = JobView(job=JOB, workers={"w0": worker("w0", "starting", 0)}, agents=agents)
     assert next_round(seen, 1.0) is None
     assert awaited(seen) == ["agent-w1"]
     late = next_round(seen, 61.0)
@@ -611,7 +611,7 @@ def test_a_stopped_job_waits_for_agents_that_may_keep_its_state(state: str, othe
     agents = {name: AgentRecord(f"agent-{name}", "host", 1, 2, "running") for name in ("w0", "w1")}
     agents["w1"] = replace(agents["w1"], state=other)  # type: ignore[arg-type]
     leaving = worker("w1", "active", 3)
-    seen = View(job=JOB, round=stop, workers={"w0": worker("w0", state, 0), "w1": leaving}, agents=agents)
+    seen = JobView(job=JOB, round=stop, workers={"w0": worker("w0", state, 0), "w1": leaving}, agents=agents)
     assert "agent-w1" in awaited(seen)
     assert next_round(seen, 1.0) is None
     with_both = replace(seen, workers={"w0": worker("w0", "ready", 0), "w1": worker("w1", "ready", 0)})
@@ -654,7 +654,7 @@ def test_a_finished_job_has_no_further_rounds() -> None:
             {"w0": "waits for w1 to enter round 1", "w1": "enters round 1"},
         ),
         (
-            View(
+            JobView(
                 job=JOB,
                 workers={"w0": worker("w0", "starting", 0)},
                 agents={"agent-w1": AgentRecord("agent-w1", "host", 1, 1, "running")},
@@ -662,13 +662,13 @@ def test_a_finished_job_has_no_further_rounds() -> None:
             {"w0": "waits for agent-w1 to come"},
         ),
         (
-            View(job=replace(JOB, min_workers=2), workers={"w0": worker("w0", "starting", 0)}),
+            JobView(job=replace(JOB, min_workers=2), workers={"w0": worker("w0", "starting", 0)}),
             {"w0": "waits for 1 more worker of at least 2"},
         ),
         (view("0", workers={"w0": worker("w0"), "w1": worker("w1", "standby", 0)}), {"w1": "builds its model and data"}),
     ],
 )
-def test_each_worker_names_the_workers_it_waits_for(seen: View, expected: dict[str, str]) -> None:
+def test_each_worker_names_the_workers_it_waits_for(seen: JobView, expected: dict[str, str]) -> None:
     assert {w: text for w, text in waits(seen).items() if w in expected} == expected
 
 

@@ -24,13 +24,11 @@ from lightning_dlrover.rdzv.etcd.operations import (
     Txn,
 )
 from lightning_dlrover.rdzv.job.records import Keys
-from lightning_dlrover.rdzv.live.outlook import Outlook
-from lightning_dlrover.rdzv.live.rounds import View
+from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import Decoder
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 from .kernel import Kernel, Process, Wake
-
-__all__ = ["Client", "Etcd", "Written"]
 
 ATTEMPT_S = 1.0
 TIMEOUT_S = 3.0
@@ -62,8 +60,8 @@ class Etcd:
         self.delay_s = 0.02
         self.entries: dict[str, KeyValue] = {}
         self.copies: list[dict[str, KeyValue]] = [{}]  # snapshots by revision
-        self.views: list[View] = [View()]
-        self.outlooks: list[Outlook] = [Outlook()]
+        self.views: list[JobView] = [JobView()]
+        self.worker_views: list[WorkerView] = [WorkerView()]
         self.history: list[Written] = []
         self.clients: list[Client] = []
         self.on_write: Callable[[Written], None] = lambda written: None
@@ -117,7 +115,7 @@ class Etcd:
         copy = dict(self.entries)
         self.copies.append(copy)
         self.views.append(self._decoder.view(copy))
-        self.outlooks.append(self._decoder.outlook(copy))
+        self.worker_views.append(self._decoder.worker_view(copy))
         for key, value in changed:
             written = Written(self.revision, self.kernel.now, writer, key, value)
             self.history.append(written)
@@ -201,15 +199,15 @@ class Client:
     def disturbed(self) -> None:
         self.clean_since = self.kernel.now
 
-    def copy(self) -> tuple[dict[str, KeyValue], View]:
-        """All records, as the convener sees them."""
+    def copy(self) -> tuple[dict[str, KeyValue], JobView]:
+        """All records, as the coordinator sees them."""
         return self.etcd.copies[self.seen], self.etcd.views[self.seen]
 
-    def shared(self) -> tuple[dict[str, KeyValue], Outlook]:
+    def shared(self) -> tuple[dict[str, KeyValue], WorkerView]:
         """The shared records, and what they tell every worker."""
         prefix = self.etcd.keys.shared
         entries = {key: entry for key, entry in self.etcd.copies[self.seen].items() if key.startswith(prefix)}
-        return entries, self.etcd.outlooks[self.seen]
+        return entries, self.etcd.worker_views[self.seen]
 
     def follow(self) -> None:
         """Simulate the watch: one message at a time, each showing all writes until it was sent."""

@@ -18,8 +18,6 @@ from lightning_dlrover.rdzv.job.records import (
 from .job import Job
 from .process import HANG_S, LEASE_S, Worker
 
-__all__ = ["heal", "plague"]
-
 
 def plague(job: Job) -> float:
     """Start the job's first nodes, draw its faults, and return the time at which the last one has begun."""
@@ -59,15 +57,15 @@ def _happen(job: Job, kind: str) -> None:
 
 
 def _any(job: Job) -> Worker | None:
-    """Pick mostly the convener or a member of the round: faults of other workers matter less."""
+    """Pick mostly the coordinator or a member of the round: faults of other workers matter less."""
     rng, view = job.kernel.rng, job.etcd.views[-1]
     living = [w for w in job.workers.values() if w.process.alive]
     if not living:
         return None
-    election = job.etcd.entries.get(job.keys.convener)
-    convener = job.workers.get(election.value.decode()) if election else None
-    if convener is not None and convener.process.alive and rng.random() < 0.3:
-        return convener
+    election = job.etcd.entries.get(job.keys.coordinator)
+    coordinator = job.workers.get(election.value.decode()) if election else None
+    if coordinator is not None and coordinator.process.alive and rng.random() < 0.3:
+        return coordinator
     members = [w for w in living if view.round and w.id in view.round.members]
     return rng.choice(members if members and rng.random() < 0.6 else living)
 
@@ -151,7 +149,7 @@ def _cut_from_etcd(job: Job) -> None:
 
 
 def _plan_cuts(job: Job) -> bool:
-    """In some runs, cut several workers from etcd for less than two leases, mostly the convener too, with and without a spare.
+    """In some runs, cut several workers from etcd for less than two leases, mostly the coordinator, too.
 
     Drawn apart from all other faults. Return whether nothing else happens, so that no worker may lose its place.
     """
@@ -228,9 +226,9 @@ def _bury_alive(job: Job) -> None:
 
 
 def _unseat(job: Job) -> None:
-    """Delete the election key, as a worker does that mistakes a buried worker for the convener."""
-    if job.keys.convener in job.etcd.entries and job.etcd.up:
-        job.etcd.txn([], [Delete(job.keys.convener)])
+    """Delete the election key, as a worker does that mistakes a buried worker for the coordinator."""
+    if job.keys.coordinator in job.etcd.entries and job.etcd.up:
+        job.etcd.txn([], [Delete(job.keys.coordinator)])
 
 
 def _plan(job: Job) -> None:

@@ -21,7 +21,7 @@
   answered for `REGROUP_S` while etcd could be reached, and workers that others cannot reach. A worker that does not answer for
   longer is left out. Members that do not reach each other do not retry for ever.
 - dismissed: A worker that was sent away after a failed step is in no round that follows a failure, if the others can go on.
-- told: A convener in undisturbed contact with etcd tells the others within half of `NOTICE_S` what they must know.
+- told: A coordinator in undisturbed contact with etcd tells the others within half of `NOTICE_S` what they must know.
 - given-up: No worker waits for a round that another member gave up longer than half of `NOTICE_S` after it could know.
 - progress: After the last fault, every worker that can train does within `SETTLE_S`, and steps are made. No drained worker, and
   none without a record, still trains. A job below its minimum waits, and continues when there are enough workers again. No
@@ -43,20 +43,18 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
 )
 from lightning_dlrover.rdzv.live.member import Formation
-from lightning_dlrover.rdzv.live.outlook import notice_of
 from lightning_dlrover.rdzv.live.rounds import (
-    View,
+    JobView,
     awaited,
     next_round,
 )
+from lightning_dlrover.rdzv.live.worker_view import notice_of
 
 from .etcd import Written
-from .process import BATCH, HANG_S, PATIENCE, Hello, Meeting, Worker
+from .process import BATCH, HANG_S, TIMEOUTS, Hello, Meeting, Worker
 
 if TYPE_CHECKING:
     from .job import Job
-
-__all__ = ["INVARIANTS", "NOTICE_S", "SETTLE_S", "Checks", "Violation"]
 
 NOTICE_S = 10.0
 REGROUP_S = 8.0
@@ -103,7 +101,7 @@ class Checks:
             before = self.job.etcd.copies[written.revision - 1]
             round_ = decode(RoundRecord, written.value, written.key)
             self._wrote_round(written, round_, before, self.job.etcd.views[written.revision - 1])
-        elif written.key == keys.convener:
+        elif written.key == keys.coordinator:
             self._elected_at = written.at
         elif written.key.startswith(keys.workers):
             worker_id = written.key.removeprefix(keys.workers)
@@ -117,13 +115,13 @@ class Checks:
                 if view.failed:
                     self._reports[view.round.number] = (first, written.at)
 
-    def _wrote_round(self, written: Written, new: RoundRecord, before: dict[str, KeyValue], seen: View) -> None:
+    def _wrote_round(self, written: Written, new: RoundRecord, before: dict[str, KeyValue], seen: JobView) -> None:
         old = seen.round
         self.job.kernel.log(written.writer, "writes round", new.number, new.kind, *new.members)
         expected = old.number + 1 if old else 1
         if new.number != expected or new.number in self.rounds:
             raise Violation("one-number", f"{written.writer} wrote round {new.number} where {expected} was next")
-        election = before.get(self.job.keys.convener)
+        election = before.get(self.job.keys.coordinator)
         if election is None or election.value.decode() != written.writer:
             raise Violation("fence", f"round {new.number} was written by {written.writer}, elected is {election}")
         if len(set(new.members)) != len(new.members):
@@ -151,7 +149,7 @@ class Checks:
         starts_over = new.kind == "start"
         if new.planned and not starts_over:
             return  # it was decided when they all were there
-        limit_s = max(PATIENCE.start_s, PATIENCE.return_s) if starts_over else PATIENCE.return_s
+        limit_s = max(TIMEOUTS.start_s, TIMEOUTS.return_s) if starts_over else TIMEOUTS.return_s
         for worker_id in members:
             worker = job.workers[worker_id]
             if worker.state is None and not starts_over:
@@ -167,8 +165,8 @@ class Checks:
         worker = self.job.workers[worker_id]
         return worker.state is not None and worker.process.alive and worker.own_key in self.job.etcd.entries
 
-    def decided(self, convener: Worker, seen: View, new: RoundRecord) -> None:
-        """Judge a convener's next write by the view that it was based on."""
+    def decided(self, coordinator: Worker, seen: JobView, new: RoundRecord) -> None:
+        """Judge a coordinator's next write by the view that it was based on."""
         members = seen.round.members if seen.round else []
         added = [w for w in new.members if w not in members]
         for worker_id in added:
@@ -182,7 +180,7 @@ class Checks:
         if not new.planned and seen.survivors:
             self._is_patient(seen, new)
 
-    def _is_patient(self, seen: View, new: RoundRecord) -> None:
+    def _is_patient(self, seen: JobView, new: RoundRecord) -> None:
         assert seen.round is not None
         now = self.job.kernel.now
         may_go = {*seen.stepped_back, *seen.dismissals}
@@ -207,7 +205,7 @@ class Checks:
 
     def _follow_notice(self, written: Written) -> None:
         etcd = self.job.etcd
-        notice, view = etcd.outlooks[-1].notice, etcd.views[-1]
+        notice, view = etcd.worker_views[-1].notice, etcd.views[-1]
         if notice is not None and notice == notice_of(view, notice.term):
             self._untold_since = None
         elif self._untold_since is None:
@@ -215,12 +213,12 @@ class Checks:
         if notice is not None and notice.given_up:
             self._given_up_told.setdefault(notice.round_number, written.at)
 
-    def convenes(self, worker: Worker, entries: dict[str, KeyValue], seen: View) -> None:
+    def coordinates(self, worker: Worker, entries: dict[str, KeyValue], seen: JobView) -> None:
         number = seen.round.number if seen.round else 0
-        election = entries.get(self.job.keys.convener)
+        election = entries.get(self.job.keys.coordinator)
         if election is None or election.value.decode() != worker.id:
             return
-        if self._untold_since is not None and election == self.job.etcd.entries.get(self.job.keys.convener):
+        if self._untold_since is not None and election == self.job.etcd.entries.get(self.job.keys.coordinator):
             since = max(self._untold_since, self._elected_at)
             if self._should_know([worker.id], since, NOTICE_S / 2):
                 raise Violation("told", f"{worker.id} has kept to itself since {since:.1f} s what it knows")
@@ -337,6 +335,6 @@ class Checks:
         return "" if job.kernel.now - self.last_step_at < 3.0 else f"no step since {self.last_step_at:.1f} s: {round_}"
 
 
-def _reaches(seen: View, one: str, other: str) -> bool:
+def _reaches(seen: JobView, one: str, other: str) -> bool:
     reports = {worker: seen.workers[worker].unreachable for worker in seen.failed}
     return other not in reports.get(one, ()) and one not in reports.get(other, ())

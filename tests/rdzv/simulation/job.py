@@ -15,14 +15,12 @@ from lightning_dlrover.rdzv.job.records import (
     RoundRecord,
     encode,
 )
-from lightning_dlrover.rdzv.live.convener import burial
+from lightning_dlrover.rdzv.live.coordinator import burial
 
 from .etcd import Etcd
 from .invariants import Checks
 from .kernel import Kernel
 from .process import LEASE_S, Meeting, State, Worker
-
-__all__ = ["Job", "Node"]
 
 
 @dataclass
@@ -119,7 +117,7 @@ class Job:
     def bury(self, worker_id: str, share: float = 1.0) -> None:
         """Remove a worker's records, each with the probability `share`: a burying worker may itself die in between."""
         if (record := self.etcd.entries.get(self.keys.workers + worker_id)) is not None:
-            for write in burial(record, self.etcd.entries.get(self.keys.convener), self.keys):
+            for write in burial(record, self.etcd.entries.get(self.keys.coordinator), self.keys):
                 if share == 1.0 or self.kernel.rng.random() < share:
                     self.etcd.txn(write.compare, write.ops)
 

@@ -8,8 +8,6 @@ import random
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-__all__ = ["Kernel", "LivelockError", "Process", "Wake"]
-
 MAX_EVENTS = 50_000
 """Maximum number of events per run. A typical run has one or two thousand."""
 

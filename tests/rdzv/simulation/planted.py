@@ -22,24 +22,22 @@ from lightning_dlrover.rdzv.job.records import (
     RoundRecord,
     encode,
 )
-from lightning_dlrover.rdzv.live import convener as convener_module
+from lightning_dlrover.rdzv.live import coordinator as coordinator_module
 from lightning_dlrover.rdzv.live import rounds as rounds_module
-from lightning_dlrover.rdzv.live.convener import (
-    Convener,
+from lightning_dlrover.rdzv.live.coordinator import (
+    Coordinator,
     Write,
 )
 from lightning_dlrover.rdzv.live.member import Member
-from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
-    View,
+    JobView,
+    RoundTimeouts,
 )
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 from . import process as process_module
 from .etcd import Client, Etcd
 from .process import Worker
-
-__all__ = ["BUGS", "planted"]
 
 Patch = contextlib.AbstractContextManager[Any]
 BUGS: dict[str, Bug] = {}
@@ -72,30 +70,30 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
-def _patience(**changes: float) -> Patch:
-    return mock.patch.object(process_module, "PATIENCE", dataclasses.replace(process_module.PATIENCE, **changes))  # type: ignore[arg-type]
+def _timeouts(**changes: float) -> Patch:
+    return mock.patch.object(process_module, "TIMEOUTS", dataclasses.replace(process_module.TIMEOUTS, **changes))  # type: ignore[arg-type]
 
 
-def _awaiting(may_return: Callable[[View, Mapping[str, Any]], list[str]]) -> Patch:
-    return mock.patch.object(convener_module, "may_return", may_return)
+def _awaiting(may_return: Callable[[JobView, Mapping[str, Any]], list[str]]) -> Patch:
+    return mock.patch.object(coordinator_module, "may_return", may_return)
 
 
-def _view_property(name: str, found: Callable[[View], Any]) -> Patch:
-    return mock.patch.object(View, name, property(found))
+def _view_property(name: str, found: Callable[[JobView], Any]) -> Patch:
+    return mock.patch.object(JobView, name, property(found))
 
 
-# --- the convener ------------------------------------------------------------------------------------------------------------
+# --- the coordinator -------------------------------------------------------------------------------------------------------
 
 
-def _changed_write(change: Callable[[Convener, Mapping[str, KeyValue], View, Write], Write]) -> Patch:
+def _changed_write(change: Callable[[Coordinator, Mapping[str, KeyValue], JobView, Write], Write]) -> Patch:
     def make(original: Any) -> Any:
-        def next_write(self: Convener, entries: Any, view: View, *rest: Any) -> Write | None:
+        def next_write(self: Coordinator, entries: Any, view: JobView, *rest: Any) -> Write | None:
             write: Write | None = original(self, entries, view, *rest)
             return write if write is None or write.round is None else change(self, entries, view, write)
 
         return next_write
 
-    return _replace(Convener, "next_write", make)
+    return _replace(Coordinator, "next_write", make)
 
 
 @bug("fence removed", "one-number")
@@ -118,9 +116,9 @@ def _() -> list[Patch]:
 
 @bug("election key without lease", "progress")
 def _() -> list[Patch]:
-    """A convener that vanished stays in office for ever, because no worker unseats it either."""
+    """A coordinator that vanished stays in office for ever, because no worker unseats it either."""
 
-    def candidacy(self: Convener, entries: Any, is_vacant: bool = False) -> Write | None:
+    def candidacy(self: Coordinator, entries: Any, is_vacant: bool = False) -> Write | None:
         write: Write | None = original(self, entries)
         if write is None:
             return None
@@ -128,31 +126,31 @@ def _() -> list[Patch]:
         assert isinstance(put, Put)
         return dataclasses.replace(write, ops=(dataclasses.replace(put, lease_id=0),))
 
-    original = Convener.candidacy
-    return [mock.patch.object(Convener, "candidacy", candidacy)]
+    original = Coordinator.candidacy
+    return [mock.patch.object(Coordinator, "candidacy", candidacy)]
 
 
 @bug("the others are not told", "told")
 def _() -> list[Patch]:
-    """The convener writes a notice only together with a round."""
+    """The coordinator writes a notice only together with a round."""
 
     def make(original: Any) -> Any:
-        def next_write(self: Convener, *args: Any) -> Write | None:
+        def next_write(self: Coordinator, *args: Any) -> Write | None:
             write: Write | None = original(self, *args)
             return None if write is not None and write.purpose == "notice" else write
 
         return next_write
 
-    return [_replace(Convener, "next_write", make)]
+    return [_replace(Coordinator, "next_write", make)]
 
 
 @bug("a lost office is not noticed", "fence", near=11600)
 def _() -> list[Patch]:
-    """Once elected, a worker convenes regardless of the election key, under the fence of the current holder."""
+    """Once elected, a worker coordinates regardless of the election key, under the fence of the current holder."""
 
     def make(original: Any) -> Any:
-        def next_write(self: Convener, entries: Any, view: View, *rest: Any) -> Write | None:
-            election = entries.get(self._keys.convener)
+        def next_write(self: Coordinator, entries: Any, view: JobView, *rest: Any) -> Write | None:
+            election = entries.get(self._keys.coordinator)
             if election is not None and election.value == self._worker_id.encode():
                 self._was_elected = True  # type: ignore[attr-defined]
             elif election is not None and getattr(self, "_was_elected", False):
@@ -162,14 +160,14 @@ def _() -> list[Patch]:
 
         return next_write
 
-    return [_replace(Convener, "next_write", make)]
+    return [_replace(Coordinator, "next_write", make)]
 
 
 @bug("an unknown outcome is taken for a failure", "one-number", near=830)
 def _() -> list[Patch]:
     """A write without an answer is repeated with the next number, over any existing round."""
 
-    def change(self: Convener, entries: Mapping[str, KeyValue], view: View, write: Write) -> Write:
+    def change(self: Coordinator, entries: Mapping[str, KeyValue], view: JobView, write: Write) -> Write:
         assert write.round is not None
         tried = getattr(self, "_tried", 0)
         self._tried = max(tried, write.round.number)  # type: ignore[attr-defined]
@@ -184,7 +182,7 @@ def _() -> list[Patch]:
 @bug("a number is skipped after a loss", "one-number")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:
-        def make_round(view: View, members: list[str], kind: str, *args: Any, **kwargs: Any) -> RoundRecord:
+        def make_round(view: JobView, members: list[str], kind: str, *args: Any, **kwargs: Any) -> RoundRecord:
             round_: RoundRecord = original(view, members, kind, *args, **kwargs)
             return dataclasses.replace(round_, number=round_.number + (kind == "loss"))
 
@@ -196,7 +194,7 @@ def _() -> list[Patch]:
 @bug("patience ignored", "patience")
 def _() -> list[Patch]:
     """A member that has not answered yet is left out at once."""
-    return [_patience(regroup_s=0.0)]
+    return [_timeouts(regroup_s=0.0)]
 
 
 @bug("the end of a lease is taken for death", "return")
@@ -222,20 +220,20 @@ def _() -> list[Patch]:
     """The waiting time is counted from the job's first wait of all."""
 
     def make(original: Any) -> Any:
-        def next_write(self: Convener, entries: Any, view: View, now_s: float, *rest: Any) -> Write | None:
+        def next_write(self: Coordinator, entries: Any, view: JobView, now_s: float, *rest: Any) -> Write | None:
             first = self.__dict__.setdefault("_first", now_s)
 
-            def impatient(view: View, waited_s: float, patience: Patience) -> RoundRecord | None:
-                return next_round(view, now_s - first, patience)
+            def impatient(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
+                return next_round(view, now_s - first, timeouts)
 
-            with mock.patch.object(convener_module, "next_round", impatient):
+            with mock.patch.object(coordinator_module, "next_round", impatient):
                 write: Write | None = original(self, entries, view, now_s, *rest)
             return write
 
         return next_write
 
     next_round = rounds_module.next_round
-    return [_replace(Convener, "next_write", make)]
+    return [_replace(Coordinator, "next_write", make)]
 
 
 @bug("patience never ends", "patience", near=130)
@@ -243,9 +241,9 @@ def _() -> list[Patch]:
     """A survivor with a valid lease that does not answer is awaited without end."""
 
     def make(original: Any) -> Any:
-        return lambda view, waited_s, patience: original(view, 0.0, patience)
+        return lambda view, waited_s, timeouts: original(view, 0.0, timeouts)
 
-    return [_replace(convener_module, "next_round", make)]
+    return [_replace(coordinator_module, "next_round", make)]
 
 
 # --- members of a round -------------------------------------------------------------------------------------------------------
@@ -264,7 +262,7 @@ def _() -> list[Patch]:
     def make(original: Any) -> Any:
         return lambda self, *states: original(self, *states, *(["standby"] if states == ("ready",) else []))
 
-    return [_replace(View, "in_state", make)]
+    return [_replace(JobView, "in_state", make)]
 
 
 @bug("drain ignored", "progress")
@@ -293,8 +291,8 @@ def _() -> list[Patch]:
 @bug("cap ignored", "cap")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:
-        def planned_round(view: View, *rest: Any) -> RoundRecord | None:
-            with mock.patch.object(View, "cap", 99):
+        def planned_round(view: JobView, *rest: Any) -> RoundRecord | None:
+            with mock.patch.object(JobView, "cap", 99):
                 round_: RoundRecord | None = original(view, *rest)
             return round_
 
@@ -306,7 +304,7 @@ def _() -> list[Patch]:
 @bug("joiners come first", "rank-order")
 def _() -> list[Patch]:
     def make(original: Any) -> Any:
-        def planned_round(view: View, *rest: Any) -> RoundRecord | None:
+        def planned_round(view: JobView, *rest: Any) -> RoundRecord | None:
             round_: RoundRecord | None = original(view, *rest)
             if round_ is None or view.round is None or round_.kind != "grow":
                 return round_
@@ -323,7 +321,7 @@ def _() -> list[Patch]:
     """A living member of the round is left out of the retry, possibly the one that has the state."""
 
     def make(original: Any) -> Any:
-        def after_failure(view: View, *args: Any) -> RoundRecord | None:
+        def after_failure(view: JobView, *args: Any) -> RoundRecord | None:
             round_: RoundRecord | None = original(view, *args)
             if round_ is None or round_.kind != "retry" or len(round_.members) < 2:
                 return round_
@@ -339,7 +337,7 @@ def _() -> list[Patch]:
     """When joiners step back for want of the state, the job continues with them instead of with the owners of the state."""
 
     def make(original: Any) -> Any:
-        def after_failure(view: View, *args: Any) -> RoundRecord | None:
+        def after_failure(view: JobView, *args: Any) -> RoundRecord | None:
             round_: RoundRecord | None = original(view, *args)
             if round_ is None or not view.stepped_back:
                 return round_
@@ -353,7 +351,7 @@ def _() -> list[Patch]:
 @bug("a network that fell into two is not noticed", "patience", near=480)
 def _() -> list[Patch]:
     """Members that do not reach each other retry for ever, and so do members that were left out."""
-    return [_patience(apart_attempts=10**9)]
+    return [_timeouts(apart_attempts=10**9)]
 
 
 # --- a worker's own side ------------------------------------------------------------------------------------------------------
@@ -385,7 +383,7 @@ def _() -> list[Patch]:
 
     def make(original: Any) -> Any:
         async def next_after(self: Member, broken: RoundRecord, *args: Any) -> RoundRecord:
-            await self._means.write("reforming", broken.number)  # The real member does so before it looks for the next round.
+            await self._backend.write("reforming", broken.number)  # The real member does so before it looks for the next round.
             older = dataclasses.replace(broken, number=broken.number - 1)
             return await original(self, older, *args)  # type: ignore[no-any-return]
 
@@ -398,7 +396,7 @@ def _() -> list[Patch]:
 def _() -> list[Patch]:
     """Members that form a round, or have formed it, do not see that another member gave it up."""
 
-    def is_void(self: Member, view: Outlook, number: int) -> bool:
+    def is_void(self: Member, view: WorkerView, number: int) -> bool:
         return view.round is not None and view.round.number > number
 
     return [mock.patch.object(Member, "is_void", is_void)]

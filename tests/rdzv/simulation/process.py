@@ -1,7 +1,7 @@
-"""Simulated worker processes: the real `Member` and `Convener`, with simulated etcd, connections and collectives around them.
+"""Simulated worker processes: the real `Member` and `Coordinator` amid simulated etcd, connections and collectives.
 
 A `Worker` represents one process with its two important threads. The main one trains and forms groups. The membership one
-follows the records, convenes and severs groups (as `membership.py` and `world.py` do). Training is counting, but states of
+follows the records, coordinates and severs groups (as `membership.py` and `world.py` do). Training is counting, but states of
 different groups are distinguishable, and each sample is accounted for.
 """
 
@@ -38,8 +38,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.convener import (
-    Convener,
+from lightning_dlrover.rdzv.live.coordinator import (
+    Coordinator,
     burial,
 )
 from lightning_dlrover.rdzv.live.member import (
@@ -54,11 +54,11 @@ from lightning_dlrover.rdzv.live.member import (
     VoidRoundError,
     WorldError,
 )
-from lightning_dlrover.rdzv.live.outlook import Outlook
 from lightning_dlrover.rdzv.live.probe import Answer, dead_beside
 from lightning_dlrover.rdzv.live.rounds import (
-    Patience,
+    RoundTimeouts,
 )
+from lightning_dlrover.rdzv.live.worker_view import WorkerView
 
 from .etcd import Client
 from .kernel import Process, Wake
@@ -72,10 +72,10 @@ LEASE_S = 3.0
 TICK_S = 0.4
 FORM_TIMEOUT_S = 12.0
 COLLECTIVE_S = 5.0
-VACANCY_S = 5.0  # seconds between two checks that the convener is registered
+VACANCY_S = 5.0  # seconds between two checks that the coordinator is registered
 HANG_S = 2.0  # seconds until a connection to an unreachable peer is given up
 BATCH = 12  # samples per step
-PATIENCE = Patience(start_s=8.0, regroup_s=8.0, return_s=2 * LEASE_S)
+TIMEOUTS = RoundTimeouts(start_s=8.0, regroup_s=8.0, return_s=2 * LEASE_S)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Worker:
         self.kernel = job.kernel
         self.process = Process(job.kernel)
         self.client = Client(job.etcd, self.process, worker_id, self._on_mirror)
-        self.member = Member(_Means(self))
+        self.member = Member(_Backend(self))
         self.state: State | None = None
         self.in_step = False
         self.outcome = ""  # how the worker ended
@@ -200,7 +200,7 @@ class Worker:
         self.severed = False
         self.busy_until = 0.0  # end of the time in the user's code, without reaction to the job
         self.meeting: Meeting | None = None
-        self.view = Outlook()
+        self.view = WorkerView()
         self.shared: dict[str, Any] = {}  # entries that `view` was decoded from
         self.overview_since = 0  # revision from which on this worker follows all records; 0: it is not in office
         self._known: dict[str, KeyValue] = {}  # records of other workers that were read once
@@ -272,16 +272,16 @@ class Worker:
             await self.process.sleep(self.kernel.rng.random() * 0.5)  # builds its model
             formation = await self.member.admit(b"", "")
         while not await self._settle(formation):
-            formation = await self.member.recover(self.hello)
+            formation = await self.member.regroup(self.hello)
         while True:
             number = await self._steps()
             if number is not None:
                 self.job.checks.switches(self, number)
                 formation = await self.member.switch(number, self.hello)
             else:
-                formation = await self.member.recover(self.hello)
+                formation = await self.member.regroup(self.hello)
             while not await self._settle(formation):
-                formation = await self.member.recover(self.hello)
+                formation = await self.member.regroup(self.hello)
 
     async def _steps(self) -> int | None:
         """Train until all members have agreed on the next round, and return it. Return None when a collective fails."""
@@ -462,7 +462,7 @@ class Worker:
         await wake
 
     async def until(
-        self, found: Callable[[Outlook], T | None], probe: Sequence[str], timeout_s: float | None = None
+        self, found: Callable[[WorkerView], T | None], probe: Sequence[str], timeout_s: float | None = None
     ) -> T | None:
         end = self.kernel.now + timeout_s if timeout_s is not None else float("inf")
         while True:
@@ -501,7 +501,7 @@ class Worker:
             await self.pause(0.5)
         self.registered = True
         self.kernel.log(self.id, "registers", state)
-        self._convener = Convener(keys, self.id, self.lease_id, PATIENCE)
+        self._coordinator = Coordinator(keys, self.id, self.lease_id, TIMEOUTS)
         self.process.run(self._membership_thread())
         return state
 
@@ -530,7 +530,7 @@ class Worker:
         self.lease_id, self._lease_lost = lease_id, False
         self.process.run(self._keep_alive())
         self._created = self._modified = made.revision
-        self._convener.came_back(lease_id, self._clock)
+        self._coordinator.came_back(lease_id, self._clock)
         return True
 
     @property
@@ -613,7 +613,7 @@ class Worker:
             try:
                 await self._refresh()
                 await self._see_that_the_next_rank_lives()
-                await self._convene()
+                await self._coordinate()
             except EtcdError:
                 pass  # etcd is unavailable
 
@@ -647,23 +647,23 @@ class Worker:
         if formation is not None and not self.member.forming and formation.size > 1:
             await self.bury_the_dead([formation.round.members[(formation.rank + 1) % formation.size]])
 
-    async def _convene(self) -> None:
+    async def _coordinate(self) -> None:
         if not self.registered or self.evicted:
             return
         if not self.client.healthy:
-            self._convener.was_cut_off(self._clock)
-        if not self._convener.is_in_office(self.shared):
+            self._coordinator.was_cut_off(self._clock)
+        if not self._coordinator.is_in_office(self.shared):
             self.overview_since = 0
-            write = self._convener.candidacy(self.shared, await self._is_vacant())
+            write = self._coordinator.candidacy(self.shared, await self._is_vacant())
         else:
             if not self.overview_since:
                 self.overview_since = await self.client.request(lambda: self.job.etcd.revision)
             if self.client.seen < self.overview_since:
                 return
             entries, view = self.client.copy()
-            self.job.checks.convenes(self, entries, view)
-            self._convener.hear({w: self._answer(w) for w in view.missing})
-            write = self._convener.next_write(entries, view, self._clock)
+            self.job.checks.coordinates(self, entries, view)
+            self._coordinator.hear({w: self._answer(w) for w in view.missing})
+            write = self._coordinator.next_write(entries, view, self._clock)
         if write is None:
             return
         if write.round is not None:
@@ -675,7 +675,7 @@ class Worker:
                 await self.pause(0.5)
 
     async def _is_vacant(self) -> bool:
-        election = self.shared.get(self.job.keys.convener)
+        election = self.shared.get(self.job.keys.coordinator)
         if election is None or self.kernel.now < self._vacancy_checked_at + VACANCY_S:
             return False
         self._vacancy_checked_at = self.kernel.now
@@ -700,14 +700,14 @@ class Worker:
                 record = self._known.pop(worker_id, None) or await self.client.get(key)
                 if record is None:
                     continue
-                for write in burial(record, await self.client.get(self.job.keys.convener), self.job.keys):
+                for write in burial(record, await self.client.get(self.job.keys.coordinator), self.job.keys):
                     self.kernel.log(self.id, "buries", worker_id)
                     await self.client.txn(write.compare, write.ops)
             except EtcdUnavailableError:
                 return  # the dead stay dead, so the next probe or the lease suffices
 
 
-class _Means:
+class _Backend:
     """Services that `Member` needs."""
 
     def __init__(self, worker: Worker) -> None:
@@ -718,11 +718,11 @@ class _Means:
         return self._worker.id
 
     @property
-    def view(self) -> Outlook:
+    def view(self) -> WorkerView:
         return self._worker.view
 
     async def until(
-        self, found: Callable[[Outlook], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
         result = await self._worker.until(found, probe, timeout_s)
         if result is None:
@@ -746,6 +746,3 @@ class _Means:
 
     async def destroy(self) -> None:
         self._worker.drop_group()
-
-
-__all__ = ["BATCH", "HANG_S", "LEASE_S", "PATIENCE", "Hello", "Meeting", "State", "Worker"]

@@ -11,8 +11,6 @@ from .invariants import SETTLE_S, Violation
 from .job import Job
 from .kernel import LivelockError
 
-__all__ = ["Outcome", "play"]
-
 
 @dataclass(frozen=True)
 class Outcome:

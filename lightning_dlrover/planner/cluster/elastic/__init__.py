@@ -14,10 +14,10 @@ from lightning_dlrover.planner.cluster.elastic.dlrover import dlrover
 from lightning_dlrover.planner.cluster.elastic.dlrover_rm import dlrover_rm
 from lightning_dlrover.planner.cluster.elastic.elastic_srtf import elastic_srtf
 from lightning_dlrover.planner.cluster.elastic.hesrpt import hesrpt
+from lightning_dlrover.planner.cluster.elastic.jct import jct
 from lightning_dlrover.planner.cluster.elastic.las import las
 from lightning_dlrover.planner.cluster.elastic.optimus import INTERVAL_S as OPTIMUS_EVERY_S
 from lightning_dlrover.planner.cluster.elastic.optimus import optimus
-from lightning_dlrover.planner.cluster.elastic.ours import ours
 from lightning_dlrover.planner.cluster.elastic.pollux import INTERVAL_S as POLLUX_EVERY_S
 from lightning_dlrover.planner.cluster.elastic.pollux import pollux
 from lightning_dlrover.planner.cluster.elastic.share import SizePolicy
@@ -42,7 +42,7 @@ ELASTIC_POLICIES: Mapping[str, SizePolicy] = {
     "hesrpt": SizePolicy(hesrpt),
     "pollux": SizePolicy(pollux, every_s=POLLUX_EVERY_S),
     "sia": SizePolicy(sia, every_s=SIA_EVERY_S),
-    "ours": SizePolicy(ours),
+    "jct": SizePolicy(jct),
 }
 
 

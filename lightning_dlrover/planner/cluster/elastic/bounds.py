@@ -19,18 +19,13 @@ import numpy as np
 
 from lightning_dlrover.planner.cluster.elastic.share import Share
 from lightning_dlrover.planner.cluster.elastic.speeds import Ints
-from lightning_dlrover.planner.cluster.jobs import Job
 from lightning_dlrover.planner.cluster.policy import Floats
+from lightning_dlrover.planner.cluster.queue_order import is_overdue
 
-__all__ = ["Floors", "floors_of", "is_overdue", "turns", "within_limits"]
+__all__ = ["Floors", "floors_of", "turns", "within_limits"]
 
 DEADLINE_MARGIN = 1.1
 """Factor on the predicted time to a job's end, as predictions are uncertain."""
-
-
-def is_overdue(job: Job, now_s: float, max_wait_s: float) -> bool:
-    """Return whether a waiting job has waited for longer than the bound."""
-    return now_s - job.waits_since_s > max_wait_s
 
 
 def turns(share: Share) -> list[int]:
@@ -40,7 +35,7 @@ def turns(share: Share) -> list[int]:
 
     def key(index: int) -> tuple[float, ...]:
         job = share.jobs[index]
-        if share.present[index] == 0 and is_overdue(job, share.now_s, max_wait_s):
+        if share.present[index] == 0 and is_overdue(job.waits_since_s, share.now_s, max_wait_s):
             return (0.0, job.waits_since_s)
         if needed[index] > 0 and job.deadline_s is not None:
             return (1.0, job.deadline_s)
@@ -74,7 +69,7 @@ def floors_of(share: Share, rigid: bool) -> Floors:
             claims.append(((0, since_s, job.name), index, int(min(wanted[index], share.present[index])), True))
         elif runs and since_s - job.waits_since_s > max_wait_s and share.now_s - since_s < max_wait_s:
             claims.append(((1, since_s, job.name), index, int(wanted[index]), False))
-        elif not runs and is_overdue(job, share.now_s, max_wait_s):
+        elif not runs and is_overdue(job.waits_since_s, share.now_s, max_wait_s):
             claims.append(((2, job.waits_since_s, job.name), index, int(wanted[index]), True))
         if needed[index] > 0 and job.deadline_s is not None:
             claims.append(((3, job.deadline_s, job.name), index, int(needed[index]), not runs))

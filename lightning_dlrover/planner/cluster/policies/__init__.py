@@ -12,11 +12,11 @@ from lightning_dlrover.planner.cluster.policies.rmixer import rmixer
 from lightning_dlrover.planner.cluster.policies.rmixer_mixed import rmixer_mixed
 from lightning_dlrover.planner.cluster.policies.sequential import sequential
 from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, with_bounded_wait
+from lightning_dlrover.planner.cluster.waiting import PlacementRule, with_bounded_wait
 
 __all__ = ["POLICIES", "make_policy"]
 
-POLICIES: Mapping[str, Callable[[PolicySettings], Place]] = {
+POLICIES: Mapping[str, Callable[[PolicySettings], PlacementRule]] = {
     "sequential": sequential,
     "fifo": fifo,
     "random_sets": random_sets,

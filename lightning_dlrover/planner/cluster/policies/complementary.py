@@ -21,12 +21,12 @@ from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.matching import EXACT_NODES, best_partition
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place
+from lightning_dlrover.planner.cluster.waiting import PlacementRule
 
 __all__ = ["best_sets", "complementary", "costs"]
 
 
-def complementary(settings: PolicySettings) -> Place:
+def complementary(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from lightning_dlrover.planner.cluster.jobs import Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, spread
+from lightning_dlrover.planner.cluster.waiting import PlacementRule, spread
 
 __all__ = ["fifo"]
 
 
-def fifo(settings: PolicySettings) -> Place:
+def fifo(settings: PolicySettings) -> PlacementRule:
     """Return the policy; a job that does not fit stops those behind it on the kinds of device that it could use."""
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:

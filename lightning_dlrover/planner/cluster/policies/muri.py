@@ -22,7 +22,7 @@ from lightning_dlrover.planner.cluster.grouping import Group, group_and_start, m
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place
+from lightning_dlrover.planner.cluster.waiting import PlacementRule
 
 __all__ = ["efficiencies", "muri", "stages"]
 
@@ -32,7 +32,7 @@ STAGES = ("input", "cores", "gpu", "pcie")
 _OFFSETS = {n: np.array([(0, *rest) for rest in permutations(range(1, len(STAGES)), n - 1)]) for n in range(1, len(STAGES) + 1)}
 
 
-def muri(settings: PolicySettings) -> Place:
+def muri(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = min(settings.most_together, len(STAGES))
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from lightning_dlrover.planner.cluster.jobs import Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, spread
+from lightning_dlrover.planner.cluster.waiting import PlacementRule, spread
 
 __all__ = ["random_sets"]
 
 
-def random_sets(settings: PolicySettings) -> Place:
+def random_sets(settings: PolicySettings) -> PlacementRule:
     """Return the policy. A job's turn depends on the seed and its name alone, so equal states are decided alike."""
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:

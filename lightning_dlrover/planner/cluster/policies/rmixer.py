@@ -15,19 +15,20 @@ from collections.abc import Sequence
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, start_spread
+from lightning_dlrover.planner.cluster.waiting import PlacementRule, start_spread
 
 __all__ = ["rmixer", "type_of"]
 
 
-def rmixer(settings: PolicySettings) -> Place:
+def rmixer(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
         waiting = start_spread(packing, jobs)
         while True:
-            for device in sorted(_with_room(packing, together), key=lambda d: (-packing.free_bytes(d), d.name)):
+            with_room = [each for each in packing.open_devices() if len(packing.members(each)) < together]
+            for device in sorted(with_room, key=lambda d: (-packing.free_bytes(d), d.name)):
                 chosen = _next_job(packing, device, waiting, together)
                 if chosen is not None:
                     break
@@ -47,10 +48,6 @@ def type_of(job: Job, device: Device, together: int) -> str:
     if compute > 1 / together:
         return "compute"
     return "memory" if profile.memory_bytes > device.memory_bytes / together else "low"
-
-
-def _with_room(packing: Packing, together: int) -> list[Device]:
-    return [device for device in packing.open_devices() if len(packing.members(device)) < together]
 
 
 def _next_job(packing: Packing, device: Device, waiting: Sequence[Job], together: int) -> Job | None:

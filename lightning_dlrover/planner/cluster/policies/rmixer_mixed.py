@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, start_spread
+from lightning_dlrover.planner.cluster.waiting import PlacementRule, start_spread
 
 __all__ = ["BETA", "rmixer_mixed"]
 
@@ -26,7 +26,7 @@ BETA = 2.0
 """Jobs for each GPU worker that must be left for another to start on cores. The published scripts have 2 to 4."""
 
 
-def rmixer_mixed(settings: PolicySettings) -> Place:
+def rmixer_mixed(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from lightning_dlrover.planner.cluster.jobs import Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policy import PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place, spread
+from lightning_dlrover.planner.cluster.waiting import PlacementRule, spread
 
 __all__ = ["sequential"]
 
 
-def sequential(settings: PolicySettings) -> Place:
+def sequential(settings: PolicySettings) -> PlacementRule:
     """Return the policy; a job that finds no empty device stops those behind it."""
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:

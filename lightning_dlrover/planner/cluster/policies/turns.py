@@ -21,7 +21,7 @@ from lightning_dlrover.planner.cluster.jobs import Device, Job
 from lightning_dlrover.planner.cluster.packing import Packing
 from lightning_dlrover.planner.cluster.policies.complementary import best_sets, costs
 from lightning_dlrover.planner.cluster.policy import Floats, PolicySettings
-from lightning_dlrover.planner.cluster.waiting import Place
+from lightning_dlrover.planner.cluster.waiting import PlacementRule
 
 __all__ = ["MOST_USE", "turns"]
 
@@ -41,7 +41,7 @@ SAME_END_S = 0.5
 """The last jobs run at once where their remaining times differ by less."""
 
 
-def turns(settings: PolicySettings, are_last: bool = False) -> Place:
+def turns(settings: PolicySettings, are_last: bool = False) -> PlacementRule:
     """Return the policy.
 
     Args:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
 from lightning_dlrover.planner.cluster.pool.resources import UNLIMITED, Resources
+from lightning_dlrover.planner.cluster.queue_order import is_overdue
 
-__all__ = ["Owners", "Queue", "held_by_owner", "is_overdue", "queue_in_order", "weighed"]
+__all__ = ["Owners", "Queue", "held_by_owner", "queue_in_order", "weighed"]
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,6 @@ class Queue:
     beyond_quota: Sequence[PoolJob]
 
 
-def is_overdue(job: PoolJob, now_s: float, max_wait_s: float) -> bool:
-    """Return whether a waiting job has waited for longer than the bound."""
-    return now_s - job.submitted_s > max_wait_s
-
-
 def held_by_owner(jobs: Collection[PoolJob]) -> dict[str, Resources]:
     """Return the resources of each owner that its running jobs cannot be made to give back."""
     held: dict[str, Resources] = {}
@@ -73,7 +69,7 @@ def queue_in_order(jobs: Collection[PoolJob], budget: Resources, owners: Owners,
     """
 
     def turn(job: PoolJob) -> tuple[bool, int, float, str]:
-        late = is_overdue(job, now_s, max_wait_s)
+        late = is_overdue(job.submitted_s, now_s, max_wait_s)
         return not late, 0 if late else -job.priority, job.submitted_s, job.name
 
     held = held_by_owner(jobs)
@@ -83,7 +79,7 @@ def queue_in_order(jobs: Collection[PoolJob], budget: Resources, owners: Owners,
     def counted(job: PoolJob) -> Resources:
         fewest = _fewest(job)
         is_too_large = _dominant(fewest, budget) * total > owners.weight(job.owner)
-        return Resources() if is_too_large and is_overdue(job, now_s, max_wait_s) else fewest
+        return Resources() if is_too_large and is_overdue(job.submitted_s, now_s, max_wait_s) else fewest
 
     def next_of(owner: str) -> tuple[float, tuple[bool, int, float, str], str]:
         job = waiting[owner][0]
@@ -101,7 +97,7 @@ def queue_in_order(jobs: Collection[PoolJob], budget: Resources, owners: Owners,
             held[owner] = then
         else:
             beyond.append(job)
-            if is_overdue(job, now_s, max_wait_s):  # its owner's later jobs would take the part that it waits for
+            if is_overdue(job.submitted_s, now_s, max_wait_s):  # its owner's later jobs would take the part that it waits for
                 beyond += waiting[owner]
                 waiting[owner] = []
         if waiting[owner]:

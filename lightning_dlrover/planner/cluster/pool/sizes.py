@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, held_by
-from lightning_dlrover.planner.cluster.pool.owners import Owners, held_by_owner, is_overdue, queue_in_order, weighed
+from lightning_dlrover.planner.cluster.pool.owners import Owners, held_by_owner, queue_in_order, weighed
 from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.planner.cluster.queue_order import is_overdue
 
 __all__ = ["Divider", "wanted_sizes", "why_never"]
 
@@ -141,7 +142,7 @@ def _admitted(
     for job in queue:
         if only is not None and job.owner != only:
             continue
-        is_late = is_overdue(job, now_s, max_wait_s)
+        is_late = is_overdue(job.submitted_s, now_s, max_wait_s)
         fewest = job.needs.times(job.min_workers)
         if fewest.fits(left):
             admitted.append(job)

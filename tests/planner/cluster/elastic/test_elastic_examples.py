@@ -11,8 +11,8 @@ from elastic_jobs import Amdahl, Table, cluster, job, numbers, running
 from lightning_dlrover.planner.cluster import Job, PolicySettings, Running, State
 from lightning_dlrover.planner.cluster.elastic import make_elastic
 from lightning_dlrover.planner.cluster.elastic.hesrpt import shares
+from lightning_dlrover.planner.cluster.elastic.jct import urgencies
 from lightning_dlrover.planner.cluster.elastic.las import THRESHOLD_DEVICE_S
-from lightning_dlrover.planner.cluster.elastic.ours import urgencies
 
 NODE = [device.name for device in cluster(1)]
 LINEAR = Table(tuple(float(n) for n in range(1, 65)))
@@ -167,13 +167,13 @@ def test_ours_divides_as_hesrpt_where_speedups_are_powers() -> None:
     )
     state = State(0.0, cluster(1, 64), (short, long))
     # The longest of two gets (1/2)^(1 / 0.3) = 9.9 % of 64 devices.
-    assert numbers(make_elastic("ours", PolicySettings(least_gain=0.0))(state)) == {"short": 58, "long": 6}
+    assert numbers(make_elastic("jct", PolicySettings(least_gain=0.0))(state)) == {"short": 58, "long": 6}
 
 
 def test_ours_lets_no_long_job_stand_back_where_devices_suffice_for_all() -> None:
     flat = Table((1.0, 2.0, 3.0, 4.0, *(4.1,) * 4))
     short, long = (job(name, scaling=flat, steps_left=left) for name, left in (("short", 100.0), ("long", 1e5)))
-    assert sizes("ours", [short, long], [], num_nodes=2) == {"short": 4, "long": 4}
+    assert sizes("jct", [short, long], [], num_nodes=2) == {"short": 4, "long": 4}
 
 
 def test_urgencies_count_the_weights_of_jobs_that_wait_for_each() -> None:
@@ -188,12 +188,12 @@ def test_ours_changes_a_size_only_for_more_than_the_cost() -> None:
     slow_growth = Table((1.0, 2.0, 2.05, 2.06))
     for change_s, expected in ((30.0, 2), (0.1, 3)):
         one = job("a", scaling=slow_growth, max_devices=3, steps_left=1e6, change_s=change_s)
-        assert sizes("ours", [], [running(one, NODE[:2])], least_gain=0.0) == {"a": expected}
+        assert sizes("jct", [], [running(one, NODE[:2])], least_gain=0.0) == {"a": expected}
 
 
 def test_ours_gives_more_to_an_owner_with_more_weight() -> None:
     jobs = [job(f"j{i}", owner=owner, scaling=Amdahl(serial=0.05)) for i, owner in enumerate(("ads", "search"))]
-    found = sizes("ours", jobs, [], num_nodes=2, owner_weights={"search": 8.0})
+    found = sizes("jct", jobs, [], num_nodes=2, owner_weights={"search": 8.0})
     assert found["j1"] > found.get("j0", 0)
 
 
@@ -214,5 +214,5 @@ def test_policy_with_an_interval_leaves_jobs_alone_that_have_just_changed() -> N
 
 def test_ours_leaves_devices_free_that_would_gain_too_little() -> None:
     flat = job("flat", scaling=Table((1.0, 1.04, 1.08, 1.12)), max_devices=4)
-    assert sizes("ours", [flat], []) == {"flat": 1}
-    assert sizes("ours", [flat], [], least_gain=0.01) == {"flat": 4}
+    assert sizes("jct", [flat], []) == {"flat": 1}
+    assert sizes("jct", [flat], [], least_gain=0.01) == {"flat": 4}

@@ -31,7 +31,7 @@ def test_running_job_stays_with_its_kind_and_a_fixed_one_with_its_devices() -> N
     devices = (*cluster(1), *cluster(1, kind="old"))
     elastic = running(job("elastic", profiles=TWO_KINDS), ["old0-0"])
     fixed = running(job("fixed", profiles=TWO_KINDS, num_devices=1, max_devices=1), ["gpu0-2"])
-    placed = make_elastic("ours")(State(10.0, devices, (), (elastic, fixed)))
+    placed = make_elastic("jct")(State(10.0, devices, (), (elastic, fixed)))
     assert placed["fixed"] == ("gpu0-2",)
     assert {name[:3] for name in placed["elastic"]} == {"old"}
 
@@ -39,7 +39,7 @@ def test_running_job_stays_with_its_kind_and_a_fixed_one_with_its_devices() -> N
 def test_job_gets_devices_with_enough_memory_only() -> None:
     devices = tuple(replace(d, memory_bytes=2 * GB) if d.node == "node0" else d for d in cluster(2))
     large = job("large", profiles={"gpu": Profile(8 * GB, 1.0)}, num_devices=8)
-    placed = make_elastic("ours")(State(10.0, devices, (large,)))
+    placed = make_elastic("jct")(State(10.0, devices, (large,)))
     assert numbers(placed) == {"large": 4}
     assert all(name.startswith("gpu1") for name in placed["large"])
 

@@ -125,7 +125,7 @@ def test_job_grows_only_after_the_other_has_shrunk() -> None:
     slow = PoolJob("slow", Resources(1.0), 1, 2, 2, 2, 2, rates=rates([10.0, 0.1]))
     fresh = PoolJob("fresh", Resources(1.0), 1, 2, submitted_s=1.0)
     budget = Resources(2.0)
-    wanted = wanted_sizes([slow, fresh], budget, DIVIDERS["ours"], 2.0)
+    wanted = wanted_sizes([slow, fresh], budget, DIVIDERS["jct"], 2.0)
     assert wanted == {"slow": 1, "fresh": 1}
     moves = next_moves([fresh, slow], budget, wanted)
     assert [(move.name, move.after) for move in moves] == [("slow", 1)]

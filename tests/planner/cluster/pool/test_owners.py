@@ -16,7 +16,7 @@ from lightning_dlrover.planner.cluster.pool.resources import Resources
 
 CORE = Resources(1.0)
 LONGEST_S = 10
-POLICIES = ("ours", "sia", "as-requested")
+POLICIES = ("jct", "sia", "as-requested")
 
 
 def job(name: str, owner: str, held: int = 0, fewest: int = 1, most: int = 4, **more: object) -> PoolJob:
@@ -77,7 +77,7 @@ def test_owner_with_jobs_that_wait_gets_its_part_of_the_device_time(
 
 def test_owner_of_large_jobs_has_no_more_than_its_part_where_all_wait_longer_than_the_bound() -> None:
     floods = {"a": Flood(most_fewest=7, longest_s=LONGEST_S), "b": Flood(from_s=15.0, most_fewest=1, longest_s=LONGEST_S)}
-    pool, held = PoolOfOwners(Rules(Resources(18.0), "ours", 15.0), floods, seed=158), []
+    pool, held = PoolOfOwners(Rules(Resources(18.0), "jct", 15.0), floods, seed=158), []
     while pool.now_s < 90:
         pool.step()
         held.append(pool.held("b"))

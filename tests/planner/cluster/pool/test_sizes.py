@@ -17,7 +17,7 @@ from lightning_dlrover.planner.cluster.pool.waits import queue_of
 
 CORE = Resources(1.0)
 MAX_WAIT_S = 100.0
-OURS, USER = elastic_divider("ours", MAX_WAIT_S), elastic_divider("as-requested", MAX_WAIT_S)
+OURS, USER = elastic_divider("jct", MAX_WAIT_S), elastic_divider("as-requested", MAX_WAIT_S)
 
 
 def running(name: str, workers: int, speeds: list[float], most: int = 4, **more: object) -> PoolJob:

@@ -1,0 +1,237 @@
+"""The commands of studies and simulations, and their options, without slow imports."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from pathlib import Path
+
+from lightning_dlrover.cli import values
+from lightning_dlrover.cli.former_names import FormerCommand, add_renamed_option, todays_policy
+from lightning_dlrover.cli.plugin_commands import CommandGroup
+
+MAX_COST_S = 1e6
+"""Largest cost of a resize in a simulation, which decides again every minute."""
+
+ELASTIC_POLICIES = (
+    *(
+        "as-requested",
+        "srtf",
+        "elastic-srtf",
+        "las",
+        "dlrover",
+        "dlrover-rm",
+        "autopilot",
+        "optimus",
+        "afs",
+        "hesrpt",
+        "pollux",
+    ),
+    *("sia", "jct"),
+)
+"""Policies of `dlrover lab simulate`, as `planner/cluster/elastic` has them."""
+
+
+class CharacterizeCommand:
+    """`dlrover lab characterize`."""
+
+    summary = "measure where a DLRM's training time goes on this machine"
+
+    def add_options(self, command: argparse.ArgumentParser) -> None:
+        command.description = (
+            "Measure a reference DLRM on this machine in nine studies, write figures and findings, and record the samples in "
+            "the job history, from which later jobs start. Each measurement is stored at once: the same command continues "
+            "after an interruption. Leave the machine idle until it ends."
+        )
+        size = command.add_mutually_exclusive_group()
+        size.add_argument(
+            "--quick", dest="size", action="store_const", const="quick", help="coarse sweeps, about five minutes (default)"
+        )
+        size.add_argument("--full", dest="size", action="store_const", const="full", help="fine sweeps, about an hour")
+        command.set_defaults(size="quick")
+        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the model (default cpu)")
+        command.add_argument(
+            "--study",
+            nargs="+",
+            metavar="NAME",
+            help="studies to run: features, batch, rows, mlp, lookups, placement, workers, loader, devices (default: all)",
+        )
+        command.add_argument(
+            "--out",
+            type=Path,
+            default=Path("characterization"),
+            metavar="DIR",
+            help="folder of measurements, tables and report (default ./characterization)",
+        )
+        command.add_argument(
+            "--budget",
+            type=float,
+            metavar="MINUTES",
+            help="time for measurements, spent where it brings most (default 4; with --full 60)",
+        )
+        command.add_argument(
+            "--compare",
+            nargs=2,
+            type=Path,
+            metavar=("A", "B"),
+            help="show the results of two folders side by side, write comparison.html to --out, and measure nothing",
+        )
+        command.add_argument(
+            "--model",
+            metavar="MODULE:CLASS",
+            help="your own LightningModule, or FILE.py:CLASS, which takes no arguments and has a train_dataloader; measured in "
+            "the study devices",
+        )
+        command.add_argument(
+            "--history", metavar="PLACE", help="job history, or off (default: DLROVER_HISTORY, else the user's own history)"
+        )
+
+    def run(self, options: argparse.Namespace) -> int:
+        from lightning_dlrover.cli.characterize import characterize_command
+
+        return characterize_command(options)
+
+
+class SimulateCommand:
+    """`dlrover lab simulate`."""
+
+    summary = "replay traces of jobs on a simulated cluster, under several policies"
+
+    def add_options(self, command: argparse.ArgumentParser) -> None:
+        command.description = (
+            "Replay traces of elastic jobs on a simulated cluster, once for each policy, cost of a resize and seed. Jobs run "
+            "at measured speeds; policies learn them from the jobs that have run. Print a table and write an HTML report with "
+            "pictures. Each finished simulation is recorded, so the same command continues after an interruption. Exit code: 0 "
+            "if all have ended, 2 for wrong use or a bad trace."
+        )
+        command.add_argument(
+            "traces",
+            nargs="+",
+            type=Path,
+            metavar="TRACE",
+            help="CSV file of jobs with the columns time, application, num_replicas, batch_size (Pollux's form), or job_id, "
+            "submission_time, duration, num_gpu (ElasticFlow's form, whose models are drawn)",
+        )
+        command.add_argument(
+            "--speeds",
+            type=Path,
+            required=True,
+            metavar="DIR",
+            help="folder of measured step times, NAME-placements.csv and NAME-scalability.csv for each application",
+        )
+        command.add_argument(
+            "--policy",
+            nargs="+",
+            type=todays_policy,
+            choices=ELASTIC_POLICIES,
+            default=list(ELASTIC_POLICIES),
+            metavar="NAME",
+            help=f"how devices are divided: {', '.join(ELASTIC_POLICIES)} (default: each of them)",
+        )
+        _add_simulation_options(command)
+
+    def run(self, options: argparse.Namespace) -> int:
+        from lightning_dlrover.cli.simulate import simulate_command
+
+        return simulate_command(options)
+
+
+LAB = CommandGroup(
+    "studies: measure a DLRM on this machine, or replay traces of jobs on a simulated cluster",
+    {"characterize": CharacterizeCommand(), "simulate": SimulateCommand()},
+)
+CHARACTERIZE = FormerCommand("characterize", "lab characterize", CharacterizeCommand())
+SIMULATE = FormerCommand("simulate", "lab simulate", SimulateCommand())
+
+
+def _add_simulation_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--resize-cost",
+        nargs="+",
+        type=resize_cost,
+        default=[30.0],
+        metavar="S",
+        help="seconds without a step when a running job's devices change (default 30); by-model: 15 to 250 s, as restarts of "
+        "each model take; live: 0.5 s, after new devices have idled for the cost of a start",
+    )
+    command.add_argument(
+        "--start-cost",
+        type=start_cost,
+        default=30.0,
+        metavar="S",
+        help="seconds without a step when a job starts, under every policy, or by-model (default 30)",
+    )
+    command.add_argument(
+        "--nodes", type=cluster, default=(16, 4), metavar="NxD", help="nodes and devices of each (default 16x4)"
+    )
+    command.add_argument(
+        "--seeds",
+        type=values.count,
+        default=1,
+        metavar="N",
+        help="simulations of each combination: the first as in the trace, the others with shaken arrivals (default 1)",
+    )
+    add_renamed_option(
+        command,
+        "--first-seed",
+        "--shake",
+        type=values.setting,
+        default=0,
+        metavar="SEED",
+        help="first seed; each moves arrivals by up to a minute, seed 0 moves none (default 0)",
+    )
+    add_renamed_option(
+        command,
+        "--interval",
+        "--every",
+        type=values.duration,
+        default=60.0,
+        metavar="TIME",
+        help="time between decisions; others follow each start and end of a job (default 60)",
+    )
+    command.add_argument(
+        "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
+    )
+    command.add_argument(
+        "--lengths",
+        choices=("known", "unknown", "wrong"),
+        default="known",
+        help="what policies know of the steps of a job; wrong: times a random factor, log-normal with a deviation of ln 2 "
+        "(default known)",
+    )
+    command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
+    command.add_argument("--processes", type=values.processes, default=1, metavar="N", help="simulations at a time (default 1)")
+    command.add_argument(
+        "--out", type=Path, default=Path("simulation"), metavar="DIR", help="folder of records and report (default simulation)"
+    )
+
+
+def cluster(text: str) -> tuple[int, int]:
+    """Nodes and devices of each, from `16x4`."""
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NODESxDEVICES, such as 16x4 for 16 nodes with 4 devices each; up to 999999 nodes of 9999"
+        )
+    return int(match[1]), int(match[2])
+
+
+def resize_cost(text: str) -> float | str:
+    """Seconds from 0 on, `by-model`, or `live`."""
+    return _cost(text, ("by-model", "live"))
+
+
+def start_cost(text: str) -> float | str:
+    """Seconds from 0 on, or `by-model`."""
+    return _cost(text, ("by-model",))
+
+
+def _cost(text: str, words: tuple[str, ...]) -> float | str:
+    if text in words:
+        return text
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) <= MAX_COST_S:
+            return seconds
+    limit = f"{MAX_COST_S:,.0f}"
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds from 0 to {limit} nor {' or '.join(words)}")
