@@ -26,10 +26,11 @@ from lightning_dlrover.live.progress import batches_done, remaining_batches
 from lightning_dlrover.observe.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
 from lightning_dlrover.observe.profiler import Model, ProfileKey, StepProfiler
 from lightning_dlrover.observe.resources import MachineLoad
+from lightning_dlrover.output import counted
 from lightning_dlrover.packages import TrainerFn, on_import, submodule
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.planner.objective import Aim, Objective, objective_from
-from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.planner.plan import Decision, Settings, step_text
 from lightning_dlrover.planner.trial import TrialWatch
 from lightning_dlrover.plugins import CALLBACKS, CallbackPlugin, PluginError, plugins
 from lightning_dlrover.rdzv.job.records import ProgressRecord
@@ -56,6 +57,9 @@ TUNABLE: tuple[Tunable, ...] = get_args(Tunable)
 as they are when the loader workers are forked: what `training_step` writes to them later is not in the batches.
 """
 
+_NOTABLE = 0.95
+"""Part of the measured step time from which on a predicted one is called faster."""
+
 TUNED: tuple[Tunable, ...] = tuple(name for name in TUNABLE if name != "first_loader_workers")
 """Settings that the planner changes by default."""
 
@@ -63,7 +67,7 @@ TUNED: tuple[Tunable, ...] = tuple(name for name in TUNABLE if name != "first_lo
 class DLRoverCallback(Callback):
     """Profiles every step, learns how long steps take, and plans workers, loader workers, threads and prefetching.
 
-    Needs `DLRoverStrategy`. Metrics go to the Trainer's loggers as `dlrover/...` and to the progress bar.
+    Needs `DLRoverStrategy`. Metrics go to the Trainer's loggers as `dlrover/...`, and outside of a job to the bar.
 
     Args:
         window_s: seconds of steps that make one profile.
@@ -116,6 +120,7 @@ class DLRoverCallback(Callback):
         self._place_now: ProfileKey | None = None
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
+        self._has_window = False  # of this fit
         self._loss: torch.Tensor | None = None  # of the newest batch, on its device
         self._plugged: list[Callback] | None = None  # callbacks of other packages; None before the first fit
 
@@ -144,6 +149,7 @@ class DLRoverCallback(Callback):
             live.loaders.may_add_workers = "first_loader_workers" in self._tune
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
         self._strategy = strategy
+        self._has_window = False
         self._profiler = StepProfiler(worker_id, strategy.root_device, strategy.times)
         self._watch = ForwardWatch(pl_module) if not uses_dynamo(pl_module) else None
         if self._watch is not None:
@@ -188,8 +194,13 @@ class DLRoverCallback(Callback):
         if self._watch is not None:
             self._descriptors = self._watch.descriptors(_num_watched_samples(strategy, _loader(trainer)))
             self._watch = None
-        if profiler.age_s >= self._window_s and profiler.num_steps >= 3 and (profile := self._close_window(trainer)):
-            pl_module.log("samples/s", profile.samples_per_s, prog_bar=True, logger=False, rank_zero_only=True)
+        is_due = profiler.age_s >= self._window_s and profiler.num_steps >= 3
+        profile = self._close_window(trainer) if is_due else None
+        if profile is not None:
+            # A job's progress has the rate already, and the first window holds steps that are slow.
+            if strategy.live is None and self._has_window:
+                pl_module.log("samples/s", profile.samples_per_s, prog_bar=True, logger=False, rank_zero_only=True)
+            self._has_window = True
         self._batch_ended = time.perf_counter()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -274,12 +285,20 @@ class DLRoverCallback(Callback):
             return
         decision = analyst.close(end)
         if analyst.is_alone and decision is not None:
-            verdict = "one worker is right for this job on this machine"
-            if decision.chosen_workers > 1:
-                verdict = f"{decision.chosen_workers} workers would do this job in less time"
-            elif decision.is_change:
-                verdict += ", with other settings"
-            rank_zero_info(f"DLRover: {verdict}: {decision.reason}. `dlrover run` resizes a job while it trains.")
+            rank_zero_info(f"DLRover: {_advice(decision)}. `dlrover run` resizes a job while it trains.")
+
+
+def _advice(decision: Decision) -> str:
+    """Return what is known of other numbers of workers after a fit with one. How long the next fit takes is unknown."""
+    now_s = decision.observed_step_time_s
+    best = min((c for c in decision.candidates if c.feasible), key=lambda c: c.step_time_s, default=decision.choice)
+    if best.num_workers == 1 or best.step_time_s > _NOTABLE * now_s:
+        return f"one worker is enough for this job on this machine, with {step_text(now_s)} a step"
+    may = "would" if best.high_s < now_s else "might"
+    return (
+        f"{counted(best.num_workers, 'worker')} {may} be faster: {step_text(best.step_time_s)} a step predicted "
+        f"({step_text(best.low_s)} to {step_text(best.high_s)}), {step_text(now_s)} measured with one"
+    )
 
 
 def _derive(package: str) -> None:

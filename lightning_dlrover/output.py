@@ -19,6 +19,7 @@ __all__ = [
     "escape_what_cannot_be_encoded",
     "flush",
     "has_terminal",
+    "number_text",
     "printable",
     "say",
     "show",
@@ -51,6 +52,11 @@ def time_text(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def number_text(number: float) -> str:
+    """Return a rate or an amount with four digits, and never as a power of ten: `12,345`, `12.34`, `0.01234`."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
 def say(line: str) -> None:
@@ -93,13 +99,23 @@ def _erased() -> str:
     return erase
 
 
-def show(text: str) -> None:
+COLOURS = {"red": "31", "green": "32", "yellow": "33"}
+
+
+def show(text: str, colour: str = "") -> None:
     """Print the output of a command.
+
+    Args:
+        colour: of the first word, on a terminal whose user has not set NO_COLOR.
 
     Raises:
         OSError: standard output cannot be written.
     """
-    print(printable(text))
+    text = printable(text)
+    word, space, rest = text.partition(" ")
+    if word and colour and has_terminal() and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[{COLOURS[colour]}m{word}\x1b[0m{space}{rest}"
+    print(text)
 
 
 def complain(text: str, prefix: str = "dlrover: ") -> None:

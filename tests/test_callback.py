@@ -88,6 +88,38 @@ def test_windows_are_logged_and_a_recommendation_is_given_at_the_end(tmp_path: P
     assert "`dlrover run` resizes a job while it trains" in last[0]
 
 
+@pytest.mark.parametrize(
+    "step_s, high_s, advice",
+    [
+        (0.01, 0.015, "2 workers would be faster: 10 ms a step predicted (9 ms to 15 ms), 20 ms measured with one"),
+        (0.01, 0.05, "2 workers might be faster: 10 ms a step predicted (9 ms to 50 ms), 20 ms measured with one"),
+        (0.0195, 0.05, "one worker is enough for this job on this machine, with 20 ms a step"),
+    ],
+)
+def test_advice_after_a_fit_promises_no_more_than_the_prediction(step_s: float, high_s: float, advice: str) -> None:
+    one, two = Settings(1, 0, 1, 0), Settings(2, 0, 1, 0)
+    candidates = (
+        Candidate(one, 0.02, 0.019, 0.021, 1.0, 0.0, measured=True, feasible=True),
+        Candidate(two, step_s, 0.009, high_s, 1.0, 0.0, measured=False, feasible=True),
+    )
+    stays = Decision(1, 0.0, one, one, "1 s of work is left", candidates, 0.02, 0.02, explored=False)
+    assert callback_module._advice(stays) == advice
+
+
+def test_rate_of_slow_first_steps_is_not_in_the_progress_bar(tmp_path: Path) -> None:
+    class Bar(L.Callback):
+        def __init__(self) -> None:
+            self.shown: list[bool] = []
+
+        def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+            self.shown.append("samples/s" in trainer.progress_bar_metrics)
+
+    callback = DLRoverCallback(window_s=1e-9, plan_every_s=0)  # a window has three steps
+    trainer(tmp_path, callback, callbacks=[callback, bar := Bar()], max_epochs=1).fit(Model(), loader())
+    assert not bar.shown[3]
+    assert bar.shown[-1]
+
+
 def test_planning_can_be_switched_off(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     trainer(tmp_path, DLRoverCallback(window_s=0.01, plan_every_s=0)).fit(Model(), loader())
     assert not [r for r in said.records if r.getMessage().startswith("DLRover: ")]

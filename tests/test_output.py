@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from lightning_dlrover.output import counted, printable, say, show_transient
+from lightning_dlrover.output import counted, number_text, printable, say, show, show_transient
 
 PRINTER = """
 import sys
@@ -146,3 +146,22 @@ def test_transient_line_is_replaced_cut_and_removed(
     show_transient("three")
     show_transient("")
     assert capsys.readouterr().out == "one of tw\r\x1b[Ktwo\\x1b\r\x1b[Kevent\nthree\r\x1b[K"
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "no_color", "shown"), [(True, "", "\x1b[32mok\x1b[0m  all"), (False, "", "ok  all"), (True, "1", "ok  all")]
+)
+def test_colours_reach_only_a_terminal_that_wants_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool, no_color: str, shown: str
+) -> None:
+    monkeypatch.setattr("lightning_dlrover.output.has_terminal", lambda: is_terminal)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    show("ok  all", "green")
+    assert capsys.readouterr().out == f"{shown}\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(18830.4, "18,830"), (1234567.0, "1,234,567"), (12.3456, "12.35"), (0.012345, "0.01235"), (0, "0")]
+)
+def test_large_numbers_are_no_powers_of_ten(number: float, text: str) -> None:
+    assert number_text(number) == text

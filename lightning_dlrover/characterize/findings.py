@@ -99,7 +99,9 @@ def _bandwidth(evidence: Evidence) -> Iterator[Finding]:
             f"{result.lookup_bytes_per_s / 1e9:.2g} GB/s of rows, {fraction:.0%} "
             f"of the {attainable:.2g} GB/s that random lookups read there, in {share:.0%} of a step"
         )
-        if fraction >= CLOSE_TO_LIMIT:
+        if result.num_visits < 2:
+            text += "."  # one visit cannot tell what it is bound by
+        elif fraction >= CLOSE_TO_LIMIT:
             text += ": they are bandwidth-bound, so more cores will not help, fewer or shorter lookups will."
         else:
             text += ": they are bound by instructions per lookup, not by memory, so fused kernels would help."

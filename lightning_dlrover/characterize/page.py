@@ -16,6 +16,7 @@ from lightning_dlrover.characterize.point import Point, Visit
 from lightning_dlrover.characterize.results import Result, limit_values, results_of
 from lightning_dlrover.characterize.store import Measurements
 from lightning_dlrover.characterize.studies import Scope, Study
+from lightning_dlrover.output import counted
 from lightning_dlrover.report.page import render_page
 
 __all__ = ["write_page"]
@@ -86,7 +87,9 @@ def _facts(
         errors = sorted(abs(r.parts_s / r.median - 1) for r in timed)
         facts.append(("Parts against steps", f"{errors[len(errors) // 2]:.1%}", "median difference"))
         spreads = sorted(r.spread for r in timed)
-        facts.append(("Interval of a second run", f"{spreads[len(spreads) // 2]:.0%} wide", "90 %, median over points"))
+        is_known = any(r.num_visits > 1 for r in timed)  # one visit cannot tell what a second would find
+        interval = f"{100 * spreads[len(spreads) // 2]:.0f} % wide" if is_known else "unknown"
+        facts.append(("Interval of a second run", interval, "90 %, median over points" if is_known else "one visit each"))
     measured = any(r.joules_per_step is not None for r in results.values())
     facts.append(
         ("Energy", "measured" if measured else "not measured", "" if measured else "neither RAPL nor NVML can be read")
@@ -120,7 +123,7 @@ def _section(study: Study, results: Mapping[Point, Result], visits: Sequence[Vis
     missing = sum(point not in results and point not in failed for point in study.points)
     problems = [f"{differences(point)}: {failed[point]}" for point in study.points if point in failed]
     if missing:
-        problems.append(f"{missing} points were not reached: the same command continues, or give a larger --budget.")
+        problems.append(f"{counted(missing, 'point')} not reached: the same command continues, or give a larger --budget.")
     return _Section(
         title=study.title,
         skipped=study.skipped,

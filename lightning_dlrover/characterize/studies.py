@@ -142,7 +142,7 @@ def _placement(scope: Scope) -> Study:
     else:
         skipped.append("tables divided over workers: torchrec is not installed")
     if scope.device == "cpu":
-        skipped.append("host memory with a GPU (UVM): --device cpu")
+        skipped.append("host memory with a GPU (UVM): needs a GPU (--device cuda)")
     else:
         skipped.append("host memory with a GPU (UVM): measured as `mix` in the study `devices`, where tables stay on the CPU")
     counts = (2,) if not scope.is_full else tuple(sorted({2, max(2, scope.cores)}))

@@ -41,7 +41,7 @@ MAX_WRAPPED_DATASETS = 32
 
 
 class UnsupportedLoaderError(TypeError):
-    """A data loader with samples that cannot be split anew when the world changes."""
+    """A data loader with samples that cannot be split again when the world changes."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,34 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
     For a loader with a `batch_sampler` torch sets `batch_size` to None, `sampler` to a sequential one, `drop_last` to False.
 
     Raises:
-        UnsupportedLoaderError: its batches cannot be split anew for every world.
+        UnsupportedLoaderError: its batches cannot be split again for every world.
     """
     if type(loader).__iter__ is not DataLoader.__iter__ and isinstance(loader.dataset, IterableDataset):
         raise UnsupportedLoaderError(
             f"{type(loader).__name__} overrides DataLoader.__iter__, and its own states are those of one process: they cannot "
-            "be split anew when workers join or leave. Use a plain DataLoader: a live job keeps the dataset's state_dict() "
+            "be split again when workers join or leave. Use a plain DataLoader: a live job keeps the dataset's state_dict() "
             "in its checkpoints and hands it to joiners by itself"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UnsupportedLoaderError(
             f"{type(loader).__name__} overrides DataLoader.__iter__: whether it reads ahead, or gives one batch for each one "
-            "that was asked for, cannot be seen, so its batches cannot be split anew when workers join or leave. "
+            "that was asked for, cannot be seen, so its batches cannot be split again when workers join or leave. "
             "Use a plain DataLoader; its num_workers and prefetch_factor prepare batches ahead"
         )
     batches: Any = loader.batch_sampler
     if batches is None and isinstance(loader.dataset, IterableDataset):
         raise UnsupportedLoaderError(
             f"a DataLoader with batch_size=None takes whole batches from {type(loader.dataset).__name__}, which cannot be "
-            "split anew when workers join or leave: give it a batch_size, and let the dataset yield single samples"
+            "split again when workers join or leave: give it a batch_size, and let the dataset yield single samples"
         )
     if batches is None:
         raise UnsupportedLoaderError(
-            "a DataLoader with batch_size=None makes its own batches, which cannot be split anew when workers join or leave: "
+            "a DataLoader with batch_size=None makes its own batches, which cannot be split again when workers join or leave: "
             "give it a batch_size"
         )
     if type(batches) is not BatchSampler:
         raise UnsupportedLoaderError(
-            f"batch_sampler {type(batches).__name__} decides which samples form a batch and cannot be split anew "
+            f"batch_sampler {type(batches).__name__} decides which samples form a batch and cannot be split again "
             "when workers join or leave: give the DataLoader a batch_size and, if needed, a sampler"
         )
     sampler: Any = batches.sampler
@@ -130,7 +130,7 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
     """
     if not isinstance(loader, DataLoader):
         raise UnsupportedLoaderError(
-            f"{hook} holds a {_full_name(type(loader))}, which is no torch.utils.data.DataLoader: a live job splits every "
+            f"{hook} holds a {_full_name(type(loader))}, which is not a torch.utils.data.DataLoader: a live job splits every "
             "batch over the workers there are, and needs single samples for that. Put them in a map-style dataset "
             "(__getitem__ and __len__) or an IterableDataset, and that in a DataLoader with a batch_size, or use "
             "strategy='ddp' with a fixed number of workers"
@@ -161,7 +161,7 @@ def _check_sampler(sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler) or place:
         seen = f" (it has {place})" if place else ""
         raise UnsupportedLoaderError(
-            f"sampler {name} gives every worker samples of its own{seen} and cannot be split anew when "
+            f"sampler {name} gives every worker samples of its own{seen} and cannot be split again when "
             "workers join or leave: give the DataLoader a sampler of the order of the whole epoch, which is split for you. "
             "Instead of a distributed weighted sampler, for example, use torch's WeightedRandomSampler"
         )

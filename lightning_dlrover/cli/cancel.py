@@ -13,12 +13,12 @@ from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.cli.run_hooks import ticket_key
 from lightning_dlrover.components.targets.kubernetes_api import ApiError
 from lightning_dlrover.components.targets.target import NodeSpec
-from lightning_dlrover.output import show
+from lightning_dlrover.output import counted, show
 from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, NodesRecord, encode
-from lightning_dlrover.report.event_log import JobNotFoundError
-from lightning_dlrover.report.status import JOB_FILE, connect, is_locked, read_job, read_job_file
+from lightning_dlrover.report.event_log import CANCELLED, JobNotFoundError
+from lightning_dlrover.report.status import JOB_FILE, connect, has_ended_here, is_locked, read_job, read_job_file
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
@@ -31,11 +31,18 @@ def cancel_command(options: argparse.Namespace) -> int:
     """End a job and all of its nodes, with its controller where it has one."""
     place = find_place(options.job, options)
     deadline = time.monotonic() + options.timeout
+    over = f"job {place.run_id}: had ended already; no node of it is left"
+    has_own_etcd = place.endpoint.startswith("unix:")
+    has_ended = has_own_etcd and has_ended_here(place, options.run_dir / options.job)
     try:
-        client = connect(place)
+        client = connect(place, timeout_s=1.0 if has_ended else 5.0)
     except EtcdUnavailableError:
+        if has_ended:  # its etcd and its nodes, with their `dlrover run`
+            show(over)
+            return EXIT_OK
         count = _cancel_without_etcd(place, options.run_dir / options.job, deadline)
-        show(f"job {place.run_id}: its etcd does not answer; {count} nodes were still there and have ended now")
+        were = "was still there and has" if count == 1 else "were still there and have"
+        show(f"job {place.run_id}: its etcd does not answer; {counted(count, 'node')} {were} ended now")
         return EXIT_OK
     with client:
         journal = Journal(client, place.keys)
@@ -43,7 +50,7 @@ def cancel_command(options: argparse.Namespace) -> int:
             return _cancel_waiting(journal, client, ticket, deadline)
         view = read_job(client, place.keys).view  # raises an error if there is no such job
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
-        nodes = _ask_all_to_end(journal, "cancelled by `dlrover cancel`")
+        nodes = _ask_all_to_end(journal, CANCELLED)
         has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target)
         _cancel_by_name(place, nodes.target, nodes.mark, deadline)
         if has_etcd and not is_over:
@@ -51,8 +58,7 @@ def cancel_command(options: argparse.Namespace) -> int:
             _mark_as_cancelled(journal)
             client.delete(place.keys.plan)
             client.delete_prefix(place.keys.drains)
-    what = "had ended already; no node of it is left" if is_over else "cancelled, all its nodes have ended"
-    show(f"job {place.run_id}: {what}")
+    show(over if is_over else f"job {place.run_id}: cancelled, all its nodes have ended")
     return EXIT_OK
 
 
@@ -66,7 +72,7 @@ def _cancel_waiting(journal: Journal, client: EtcdClient, ticket: str, deadline:
         UsageError: it has not ended in time.
     """
     run_id = journal.keys.run_id
-    _ask_all_to_end(journal, "cancelled by `dlrover cancel`")
+    _ask_all_to_end(journal, CANCELLED)
     while client.get(ticket) is not None:
         if time.monotonic() > deadline:
             raise UsageError(
@@ -192,7 +198,7 @@ def _let_workers_leave(client: EtcdClient, place: JobPlace, deadline: float) -> 
     while workers := read_job(client, place.keys).view.workers:
         for worker in workers:
             if client.get(place.keys.drains + worker) is None:
-                client.put(place.keys.drains + worker, encode(DrainRecord(worker, "cancelled by `dlrover cancel`")))
+                client.put(place.keys.drains + worker, encode(DrainRecord(worker, CANCELLED)))
         if time.monotonic() > deadline:
             raise UsageError(f"job {place.run_id!r}: its workers were asked to leave and have not: {', '.join(workers)}")
         time.sleep(0.2)
@@ -204,6 +210,6 @@ def _mark_as_cancelled(journal: Journal) -> None:
     def cancelled(job: JobRecord | None) -> JobRecord | None:
         if job is None or job.phase in ("finished", "failed"):
             return None
-        return replace(job, phase="failed", message="cancelled by `dlrover cancel`")
+        return replace(job, phase="failed", message=CANCELLED)
 
     journal.swap(JobRecord, journal.keys.job, cancelled)

@@ -64,7 +64,10 @@ def characterize_command(options: argparse.Namespace) -> int:
                 measure_studies(store, studies, scope, budget_s)
         except Interrupted as interrupted:
             exit_code = 128 + interrupted.signal_number
-            complain(f"interrupted; the same command continues with the {len(store.found.visits)} measurements in {store.path}")
+            complain(
+                f"interrupted; the same command continues with {counted(len(store.found.visits), 'measurement')} in "
+                f"{store.path}"
+            )
         _write(options, store, studies, scope, machine, time.monotonic() - began)
     return exit_code
 
@@ -93,4 +96,7 @@ def _write(
     except HistoryError as error:  # the measurements are safe, and the history is a convenience
         complain(str(error))
     num_points = len({point for study in studies for point in study.points} & results.keys())
+    num_asked = len({point for study in studies for point in study.points})
+    if num_points < num_asked:
+        show(f"{num_asked - num_points} of {counted(num_asked, 'point')} not measured; the same command continues")
     show(f"{counted(num_points, 'point')} in {took_s / 60:.1f} min; report: {report}")

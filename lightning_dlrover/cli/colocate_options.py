@@ -20,12 +20,12 @@ class ColocateCommand:
     def add_options(self, command: argparse.ArgumentParser) -> None:
         command.description = (
             "Run the jobs of a file to their ends, several at once: jobs whose needs complement each other run side by side, "
-            "and their memory never exceeds the machine's. Every start and end is on record, so the same command goes on with "
+            "and their memory never exceeds the machine's. Every start and end is recorded, so the same command goes on with "
             "the rest after an interruption. Exit code: 0 if all jobs are done, 1 if one has failed, 2 for wrong usage."
         )
         command.add_argument("jobs", type=Path, metavar="JOBS.yaml", help="the jobs: a list `jobs` with a `command` each")
         command.add_argument(
-            "--policy", choices=POLICIES, default=POLICIES[0], help=f"who runs beside whom (default {POLICIES[0]})"
+            "--policy", choices=POLICIES, default=POLICIES[0], help=f"policy of co-location (default {POLICIES[0]})"
         )
         command.add_argument(
             "--devices",
@@ -44,7 +44,7 @@ class ColocateCommand:
             type=values.count,
             default=0,
             metavar="N",
-            help="most jobs of a device that run at once (default: twice its cores, on a GPU no more than 8; complementary: "
+            help="maximum of jobs at once on a device (default: twice its cores, on a GPU no more than 8; complementary: "
             "twice as many)",
         )
         command.add_argument(

@@ -37,10 +37,10 @@ def data_command(options: argparse.Namespace) -> int:
     """Show the streams of a job's newest fit, the rows of one step, or the steps of one row."""
     from lightning_dlrover.data.source import DataError
 
-    found, where, events = _read(options)
+    found, where, events, max_epochs = _read(options)
     try:
         if options.step is not None:
-            answer = [_step(stream, found, where, options) for stream in found.streams]
+            answer = [_step(stream, found, where, options, max_epochs) for stream in found.streams]
             text = "\n".join(map(_step_text, answer))
         elif options.row is not None:
             answer = _row(found, where, options)
@@ -56,8 +56,8 @@ def data_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None, Sequence[EventRecord]]:
-    """Return the streams of a job, its position and its history, from etcd, else from its run folder.
+def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None, Sequence[EventRecord], int | None]:
+    """Return the streams of a job, its position, its history and its last epoch, from etcd, else from its run folder.
 
     Raises:
         JobNotFoundError: neither has the job.
@@ -65,11 +65,12 @@ def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None, Se
     """
     events: list[EventRecord] = []
     profiles: list[StepProfile] = []
-    is_training = False
+    is_training, max_epochs = False, None
     try:
         place = find_place(options.job, options)
         with connect(place, timeout_s=2.0) as client:
-            view = read_job(client, place.keys).view
+            job = read_job(client, place.keys)
+            view, max_epochs = job.view, job.progress.max_epochs if job.progress is not None else None
             events = Journal(client, place.keys).events()
             profiles = list(readable_folder(client, StepProfile, place.keys.profiles).values())
             is_training = view.job is not None and view.job.phase == "training" and bool(view.workers)
@@ -86,7 +87,7 @@ def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None, Se
             f"job {options.job!r} reads no stream, or its training has not begun: this command shows what "
             "lightning_dlrover.data.stream(...) has read in a DataLoader of the job. Rows of an IterableDataset are not listed"
         )
-    return found, standing(found, profiles, events, time.time(), is_training), events
+    return found, standing(found, profiles, events, time.time(), is_training), events, max_epochs
 
 
 def _lineage(stream: StreamOpened, options: argparse.Namespace) -> Lineage:
@@ -182,12 +183,18 @@ def _progress_text(answer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _step(stream: StreamOpened, found: ReadStreams, where: Standing | None, options: argparse.Namespace) -> dict[str, Any]:
+def _step(
+    stream: StreamOpened, found: ReadStreams, where: Standing | None, options: argparse.Namespace, max_epochs: int | None
+) -> dict[str, Any]:
     if stream.accumulate and found.finished_step is not None and options.step > found.finished_step:
         raise UsageError(f"job {options.job!r} has finished with step {found.finished_step}: there is no step {options.step}")
     newest, stream = stream, found.window_of(stream, options.step)
     lineage = _lineage(stream, options)
     epoch, batches = lineage.batches_of_step(options.step)
+    if max_epochs and epoch >= max_epochs:
+        raise UsageError(
+            f"job {options.job!r} trains {counted(max_epochs, 'epoch')}, and step {options.step} would be in number {epoch + 1}"
+        )
     is_done = epoch < newest.epoch or (where is not None and lineage.is_done(epoch, batches[-1], where.batches))
     return {
         "source": stream.source,

@@ -9,7 +9,7 @@ from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.cli.options import SETTINGS
 from lightning_dlrover.cli.resize import check_can_be_planned, plan_by_hand, wanted_text
-from lightning_dlrover.output import show
+from lightning_dlrover.output import counted, number_text, show
 from lightning_dlrover.planner.cluster.division import ClusterJob, divide, options_of
 from lightning_dlrover.planner.plan import Decision
 from lightning_dlrover.rdzv.job.events import DecisionMade, events_of
@@ -30,8 +30,8 @@ def divide_command(options: argparse.Namespace) -> int:
             newest = next((made for _, made in events_of(reversed(events), DecisionMade)), None)
             if newest is None:
                 raise UsageError(
-                    f"job {name!r} has not published its gain yet: its planner, which needs a DLRoverCallback, decides "
-                    f"for the first time after some steps; `dlrover explain {name}` shows when it has"
+                    f"job {name!r} has not published any prediction: its planner, which needs a DLRoverCallback in the Trainer "
+                    "and so never predicts for a loop of your own, decides for the first time after some steps"
                 )
             decision = Decision.from_data(newest.document)
             able = options_of(decision)
@@ -52,9 +52,9 @@ def divide_command(options: argparse.Namespace) -> int:
             wanted, unit = wanted_text(share.settings.num_workers, settings), devices[job.name]
             now = next((o for o in job.options if o.settings == current), None)
             beside = f", {share.samples_per_s / now.samples_per_s:.2f} times as many as now" if now else ""
-            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {share.samples_per_s:.4g} samples/s{beside}")
+            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {number_text(share.samples_per_s)} samples/s{beside}")
             if options.apply:
-                reason = f"its share of {options.budget:g} {unit} among {len(jobs)} jobs: {wanted}"
+                reason = f"its share of {options.budget:g} {unit} among {counted(len(jobs), 'job')}: {wanted}"
                 plan_by_hand(client, place, view, share.settings.num_workers, settings, reason)
     if not options.apply:
         show("nothing was changed; --apply makes these the jobs' plans")

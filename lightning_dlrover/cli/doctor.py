@@ -19,6 +19,8 @@ from lightning_dlrover.report.discovery import EtcdDefaults
 
 _ETCD_S = 5.0
 
+_COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+
 
 def doctor_command(options: argparse.Namespace) -> int:
     """Show each check as it ends. The exit code is 1 if one of them has found an error."""
@@ -36,7 +38,9 @@ def doctor_command(options: argparse.Namespace) -> int:
             for finding in examine(case):
                 findings.append(finding)
                 if not options.json:
-                    for line in lines(finding):
+                    first, *others = lines(finding)
+                    show(first, _COLOURS.get(finding.verdict, ""))
+                    for line in others:
                         show(line)
     except Interrupted as interrupted:  # all processes of the checks have been ended on the way
         return 128 + interrupted.signal_number

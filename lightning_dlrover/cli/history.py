@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from lightning_dlrover.learn.history import JobEntry
 
 
+SILENT_S = 600.0
+"""Seconds without a new measurement after which a job is not called running."""
+
+
 def history_command(options: argparse.Namespace) -> int:
     """Run one of the actions of `dlrover history`."""
     actions = {"list": _list_jobs, "show": _show_job, "export": _export, "remove": _remove}
@@ -36,7 +40,7 @@ def _list_jobs(options: argparse.Namespace) -> int:
                 job.key,
                 when,
                 lasted,
-                job.outcome,
+                _end(job, time.time()),
                 job.descriptor.device,
                 counted(job.num_settings, "measured setting"),
             )
@@ -45,12 +49,17 @@ def _list_jobs(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _end(job: JobEntry, now: float) -> str:
+    """Return a job's outcome. A job that was cancelled, interrupted or lost has written none."""
+    return job.outcome if job.outcome != "running" or now - job.updated_at < SILENT_S else "no end recorded"
+
+
 def _show_job(options: argparse.Namespace) -> int:
     with open_history(options) as history:
         job = find_in_history(history, options.job)[0]
         windows, decisions, outcomes = history.windows(job.key), history.decisions(job.key), history.outcomes(job.key)
     counts = f"{counted(len(windows), 'window')}, {counted(len(decisions), 'plan')}, {len(outcomes)} of them judged"
-    show(f"{job.key}: {job.outcome}, {counts}")
+    show(f"{job.key}: {_end(job, time.time())}, {counts}")
     facts = [(k.replace("_", " "), v if isinstance(v, str) else f"{v:,.6g}") for k, v in vars(job.descriptor).items()]
     show("\n".join(text_table("<<", facts, indent=2)))
     if windows:

@@ -11,6 +11,9 @@ from lightning_dlrover.cli import values
 from lightning_dlrover.cli.former_names import FormerCommand, add_renamed_option, todays_policy
 from lightning_dlrover.cli.plugin_commands import CommandGroup
 
+MAX_COST_S = 1e6
+"""Largest cost of a resize in a simulation, which decides again every minute."""
+
 ELASTIC_POLICIES = (
     *(
         "as-requested",
@@ -39,7 +42,7 @@ class CharacterizeCommand:
         command.description = (
             "Measure a reference DLRM on this machine in nine studies, write figures and findings, and record the samples in "
             "the job history, from which later jobs start. Each measurement is stored at once: the same command continues "
-            "after an interruption. Leave the machine idle meanwhile."
+            "after an interruption. Leave the machine idle until it ends."
         )
         size = command.add_mutually_exclusive_group()
         size.add_argument(
@@ -99,7 +102,7 @@ class SimulateCommand:
         command.description = (
             "Replay traces of elastic jobs on a simulated cluster, once for each policy, cost of a resize and seed. Jobs run "
             "at measured speeds; policies learn them from the jobs that have run. Print a table and write an HTML report with "
-            "pictures. Each finished simulation is on record, so the same command goes on after an interruption. Exit code: 0 "
+            "pictures. Each finished simulation is recorded, so the same command continues after an interruption. Exit code: 0 "
             "if all have ended, 2 for wrong use or a bad trace."
         )
         command.add_argument(
@@ -185,7 +188,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         type=values.duration,
         default=60.0,
         metavar="TIME",
-        help="time between decisions, beside those when a job comes or ends (default 60)",
+        help="time between decisions; others follow each start and end of a job (default 60)",
     )
     command.add_argument(
         "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
@@ -228,7 +231,7 @@ def _cost(text: str, words: tuple[str, ...]) -> float | str:
     if text in words:
         return text
     with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) <= values.MAX_AMOUNT:
+        if 0 <= (seconds := float(text)) <= MAX_COST_S:
             return seconds
-    limit = f"{values.MAX_AMOUNT:,.0f}"
+    limit = f"{MAX_COST_S:,.0f}"
     raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds from 0 to {limit} nor {' or '.join(words)}")

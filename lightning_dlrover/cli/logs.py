@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
+from lightning_dlrover.components.control.tracebacks import SignalFilter
 from lightning_dlrover.components.targets.logs import LogFile, log_files
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
 from lightning_dlrover.output import complain
@@ -46,16 +47,17 @@ def logs_command(options: argparse.Namespace) -> int:
 
 def _print_file(node: str, file: Path) -> int:
     """Print all lines of a file. One that cannot be read, such as another user's, hides no other."""
-    lines = LogFile(file).new_lines(whole=True)
+    lines, signals = LogFile(file).new_lines(whole=True), SignalFilter()
     while True:
         try:
             line = next(lines, None)
         except OSError as error:
             complain(f"{file} cannot be read: {error.strerror}")
             return EXIT_FAILED
+        for shown in signals.lines(line) if line is not None else signals.rest():
+            print(f"[{node}] {shown}")
         if line is None:
             return EXIT_OK
-        print(f"[{node}] {line}")
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class _Follower:
         self._place: JobPlace | None = None
         self._client: EtcdClient | None = None
         self._files: dict[Path, LogFile] = {}
+        self._filters: dict[Path, SignalFilter] = {}
         for files in log_files(output.folder).values():
             for file in files:
                 self._files[file] = LogFile(file)
@@ -173,7 +176,9 @@ class _Follower:
                     lines = list(self._files.setdefault(file, LogFile(file)).new_lines(whole=is_over))
                 except OSError as error:
                     lines, problem = [], error  # lines of other files are still shown
-                for line in lines:
+                signals = self._filters.setdefault(file, SignalFilter())
+                shown = [each for line in lines for each in signals.lines(line)]
+                for line in [*shown, *(signals.rest() if is_over else ())]:
                     print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
         return problem
 

@@ -9,9 +9,11 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.parse import unquote
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError
+from lightning_dlrover.cli.options import flag
 from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.cli.plugin_commands import Command
 from lightning_dlrover.cli.signals import quiet_start
@@ -77,8 +79,22 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
     except Exception as error:
         if not isinstance(error, _refusals()):  # only now, as their imports take longer than those of most commands
             raise
-        complain(str(error))
+        complain(_text(error, options))
         return EXIT_USAGE
+
+
+def _text(error: Exception, options: argparse.Namespace) -> str:
+    """Return an error's message: for a file of the system, with the option that names it."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str) or not error.strerror:
+        return str(error)
+    file = Path(error.filename)
+    for name in ("out", "output", "run_dir"):
+        given = getattr(options, name, None)
+        # A file is written under another name first, in the same folder.
+        is_there = isinstance(given, Path) and (file.is_relative_to(given) or given.is_relative_to(file))
+        if isinstance(given, Path) and (is_there or f".{given.name}." in file.name):
+            return f"{flag(name)} {given} cannot be written: {error.strerror}; choose another {flag(name)}"
+    return f"{error.filename} cannot be used: {error.strerror}"
 
 
 def command_function(command: str) -> Callable[[argparse.Namespace], int]:

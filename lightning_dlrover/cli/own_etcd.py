@@ -48,10 +48,10 @@ class EtcdLostError(Exception):
 def without_etcd(server: EmbeddedEtcd, target: str) -> str:
     """Explain why the job's own etcd ended, how much of the job is left, and how to continue."""
     left = (
-        "The job's records are lost with it: the script's checkpoints are still there, but the job begins anew unless "
-        "the script is given one of them (ckpt_path). Where --endpoint names an etcd that stays, the same command goes on"
+        "The job's records are lost with it: the script's checkpoints are still there, but the job restarts from scratch "
+        "unless the script is given one (ckpt_path). With an etcd of its own (--endpoint), the same command would continue"
         if target == "local"
-        else "The same command goes on from the newest checkpoint"
+        else "The same command continues from the newest checkpoint"
     )
     return f"the embedded etcd has ended unasked: {server.why_it_ended()}. {left}"
 

@@ -154,10 +154,17 @@ def _made_if_in(given: Sequence[str]) -> Callable[..., argparse.ArgumentParser]:
     return make
 
 
-def _add_job_command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
-    """Add a command about one job."""
+def _add_job_command(commands: Commands, name: str, text: str, is_named: bool = True) -> argparse.ArgumentParser:
+    """Add a command about one job.
+
+    Args:
+        is_named: whether the name of the job must be given.
+    """
     command = commands.add_parser(name, help=text, description=text)
-    command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
+    if is_named:
+        command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
+    else:
+        command.add_argument("job", metavar="JOB", nargs="?", help="the job's --rdzv-id (default: the only one that runs here)")
     add_place_options(command)
     return command
 
@@ -256,8 +263,9 @@ def _add_scale(commands: Commands) -> None:
 
 
 def _add_status(commands: Commands) -> None:
-    status = _add_job_command(commands, "status", "show rounds, workers, rates and the current plan")
+    status = _add_job_command(commands, "status", "show rounds, workers, rates and the current plan", is_named=False)
     status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--watch", action="store_true", help="show it every two seconds, until the job ends")
 
 
 def _add_report(commands: Commands) -> None:
@@ -317,7 +325,7 @@ def _add_data(commands: Commands) -> None:
     which = data.add_mutually_exclusive_group()
     which.add_argument(
         "--step",
-        type=int,
+        type=values.step,
         metavar="N",
         help="list the rows that make optimizer update N, counted from 1 over the whole job, with all of its accumulated "
         "batches; N counts global batches where the number of batches per update varies",
@@ -336,7 +344,9 @@ def _add_data(commands: Commands) -> None:
 
 
 def _add_list(commands: Commands) -> None:
-    listing = commands.add_parser("list", help="list the jobs of the run folders, or of an etcd server")
+    text = "list the jobs of the run folders, or of an etcd server"
+    listing = commands.add_parser("list", help=text, description=text)
+    listing.add_argument("--json", action="store_true", help="print JSON")
     add_place_options(listing)
 
 

@@ -76,7 +76,7 @@ class BrainCommand:
             default=[],
             type=owner_weight,
             metavar="OWNER=X",
-            help="part of an owner in the pool beside those of the others, which its jobs share; repeatable (default: 1 each)",
+            help="weight of an owner's part of the pool, which its jobs share; repeatable (default: 1 each)",
         )
         command.add_argument(
             "--quota",
@@ -91,7 +91,7 @@ class BrainCommand:
             "--ignore-unmanaged",
             "--pool-only",
             action="store_true",
-            help="do not count jobs that are in no pool (default: they take part of the budget, and are left alone)",
+            help="do not count jobs that are in no pool (default: they are charged to the budget, but never resized)",
         )
         add_etcd_options(command)
 

@@ -38,6 +38,8 @@ def report_command(options: argparse.Namespace) -> int:
 
 def explain_command(options: argparse.Namespace) -> int:
     """Show and draw the planner's measurements, its choices and their outcomes."""
+    if options.output is not None and options.output.suffix not in (".png", ".svg"):
+        raise UsageError(f"--output {options.output}: a picture is written as .png or .svg")
     events = _events_of(options) or _events_of_history(options)
     timeline = timeline_of(options.job, events)
     show(explain_text(timeline, options.plan))

@@ -270,7 +270,7 @@ def _steer(
     try:
         while (end := controller.step()) is None:
             if server is not None and not server.is_running():
-                say("the embedded etcd has ended unasked: ending all nodes, as the job cannot go on without it")
+                say("the embedded etcd has ended unasked: ending all nodes, as the job cannot continue without it")
                 raise EtcdLostError(without_etcd(server, target))
             for show in shows:
                 show()

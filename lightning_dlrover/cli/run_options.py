@@ -203,7 +203,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         try:
             template = yaml.safe_load(Path(options.pod_template).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
-            raise UsageError(f"--pod-template {options.pod_template}: it is no YAML: {error}") from error
+            raise UsageError(f"--pod-template {options.pod_template} is not YAML: {error}") from error
         if not isinstance(template, dict) or not template.keys() <= {"metadata", "spec", "apiVersion", "kind", "template"}:
             raise UsageError(f"--pod-template {options.pod_template}: it has no `spec` of a pod")
         template = template.get("template", template)
@@ -277,7 +277,7 @@ def _file_of_module(name: str, folder: str) -> str:
         UsageError: there is no such module.
     """
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"-m {name!r} is no name of a module: give it as in `import`, without a path and without '.py'")
+        raise UsageError(f"-m {name!r} is not the name of a module: give it as in `import`, without a path and without '.py'")
     places: Sequence[str] | None = [folder, *sys.path]
     found: ModuleSpec | None = None
     for parent in itertools.accumulate(name.split("."), "{}.{}".format):

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import time
 from typing import Any
 
-from lightning_dlrover.cli.errors import EXIT_OK
-from lightning_dlrover.cli.lookup import connected_job, etcd_access, tell_problems
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, tell_problems
 from lightning_dlrover.cli.options import COUNTED, counted_field
-from lightning_dlrover.output import counted, show
+from lightning_dlrover.output import counted, has_terminal, show
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.etcd.caller import full_text
 from lightning_dlrover.rdzv.etcd.inspection import alarms_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
 from lightning_dlrover.rdzv.job.records import ProgressRecord
 from lightning_dlrover.report.discovery import EtcdDefaults
-from lightning_dlrover.report.status import list_jobs, progress_text, read_job, read_nodes, show_status
+from lightning_dlrover.report.event_log import EVENTS_FILE, JobEndedError, read_event_file
+from lightning_dlrover.report.status import (
+    JOB_FILE,
+    ended_status,
+    is_locked,
+    list_jobs,
+    progress_text,
+    read_job,
+    read_nodes,
+    show_status,
+)
 from lightning_dlrover.report.text_table import text_table
+
+WATCH_S = 2.0
+"""Seconds between two looks of `dlrover status --watch`."""
 
 _STAGES = {
     "requested": "was requested from the scheduler",
@@ -31,16 +46,62 @@ _STAGES = {
 
 def status_command(options: argparse.Namespace) -> int:
     """Show rounds, workers, rates and the current plan of a job."""
+    if options.job is None:
+        options.job = _only_job(options)
+    if not options.watch:
+        return _show_once(options)
+    with contextlib.suppress(JobEndedError):
+        while True:
+            status, problems = _status(options)
+            if has_terminal() and not options.json:
+                print("\x1b[H\x1b[2J", end="")
+            _print(options, status, problems)
+            if status["phase"] in ("finished", "failed", "stopped"):
+                break
+            time.sleep(WATCH_S)
+    return EXIT_OK
+
+
+def _only_job(options: argparse.Namespace) -> str:
+    """Return the only job that a `dlrover run` of this machine runs in the folder of run folders.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    folders = [file.parent for file in sorted(options.run_dir.glob(f"*/{JOB_FILE}"))]
+    running = [folder.name for folder in folders if is_locked(folder)]
+    if len(running) != 1:
+        found = f"{', '.join(running)} run" if running else "no job runs"
+        raise UsageError(f"{found} in folder {options.run_dir}: name the job, as in `dlrover status JOB`")
+    return running[0]
+
+
+def _show_once(options: argparse.Namespace) -> int:
+    try:
+        status, problems = _status(options)
+    except JobEndedError:
+        if not options.json:
+            raise
+        events = read_event_file(options.run_dir / options.job / EVENTS_FILE)
+        status, problems = ended_status(find_place(options.job, options), events), []
+    _print(options, status, problems)
+    return EXIT_OK
+
+
+def _print(options: argparse.Namespace, status: dict[str, Any], problems: list[str]) -> None:
+    show(json.dumps(status, indent=2) if options.json else _status_text(status))
+    tell_problems(problems)
+
+
+def _status(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return the status of a job, and its records that cannot be read."""
     with connected_job(options) as (place, client):
         found = read_job(client, place.keys)
         profiles = readable_folder(client, StepProfile, place.keys.profiles)
         events = Journal(client, place.keys).events()
         nodes = read_nodes(client, place.keys)
         alarms = alarms_of(client.caller)
-    status = show_status(place, found, profiles, events, nodes=nodes, alarms=alarms)
-    show(json.dumps(status, indent=2) if options.json else _status_text(status))
-    tell_problems(found.problems)
-    return EXIT_OK
+    return show_status(place, found, profiles, events, nodes=nodes, alarms=alarms), found.problems
 
 
 def _snapshot_lines(snapshot: dict[str, Any] | None) -> list[str]:
@@ -90,7 +151,7 @@ def _status_text(status: dict[str, Any]) -> str:
         lines += [f"nodes: {controller['held_up']}"] if controller["held_up"] else []
     elif status["target"] not in (None, "local") and (status["phase"] in ("starting", "training") or status["agents"]):
         lines.append(
-            f"controller: none; nodes on {status['target']} train on, the same `dlrover run` goes on with them, "
+            f"controller: none; nodes on {status['target']} train on, the same `dlrover run` adopts them, "
             f"`dlrover cancel {status['run_id']}` ends them"
         )
     for agent in status["agents"]:
@@ -131,13 +192,17 @@ def list_command(options: argparse.Namespace) -> int:
     """List the jobs of a folder, or of an etcd."""
     endpoint = options.endpoint or EtcdDefaults.of_this_process().endpoint
     jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, etcd_access(options))
+    if options.json:
+        show(json.dumps([dataclasses.asdict(job) for job in jobs], indent=2))
+        return EXIT_OK
     where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
     if not jobs:
         show(f"no jobs in {where}")
         return EXIT_OK
-    rows: list[tuple[str, ...]] = [("JOB", "STATE", "TARGET", "WORKERS", "NODES", "CONTROLLER")]
+    rows: list[tuple[str, ...]] = [("JOB", "STATE", "STARTED", "TARGET", "WORKERS", "NODES", "CONTROLLER")]
     for job in jobs:
         counts = ("-" if number is None else str(number) for number in (job.num_workers, job.num_nodes))
-        rows.append((job.run_id, job.state, job.target or "-", *counts, job.controller or "none"))
-    show("\n".join(text_table("<<<<<<", rows)))
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at)) if job.started_at else "-"
+        rows.append((job.run_id, job.state, started, job.target or "-", *counts, job.controller or "none"))
+    show("\n".join(text_table("<<<<<<<", rows)))
     return EXIT_OK

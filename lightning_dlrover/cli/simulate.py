@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from lightning_dlrover.cli.errors import EXIT_OK
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.output import complain, show
 from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
 from lightning_dlrover.planner.cluster.work import SAMPLES, read_work
@@ -22,17 +22,20 @@ from lightning_dlrover.simulate.summary import summarize, table_text
 
 def simulate_command(options: argparse.Namespace) -> int:
     """Run the simulations that are not on record, print their figures and write the report."""
-    samples = dict(SAMPLES) | (read_work(options.work) if options.work is not None else {})
+    work = read_work(options.work) if options.work is not None else {}
     inputs, traces = read_inputs(
         options.traces,
         options.speeds,
         Cluster(*options.nodes),
-        samples=samples,
+        samples={**SAMPLES, **work},
         every_s=options.interval,
         oracle=options.oracle,
         start_cost=options.start_cost,
         lengths=options.lengths,
     )
+    if unknown := sorted({*work} - {*inputs.applications}):
+        known = ", ".join(sorted(inputs.applications))
+        raise UsageError(f"--work {options.work}: {options.speeds} has no speeds of {', '.join(unknown)}, only of {known}")
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     asked = questions(traces, options.policy, options.resize_cost, seeds)
     keys = {question.key(inputs) for question in asked}
@@ -42,7 +45,7 @@ def simulate_command(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         with Results(options.out) as results:  # read again, as the interruption may have come while one was added
             done = len(keys & set(results.by_key))
-        complain(f"interrupted; {done} of {len(asked)} simulations are on record, and the same command goes on with the rest")
+        complain(f"interrupted; {done} of {len(asked)} simulations are recorded, and the same command continues with the rest")
         return 128 + signal.SIGINT
     report = options.out / REPORT
     write_report(report, inputs, simulations)

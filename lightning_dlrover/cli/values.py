@@ -95,6 +95,13 @@ def given(text: str) -> str:
     return text
 
 
+def step(text: str) -> int:
+    """The number of an optimizer update, from 1."""
+    if not text.isdecimal() or not 0 < int(text) <= 10**12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: give a whole number from 1 to 1000000000000")
+    return int(text)
+
+
 def row(text: str) -> tuple[str, int]:
     """A file and the number of a row in it, from `FILE:ROW`."""
     file, _, number = text.rpartition(":")

@@ -13,7 +13,7 @@ from lightning_dlrover.brain.watch import PoolView, Watch
 from lightning_dlrover.brain.what_if import prospect, sizes_if
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job
-from lightning_dlrover.output import counted, show, time_text
+from lightning_dlrover.output import counted, number_text, show, time_text
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.report.text_table import text_table
@@ -46,8 +46,8 @@ def _of_job(place: JobPlace, seen: SeenJob | None, learned: Learned, num_workers
     decision = learned.decision
     if decision is None:
         raise UsageError(
-            f"job {place.run_id!r} has not published its predictions yet: its planner, which needs a DLRoverCallback, decides "
-            f"for the first time after some steps; `dlrover explain {place.run_id}` shows when it has"
+            f"job {place.run_id!r} has not published any prediction: its planner, which needs a DLRoverCallback in the Trainer "
+            "and so never predicts for a loop of your own, decides for the first time after some steps"
         )
     job = seen.job if seen is not None else learned.as_job(place.run_id, now)
     rows: list[tuple[str, ...]] = [("workers", "samples/s", "to the end", "interval of 90 %", "cost", "")]
@@ -64,10 +64,24 @@ def _of_job(place: JobPlace, seen: SeenJob | None, learned: Learned, num_workers
         rows.append(_row(expected))
     lines = [f"job {place.run_id}:", *text_table(">>>>><", rows, indent=2)]
     before, after = found[0], found[-1]
-    if before is not after and before.seconds is not None and after.seconds is not None:
-        sooner = before.seconds - after.seconds
-        lines.append(f"  it would end {time_text(abs(sooner))} {'earlier' if sooner >= 0 else 'later'}")
+    if before is not after:
+        lines += _difference(before, after)
     return lines
+
+
+def _difference(now: Prospect, then: Prospect) -> list[str]:
+    """Return by how much the job would end earlier or later, if the predictions can tell."""
+    if now.seconds is None or then.seconds is None:
+        return []
+    sooner = now.seconds - then.seconds
+    if sooner >= 0:
+        is_clear = now.low_s is not None and then.high_s is not None and then.high_s < now.low_s
+    else:
+        is_clear = now.high_s is not None and then.low_s is not None and now.high_s < then.low_s
+    change = f"{time_text(abs(sooner))} {'earlier' if sooner >= 0 else 'later'}"
+    if is_clear:
+        return [f"  it would end {change}"]
+    return [f"  it might end {change}; the intervals overlap, so the prediction cannot tell which is faster"]
 
 
 def _row(expected: Prospect) -> tuple[str, ...]:
@@ -76,10 +90,10 @@ def _row(expected: Prospect) -> tuple[str, ...]:
         interval = f"{time_text(expected.low_s)} to {time_text(expected.high_s)}"
     return (
         str(expected.num_workers),
-        f"{expected.samples_per_s:,.4g}",
+        number_text(expected.samples_per_s),
         time_text(expected.seconds) if expected.seconds is not None else "unknown",
         interval,
-        f"{expected.cost:.4g}" if expected.cost is not None else "unknown",
+        number_text(expected.cost) if expected.cost is not None else "unknown",
         "measured" if expected.is_measured else "predicted",
     )
 
@@ -88,6 +102,11 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
     """Compare the sizes of all jobs of the pool."""
     rules = rules_of(view)
     if rules is None:
+        if place.run_id not in view.jobs:
+            raise UsageError(
+                f"job {place.run_id!r} is not in pool {options.pool!r}: --add and --without are about one pool; ask with "
+                "--workers, or name the job's --pool"
+            )
         raise UsageError(
             f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover pool run` first"
         )
@@ -107,4 +126,9 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
         rows.append(
             (job.name, str(job.held), str(new), *(time_text(s) if s is not None else "unknown" for s in (now_s, then_s)))
         )
-    return [f"pool {options.pool}, by policy {rules.policy}:", *text_table("<>>>>", rows, indent=2)]
+    lines = [f"pool {options.pool}, by policy {rules.policy}:", *text_table("<>>>>", rows, indent=2)]
+    needed = sum((job.needs.times(after.get(job.name, 0)) for job in jobs), Resources())
+    if not needed.fits(budget + more):
+        has = (budget + more).text
+        lines.append(f"  together they need {needed.text}, more than the budget of {has}: sizes set by hand may exceed it")
+    return lines

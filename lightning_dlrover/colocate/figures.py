@@ -20,8 +20,9 @@ PHASE_COLOURS = {
     "running": "#009e73",
     "paused": "#f0e442",
     "ending": "#9a9a9a",
+    "without steps": "#8566d0",
 }
-RESULT_COLOURS = {"failed": "#d55e00", "evicted": "#cc79a7", "stopped": "#9a9a9a"}
+RESULT_COLOURS = {"failed": "#d55e00", "evicted": "#cc79a7", "stopped": "#7a4a1e"}
 MAX_JOBS = 60
 
 
@@ -51,7 +52,12 @@ def _gantt(records: Sequence[Record]) -> Figure | None:
             continue
         row = row_of[ended.job]
         spans = [("waiting", free_since[ended.job], ended.spans[0].began)]
-        spans += [(span.phase, span.began, span.ended) for span in ended.spans]
+        # A command that reports no steps is in its start to the end.
+        steps = any(span.phase in ("asks", "running") for span in ended.spans)
+        spans += [
+            ("without steps" if span.phase == "starting" and not steps else span.phase, span.began, span.ended)
+            for span in ended.spans
+        ]
         for phase, start, end in spans:
             colour = PHASE_COLOURS.get(phase, "#9a9a9a")
             drawn[phase] = colour

@@ -19,6 +19,7 @@ __all__ = ["JobSpec", "JobsFileError", "read_jobs"]
 DEVICES = ("any", "cpu", "gpu")
 MAX_JOBS = 10_000
 MAX_PRIORITY = 1_000
+MAX_MEMORY_BYTES = 64 << 40
 FIELDS = ("name", "command", "folder", "env", "priority", "device", "memory", "gpu_memory", "copies", "owner", "kind")
 INTERPRETERS = re.compile(r"(ba|da|z)?sh|env|python[\d.]*")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -137,7 +138,7 @@ def read_jobs(path: Path) -> list[JobSpec]:
     if not isinstance(jobs, list) or not jobs:
         raise JobsFileError(f"{path} has no jobs; it must hold `jobs:` with a list of jobs, each with a `command`")
     if isinstance(document, dict) and (unknown := sorted(map(str, {*document} - {"jobs"}))):
-        raise JobsFileError(f"{path}: unknown fields {', '.join(unknown)} beside `jobs`")
+        raise JobsFileError(f"{path}: unknown: {', '.join(unknown)}; the file has only the field `jobs`")
     specs: list[JobSpec] = []
     for number, job in enumerate(jobs, 1):
         specs += _specs(job, f"{path}, job {number}", path.parent.resolve(), number)
@@ -156,7 +157,7 @@ def _specs(job: Any, where: str, base: Path, number: int) -> list[JobSpec]:
     if not isinstance(job, dict):
         raise JobsFileError(f"{where} is {job!r:.80}, not a list of fields such as `command: python train.py`")
     if unknown := sorted(map(str, {*job} - {*FIELDS})):
-        raise JobsFileError(f"{where}: unknown fields {', '.join(unknown)}; there are {', '.join(FIELDS)}")
+        raise JobsFileError(f"{where}: unknown: {', '.join(unknown)}; the fields are {', '.join(FIELDS)}")
     command = _command(job.get("command"), where)
     name = job.get("name", f"job-{number}")
     if not isinstance(name, str):
@@ -231,5 +232,8 @@ def _memory(job: Mapping[str, Any], name: str, where: str) -> int:
         return 0
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B?)", str(size), re.I)
     if match is None or not float(match[1]):
-        raise JobsFileError(f"{where}: {name} {size!r} is no size such as 512M or 16G")
-    return int(float(match[1]) * {"M": 2**20, "G": 2**30, "T": 2**40}[match[2].upper()])
+        raise JobsFileError(f"{where}: {name} {size!r} is not a size such as 512M or 16G")
+    num_bytes = float(match[1]) * {"M": 2**20, "G": 2**30, "T": 2**40}[match[2].upper()]
+    if num_bytes > MAX_MEMORY_BYTES:
+        raise JobsFileError(f"{where}: {name} {size} is more than {MAX_MEMORY_BYTES >> 40}T")
+    return int(num_bytes)

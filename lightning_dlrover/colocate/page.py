@@ -49,7 +49,7 @@ def _facts(summary: Summary) -> list[tuple[str, str, str]]:
     return [
         ("Jobs done", f"{summary.num_done} of {len(summary.jobs)}", ""),
         ("Makespan", f"{summary.makespan_s:.1f} s", ""),
-        ("Throughput", f"{summary.throughput_per_hour:.0f}/h", "finished jobs"),
+        ("Throughput", summary.throughput_text or "-", "finished jobs" if summary.throughput_text else "too short to tell"),
         ("Cores used", f"{100 * summary.utilisation:.0f} %", "CPU time of all jobs"),
         ("Mean wait", f"{summary.mean_wait_s:.1f} s", "until the first start"),
         ("Mean slowdown", "-" if summary.mean_slowdown is None else f"{summary.mean_slowdown:.2f}", "against running alone"),
@@ -66,19 +66,31 @@ def _names(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _kinds(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Return one row for each kind of job, with the range of its measurements."""
     names = _names(records)
+    measured: dict[str, list[Profiled]] = {}
+    for record in records:
+        if isinstance(record, Profiled):
+            measured.setdefault(record.job_kind, []).append(record)
     return [
         (
-            names.get(record.job_kind, record.job_kind),
-            f"{record.steps_per_s:.3g}",
-            f"{record.use.get('cores', 0.0):.2f}",
-            f"{100 * record.use.get('input', 0.0):.0f} %",
-            f"{record.use.get('memory_bandwidth', 0.0) / 1e9:.2f}" if record.use.get("memory_bandwidth") else "-",
-            f"{100 * record.use['gpu']:.0f} %" if "gpu" in record.use else "-",
+            names.get(kind, kind),
+            _range([record.steps_per_s for record in found], "{:.3g}"),
+            _range([record.use.get("cores", 0.0) for record in found], "{:.2f}"),
+            _range([100 * record.use.get("input", 0.0) for record in found], "{:.0f}", " %"),
+            _range([moved / 1e9 for record in found if (moved := record.use.get("memory_bandwidth"))], "{:.2f}"),
+            _range([100 * record.use["gpu"] for record in found if "gpu" in record.use], "{:.0f}", " %"),
         )
-        for record in records
-        if isinstance(record, Profiled)
+        for kind, found in measured.items()
     ]
+
+
+def _range(figures: Sequence[float], form: str, unit: str = "") -> str:
+    """Return the smallest and the largest of some figures; one if they look the same."""
+    if not figures:
+        return "-"
+    low, high = form.format(min(figures)), form.format(max(figures))
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
 def _rates(records: Sequence[Record]) -> list[tuple[str, ...]]:

@@ -172,7 +172,9 @@ def _divided(asked: Sequence[_Asked], usable: Set[int]) -> dict[_Asked, tuple[in
         raise ValueError(f"--devices: {twice[0]} is named twice; name each device once")
     for device in asked:
         if wrong := sorted(device.cores - usable):
-            raise ValueError(f"--devices: {device.name!r}: this process may use the cores {sorted(usable)}, not {wrong}")
+            raise ValueError(
+                f"--devices: {device.name!r}: this process may use the cores {_ranges(sorted(usable))}, not {_ranges(wrong)}"
+            )
         for core in device.cores:
             if core in taken:
                 raise ValueError(f"--devices: {device.name} and {taken[core]} share core {core}; give each core to one device")
@@ -186,6 +188,17 @@ def _divided(asked: Sequence[_Asked], usable: Set[int]) -> dict[_Asked, tuple[in
     for number, device in enumerate(without):
         found[device] = tuple(rest[number * len(rest) // len(without) : (number + 1) * len(rest) // len(without)])
     return found
+
+
+def _ranges(cores: Sequence[int]) -> str:
+    """Return `0, 2 to 99` for ascending numbers of cores."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in runs)
 
 
 def _gpu(asked: _Asked, gpus: Mapping[int, Gpu]) -> Gpu | None:
@@ -202,6 +215,6 @@ def _cores(device: str, numbers: str) -> frozenset[int]:
     for part in numbers.split(",") if numbers else ():
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"--devices: {device!r}: {part!r} is no core or range of cores, such as 2 or 0-3")
+            raise ValueError(f"--devices: {device!r}: {part!r} is not a core or range of cores, such as 2 or 0-3")
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(found)

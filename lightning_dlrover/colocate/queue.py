@@ -14,7 +14,7 @@ from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.page import write_report
-from lightning_dlrover.colocate.places import gpus_of, places_of
+from lightning_dlrover.colocate.places import Place, gpus_of, places_of
 from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.summary import Summary, summarize
 from lightning_dlrover.observe.nvml import load_nvml
@@ -77,6 +77,7 @@ def run_queue(
         gpus = find_gpus(nvml, wanted) if nvml is not None else {}
         devices = _used_devices(devices, [*jobs, *(record.spec for record in journal.records if isinstance(record, Added))])
         places = places_of(devices, memory_bytes, max_parallel, jobs_per_core(policy), gpus=gpus)
+        _refuse_too_large(jobs, places)
         knowledge = Knowledge(device_kinds={place.name: place.kind for place in places})
         for earlier in profiles:
             knowledge.read(earlier)
@@ -92,6 +93,25 @@ def run_queue(
             shown(dispatcher)
             write_report(folder / REPORT, journal.records)
         return summarize(journal.records)
+
+
+def _refuse_too_large(jobs: Sequence[JobSpec], places: Sequence[Place]) -> None:
+    """Refuse a job whose stated memory no device has.
+
+    Raises:
+        ValueError: with both figures.
+    """
+    for job in jobs:
+        able = [place for place in places if job.device in ("any", place.where)]
+        for name, needed, has in (
+            ("memory", job.memory_bytes, max((place.memory_bytes for place in able), default=0)),
+            ("gpu_memory", job.gpu_memory_bytes, max((place.gpu_bytes for place in able), default=0)),
+        ):
+            if has and needed > has:
+                raise ValueError(
+                    f"job {job.name!r}: {name} is {needed >> 20} MiB, and the largest device has {has >> 20} MiB for jobs; "
+                    "state the job's real peak, or run it elsewhere"
+                )
 
 
 def _used_devices(devices: Sequence[str], jobs: Sequence[JobSpec]) -> Sequence[str]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from lightning_dlrover.colocate.journal import Added, Ended, Opened, Profiled, Record, Started
+from lightning_dlrover.output import counted
 from lightning_dlrover.report.text_table import text_table
 
 __all__ = ["JobRow", "Summary", "cells", "summarize", "summary_text"]
 
 MAX_ROWS = 40
+
+SHORT_S = 60.0
+"""Seconds of a queue below which its jobs per hour are not shown."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,8 @@ class JobRow:
 
     Args:
         waited_s: time from its arrival until its first start.
-        slowdown: time with processes, pauses included, over the time that its steps would have taken alone; None: unknown.
+        slowdown: time with processes, pauses included, over the time that its steps would have taken alone, by the median of
+            the measurements of its kind; 1 if it was no slower than the slowest of them; None: unknown.
     """
 
     name: str
@@ -55,6 +61,11 @@ class Summary:
     mean_slowdown: float | None
 
     @property
+    def throughput_text(self) -> str:
+        """Finished jobs per hour; empty after a time too short to tell."""
+        return f"{self.throughput_per_hour:.0f} jobs/h" if self.makespan_s >= SHORT_S else ""
+
+    @property
     def num_done(self) -> int:
         return sum(job.result == "done" for job in self.jobs)
 
@@ -65,7 +76,10 @@ def summarize(records: Sequence[Record]) -> Summary:
     added = {record.spec.name: record for record in records if isinstance(record, Added)}
     first_start: dict[str, float] = {}
     ends: dict[str, list[Ended]] = defaultdict(list)
-    alone = {record.job_kind: record.steps_per_s for record in records if isinstance(record, Profiled)}
+    alone: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if isinstance(record, Profiled):
+            alone[record.job_kind].append(record.steps_per_s)
     for record in records:
         if isinstance(record, Started):
             first_start.setdefault(record.job, record.at)
@@ -83,7 +97,7 @@ def summarize(records: Sequence[Record]) -> Summary:
                 waited_s=began - job.at if began is not None else None,
                 run_s=sum(ended.run_s for ended in ends[name]),
                 paused_s=sum(span.ended - span.began for span in spans if span.phase == "paused"),
-                slowdown=_slowdown(last, alone.get(job.spec.kind)),
+                slowdown=_slowdown(last, alone[job.spec.kind]),
                 peak_bytes=max((ended.peak_bytes for ended in ends[name]), default=0),
                 estimate_bytes=last.estimate_bytes + last.margin_bytes if last is not None else 0,
                 gpu_peak_bytes=max((ended.gpu_peak_bytes for ended in ends[name]), default=0),
@@ -107,11 +121,14 @@ def summarize(records: Sequence[Record]) -> Summary:
     )
 
 
-def _slowdown(ended: Ended | None, steps_per_s: float | None) -> float | None:
-    if ended is None or ended.result != "done" or not steps_per_s or not ended.num_steps:
+def _slowdown(ended: Ended | None, alone: Sequence[float]) -> float | None:
+    if ended is None or ended.result != "done" or not alone or not min(alone) or not ended.num_steps:
         return None
     trained_s = sum(span.ended - span.began for span in ended.spans if span.phase in ("running", "paused"))
-    return trained_s / (ended.num_steps / steps_per_s)
+    # A speed that the kind also had alone shows no slowdown, and nothing makes a job faster than it is alone.
+    if trained_s * min(alone) <= ended.num_steps:
+        return 1.0
+    return trained_s * median(alone) / ended.num_steps
 
 
 def _busy_s(opened: Sequence[Opened], records: Sequence[Record]) -> float:
@@ -152,8 +169,8 @@ def summary_text(summary: Summary) -> str:
         rows.append((job.name, job.result or "waiting", *cells(job, " s")))
     slowdown = f", mean slowdown {summary.mean_slowdown:.2f}" if summary.mean_slowdown is not None else ""
     total = (
-        f"{summary.num_done} of {len(summary.jobs)} jobs done in {summary.makespan_s:.1f} s with policy {summary.policy}: "
-        f"{summary.throughput_per_hour:.0f} jobs/h, {100 * summary.utilisation:.0f} % of the cores used, "
-        f"mean wait {summary.mean_wait_s:.1f} s{slowdown}"
+        f"{summary.num_done} of {counted(len(summary.jobs), 'job')} done in {summary.makespan_s:.1f} s with policy "
+        f"{summary.policy}: {f'{each}, ' if (each := summary.throughput_text) else ''}"
+        f"{100 * summary.utilisation:.0f} % of the cores used, mean wait {summary.mean_wait_s:.1f} s{slowdown}"
     )
     return "\n".join([*text_table("<<>>>>>>", rows), total])

@@ -148,9 +148,9 @@ def _differ(name: str, one: tuple[pa.DataType, str], other: tuple[pa.DataType, s
     (kind, key), (other_kind, other_key) = (other, one) if pa.types.is_null(other[0]) else (one, other)
     if pa.types.is_null(kind):
         return (
-            f"{key}: column {name!r} has no values, so its type is null, and in {other_key} it is {other_kind}. A batch of "
-            f"nulls is no tensor. Leave the file or the column out; or give parquet(..., types={{{name!r}: '{other_kind}'}}) "
-            "and fill the nulls in a collate_fn"
+            f"{key}: column {name!r} has no values, so its type is null, and in {other_key} it is {other_kind}. A batch "
+            f"of nulls is not a tensor. Leave the file or the column out; or give "
+            f"parquet(..., types={{{name!r}: '{other_kind}'}}) and fill the nulls in a collate_fn"
         )
     return (
         f"{key}: column {name!r} is {kind}, and in {other_key} it is {other_kind}, and no type has the values of both. Write "

@@ -121,12 +121,12 @@ class Stream(Dataset[Any]):
                 )
         if isinstance(shuffle_rows, bool) or not isinstance(shuffle_rows, int) or shuffle_rows < 0:
             raise ValueError(
-                f"shuffle_rows={shuffle_rows!r} is no number of rows: give 0 for no shuffling, or for example 200_000"
+                f"shuffle_rows={shuffle_rows!r} is not a number of rows: give 0 for no shuffling, or for example 200_000"
             )
         if keep_order and shuffle_rows:
             raise ValueError(f"shuffle_rows={shuffle_rows} shuffles, and keep_order=True asks for the order of the shards")
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
-            raise ValueError(f"threads={threads!r} is no number of threads: give 0 for none, or for example 2")
+            raise ValueError(f"threads={threads!r} is not a number of threads: give 0 for none, or for example 2")
         if threads > MAX_THREADS:
             raise ValueError(f"threads={threads} is above {MAX_THREADS}: give a few for each core that the process may use")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

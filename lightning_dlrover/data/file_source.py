@@ -353,7 +353,7 @@ def _check_line_breaks(text: bytes, delimiter: str, key: str) -> None:
         is_good = _are_rows(text[: ends[middle - 1]], delimiter)
         good, bad = (middle, bad) if is_good else (good, middle)
     line = text[ends[good - 1] if good else 0 :][:80]
-    raise DataError(f"{key}: the line {line!r} is no row. {NO_LINE_BREAKS}")
+    raise DataError(f"{key}: the line {line!r} is not a row. {NO_LINE_BREAKS}")
 
 
 def _are_rows(text: bytes, delimiter: str) -> bool:

@@ -293,7 +293,7 @@ def kafka(
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
     if isinstance(window_rows, bool) or not isinstance(window_rows, int) or window_rows < 1:
-        raise ValueError(f"window_rows={window_rows!r} is no positive number of rows")
+        raise ValueError(f"window_rows={window_rows!r} is not a positive number of rows")
     if not 0 <= dry_s < float("inf"):
         raise ValueError(f"dry_s={dry_s!r}: give the seconds to wait for new messages, 0 or more")
     config = dict(config or {})

@@ -112,7 +112,7 @@ class Lineage:
         before = opened.steps_before if opened.accumulate else opened.batches_before
         if step <= before:
             wrong = "steps are counted from 1" if step < 1 else f"the newest fit's record begins with step {before + 1}"
-            raise DataError(f"there is no step {step} to tell of: {wrong}")
+            raise DataError(f"there is no step {step}: {wrong}")
         epochs, number = divmod(step - 1 - before, steps_per_epoch(self.opened))
         if epochs and opened.grows:
             raise DataError(f"step {step} is in an epoch whose rows are not fixed yet: the newest one is {opened.epoch}")

@@ -304,5 +304,5 @@ def _counted(location: Location) -> Count:
             found = pq.ParquetFile(file)
             columns = found.schema_arrow.remove_metadata().serialize().to_pybytes()
         except (OSError, ValueError) as error:
-            raise DataError(f"{location.key} is no Parquet file: {error}") from error
+            raise DataError(f"{location.key} is not a Parquet file: {error}") from error
     return Count(found.metadata.num_rows, columns=columns)

@@ -68,7 +68,7 @@ class _Cursor:
         except StopIteration:
             raise DataError(
                 f"{self.shard.key} ended after {self.row} rows, but had {self.shard.rows} when the job counted them: it was "
-                "changed meanwhile, or its source's read() leaves rows out. A transform cannot leave rows out either: they are "
+                "changed since, or its source's read() leaves rows out. A transform cannot leave rows out either: they are "
                 "counted before they are read, so give them weight 0 instead"
             ) from None
 

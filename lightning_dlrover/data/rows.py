@@ -412,7 +412,9 @@ class Rows(Sequence[Row]):
         if _is_number(kind):
             return torch.from_numpy(np.array(column.to_numpy()))
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
-            raise DataError(f"column {name!r} holds {kind}, which is no number: leave it out of columns=, or use a collate_fn")
+            raise DataError(
+                f"column {name!r} holds {kind}, which is not a number: leave it out of columns=, or use a collate_fn"
+            )
         values, lengths = self.jagged(name)
         if len(lengths) and int(lengths.min()) != int(lengths.max()):
             raise DataError(

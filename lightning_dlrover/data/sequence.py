@@ -310,7 +310,7 @@ class SequenceReader(Dataset[Any]):
             except DataError:
                 raise
             except Exception as error:  # the user's `load_state_dict`
-                log.warning("%s cannot go on from its state: %r", _name(self.dataset), error)
+                log.warning("%s cannot continue from its state: %r", _name(self.dataset), error)
                 continue
             rows = resumed.rows(start.row, start.row + 1)
             described = self._describe(rows[0]) if rows else None

@@ -64,7 +64,7 @@ class Shard:
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 0:
             raise DataError(
                 f"shard {self.key!r} has {self.rows!r} rows: a stream needs the number of rows of each shard, 0 or more, "
-                "before it reads one. Count them once and keep the numbers beside the data"
+                "before it reads one. Count them once and keep the numbers with the data"
             )
 
 

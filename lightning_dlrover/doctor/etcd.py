@@ -64,7 +64,7 @@ def _unreachable(endpoint: str, problem: EtcdError) -> Finding:
         if not holder.startswith("etcd "):
             return error(
                 "etcd",
-                f"port {port} of endpoint {endpoint} is in use by {holder}, which is no etcd",
+                f"port {port} of endpoint {endpoint} is in use by {holder}, which is not etcd",
                 "correct --endpoint, or end it",
             )
     return error("etcd", str(problem), "check that etcd runs, --endpoint, firewalls, and user and certificates")

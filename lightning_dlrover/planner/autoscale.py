@@ -19,7 +19,7 @@ from lightning_dlrover.output import counted
 from lightning_dlrover.perf import MemoryModel
 from lightning_dlrover.planner.candidates import INTERVAL_SIGMAS, CandidateTable
 from lightning_dlrover.planner.objective import Objective
-from lightning_dlrover.planner.plan import Decision, Settings, step_text
+from lightning_dlrover.planner.plan import Decision, Settings, seconds_text, step_text
 from lightning_dlrover.planner.plan_request import DEFAULT_RULES, Model, PlanRequest, Rules
 from lightning_dlrover.planner.space import Limits
 from lightning_dlrover.planner.trial import has_failed
@@ -118,7 +118,7 @@ class _Search:
             limits = f"{self.limits.min_workers} to {self.limits.max_workers} workers"
             return nearest, False, f"{self._move(nearest)}: {workers} is outside the limits of {limits}"
         if table.left_s <= self.request.retune_cost_s:
-            reason = f"{_seconds(table.left_s)} of work are left, a change costs {_seconds(self.request.retune_cost_s)}"
+            reason = f"{seconds_text(table.left_s)} of work are left, a change costs {seconds_text(self.request.retune_cost_s)}"
             return now, False, f"{self._stay}: {reason}"
         if (warm := self._suggested(allowed)) is not None:
             return warm, True, self._reason_to_follow(warm)
@@ -249,7 +249,7 @@ class _Search:
 
     def _left(self) -> str:
         known = self.request.remaining_samples is not None
-        return f"{_seconds(self.table.left_s)} left" if known else f"{_seconds(self.table.left_s)} assumed to be left"
+        return f"{seconds_text(self.table.left_s)} left" if known else f"{seconds_text(self.table.left_s)} assumed to be left"
 
     def _reason_to_follow(self, warm: int) -> str:
         suggestion = self.request.suggestion
@@ -264,8 +264,8 @@ class _Search:
         interval = f"{step_text(table.low_s[trial])} to {step_text(table.high_s[trial])}"
         return (
             f"{self._move(trial)}: never tried; {self._times(trial)} predicted ({interval}{beside}); "
-            f"trying costs at most {_seconds(self._trial_cost_s(trial, best))} of the {self._left()} and "
-            f"is expected to save {_seconds(worth_s)}"
+            f"trying costs at most {seconds_text(self._trial_cost_s(trial, best))} of the {self._left()} and "
+            f"is expected to save {seconds_text(worth_s)}"
         )
 
     def _reason_to_move(self, best: int) -> str:
@@ -276,7 +276,7 @@ class _Search:
             return f"{self._move(best)}: {self._times(best)}, {cheaper}; {self.objective.describe()}"
         steps = math.ceil(table.change_cost_s(table.now, best) / saved_s)
         return (
-            f"{self._move(best)}: {self._times(best)}, both measured; ends {_seconds(table.worth_s(best))} sooner of "
+            f"{self._move(best)}: {self._times(best)}, both measured; ends {seconds_text(table.worth_s(best))} sooner of "
             f"{self._left()}; the change is repaid after {steps} steps"
         )
 
@@ -285,10 +285,9 @@ class _Search:
         if len(allowed) == 1:
             return f"{self._stay}: no other settings are allowed"
         if best != table.now:
-            return (
-                f"{self._stay}: {self._move(best)} would gain {_seconds(table.worth_s(best))} of {self._left()}, "
-                "too little for a change"
-            )
+            worth_s = table.worth_s(best)
+            gain = f"gain {seconds_text(worth_s)} of {self._left()}, too little" if worth_s > 0 else "cost more than it gains"
+            return f"{self._stay}: {self._move(best)} would {gain}" + (" for a change" if worth_s > 0 else "")
         others = [i for i in allowed if i != table.now]
         next_best = min(others, key=lambda i: float(table.loss[i]))
         known = "measured" if table.measured[next_best] else "predicted"
@@ -296,7 +295,7 @@ class _Search:
         return (
             f"{self._stay}: {step_text(table.step_s[table.now])} a step; the next best ({self._move(next_best)}) takes "
             f"{step_text(table.step_s[next_best])} ({known}, {interval}), "
-            "which is not worth a trial or a change"
+            f"which is not worth a trial or a change with {self._left()}"
         )
 
 
@@ -330,11 +329,3 @@ def describe_change(now: Settings, then: Settings) -> str:
         if getattr(now, name) != getattr(then, name)
     ]
     return ", ".join(changed) or f"{counted(now.num_workers, 'worker')} as now"
-
-
-def _seconds(seconds: float) -> str:
-    if abs(seconds) >= 7200:
-        return f"{seconds / 3600:.1f} h"
-    if abs(seconds) >= 600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds:.0f} s" if abs(seconds) >= 10 else f"{seconds:.2g} s"

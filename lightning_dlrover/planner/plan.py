@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_dlrover.codec import from_fields
 
-__all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome", "step_text"]
+__all__ = ["Candidate", "Decision", "Outcome", "Settings", "outcome", "seconds_text", "step_text"]
 
 
 @dataclass(frozen=True, order=True)
@@ -204,4 +204,15 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
 
 def step_text(seconds: float) -> str:
     """A step time for people: `41.7 ms`, `1.04 s`."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time of a job for people, with two digits or more: `7.3 s`, `580 s`, `19 min`, `2.5 h`."""
+    if abs(seconds) >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    if abs(seconds) >= 600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if abs(seconds) >= 10 else f"{seconds:.2g} s"

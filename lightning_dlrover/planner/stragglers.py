@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlrover.perf.samples import OwnTimes
+from lightning_dlrover.planner.plan import seconds_text
 
 Floats = NDArray[np.float64]
 
@@ -146,10 +147,10 @@ def judge_replacement(
     steps = horizon_s / straggler.step_time_s if remaining_steps is None else remaining_steps
     saved_s, left_s = steps * straggler.lost_s, steps * straggler.step_time_s
     needed_s = MARGIN * resize_cost_s * 2.0**num_earlier
-    gain = f"would save {saved_s:.3g} s of {left_s:.3g} s left and cost {resize_cost_s:.2g} s"
+    gain = f"would save {seconds_text(saved_s)} of {seconds_text(left_s)} left and cost {seconds_text(resize_cost_s)}"
     if saved_s < needed_s:
         again = f", after {num_earlier} that were replaced before" if num_earlier else ""
-        return Replacement(False, saved_s, resize_cost_s, f"replacing it {gain}, less than {needed_s:.2g} s{again}")
+        return Replacement(False, saved_s, resize_cost_s, f"replacing it {gain}, less than {seconds_text(needed_s)}{again}")
     return Replacement(True, saved_s, resize_cost_s, f"replacing it {gain}")
 
 

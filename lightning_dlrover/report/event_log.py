@@ -5,25 +5,43 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerFailed, events_of
+from lightning_dlrover.rdzv.job.events import FitFinished, JobFailed, RoundFormed, WorkerFailed, events_of
 from lightning_dlrover.rdzv.job.journal import read_events
 from lightning_dlrover.rdzv.job.records import EventRecord, RecordError, decode, encode
 
-__all__ = ["EVENTS_FILE", "EventLog", "JobNotFoundError", "first_traceback", "read_event_file"]
+__all__ = [
+    "CANCELLED",
+    "EVENTS_FILE",
+    "EventLog",
+    "JobEndedError",
+    "JobNotFoundError",
+    "ended_how",
+    "first_traceback",
+    "last_events",
+    "read_event_file",
+]
 
 log = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
+CANCELLED = "cancelled by `dlrover cancel`"
+"""Reason of a job's end, as `dlrover cancel` gives it."""
+
 
 class JobNotFoundError(RuntimeError):
     """No job of this name was found in the given place."""
+
+
+class JobEndedError(JobNotFoundError):
+    """The job has ended, and its etcd with it; its run folder has its events."""
 
 
 def read_event_file(file: Path) -> list[EventRecord]:
@@ -34,13 +52,39 @@ def read_event_file(file: Path) -> list[EventRecord]:
     """
     if not file.is_file():
         raise JobNotFoundError(f"{file} does not exist: neither etcd nor the run folder knows this job")
+    return _decoded(file.read_bytes().splitlines(), file)
+
+
+def _decoded(lines: Sequence[bytes], file: Path) -> list[EventRecord]:
     events = []
-    for line in file.read_bytes().splitlines():
-        try:
+    for line in lines:
+        with contextlib.suppress(RecordError):  # the last line of a killed job may be incomplete
             events.append(decode(EventRecord, line, str(file)))
-        except RecordError:
-            continue  # the last line of a killed job may be incomplete
     return events
+
+
+def ended_how(events: Sequence[EventRecord]) -> str:
+    """Return how a job has ended, by its events: finished, failed, cancelled or interrupted. Empty: they hold no end.
+
+    The events of a job that runs may hold one, too: a worker that stops is replaced.
+    """
+    if failed := [record.text for record, _ in events_of(events, JobFailed)]:
+        return "cancelled" if CANCELLED in failed[-1] else "failed"
+    if any(events_of(events, FitFinished)):
+        return "finished"
+    kinds = [event.kind for _, event in events_of(events, RoundFormed)]
+    return "interrupted" if kinds[-1:] == ["stop"] else ""
+
+
+def last_events(file: Path, num_bytes: int = 1 << 17) -> list[EventRecord]:
+    """Read the newest events of a run folder, from the last bytes of its file; none if it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - num_bytes))
+            lines = stream.read().splitlines()
+    except OSError:
+        return []
+    return _decoded(lines, file)
 
 
 def first_traceback(file: Path) -> str | None:

@@ -6,8 +6,8 @@ import textwrap
 import time
 from collections.abc import Sequence
 
-from lightning_dlrover.output import counted
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings, step_text
+from lightning_dlrover.output import counted, number_text
+from lightning_dlrover.planner.plan import Candidate, Decision, Settings, seconds_text, step_text
 from lightning_dlrover.report.text_table import text_table
 from lightning_dlrover.report.timeline import JobTimeline, outcome_of
 
@@ -40,7 +40,7 @@ def explain_text(timeline: JobTimeline, plan: int | None = None) -> str:
     as_expected = sum(o.expected for o in judged)
     lines = [
         f"job {timeline.run_id}: {counted(len(decisions), 'plan')}, {counted(changes, 'change')}; "
-        f"{as_expected} of {len(judged)} that were measured came out as predicted",
+        + (f"of {len(judged)} measured, {as_expected} came out as predicted" if judged else "none was measured"),
         f"objective: {decisions[-1].objective or 'unknown'}; settings are written "
         "workers x threads + loader workers each / batches ahead, if not 2",
         cost_text(timeline),
@@ -64,11 +64,12 @@ def cost_text(timeline: JobTimeline) -> str:
     if last.spent is None or now is None or now.cost_per_hour is None:
         return "cost: unknown, as no prices were given"
     when = time.strftime("%H:%M:%S", time.localtime(last.at))
-    text = f"cost: {last.spent:.4g} until {when}, {now.cost_per_hour:.4g} an hour"
+    text = f"cost: {number_text(last.spent)} until {when}, {number_text(now.cost_per_hour)} an hour"
     if now.cost_to_end is None:
         return f"{text}; to the end unknown, as the job's end is unknown"
     planned = last.choice.cost_to_end or 0.0
-    return f"{text}; to the end {now.cost_to_end:.4g} with {last.current.short}, {planned:.4g} with {last.chosen.short}"
+    ends = f"{number_text(now.cost_to_end)} with {last.current.short}, {number_text(planned)} with {last.chosen.short}"
+    return f"{text}; to the end {ends}"
 
 
 def _told(timeline: JobTimeline, decision: Decision, in_full: bool) -> list[str]:
@@ -77,10 +78,10 @@ def _told(timeline: JobTimeline, decision: Decision, in_full: bool) -> list[str]
     head = f"plan {decision.decision_id}, {passed_s:.0f} s after the start: {kind}"
     if decision.is_change:
         head += f", {decision.current.short} -> {decision.chosen.short}"
-    left = f"{decision.left_s:.0f} s of work left" if decision.left_s is not None else "the remaining work is unknown"
+    left = f"{seconds_text(decision.left_s)} of work left" if decision.left_s is not None else "the remaining work is unknown"
     seen = (
         f"saw {_settings(decision.current)}: {step_text(decision.observed_step_time_s)} a step; {left}; "
-        f"{decision.num_windows} windows measured; {decision.num_considered} settings considered"
+        f"{counted(decision.num_windows, 'window')} measured; {counted(decision.num_considered, 'setting')} considered"
     )
     lines = [head, *_wrapped(seen), *_wrapped(decision.reason)]
     found = outcome_of(timeline, decision)
@@ -111,7 +112,7 @@ def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
         ]
         interval = f"{step_text(c.low_s)}-{step_text(c.high_s)}"
         if has_costs:
-            costs = (f"{c.cost_to_end:.4g}" if c.cost_to_end is not None else "unknown",)
+            costs = (number_text(c.cost_to_end) if c.cost_to_end is not None else "unknown",)
         figures = (step_text(c.step_time_s), interval, f"{c.samples_per_s:,.0f}", f"{c.cores:.3g}", *costs)
         rows.append((c.settings.short, *figures, ", ".join(marks)))
     return text_table(">" * (len(rows[0]) - 1) + "<", rows, indent=4)
@@ -120,7 +121,7 @@ def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
 def _settings(settings: Settings) -> str:
     ahead = f" ({counted(settings.prefetch_factor, 'batch', 'batches')} ahead)" if settings.loader_workers else ""
     workers, threads, loaders = (
-        f"{number} {word}{'' if number == 1 else 's'}"
+        counted(number, word)
         for number, word in (
             (settings.num_workers, "worker"),
             (settings.intra_op_threads, "thread"),

@@ -90,14 +90,14 @@ def _facts(timeline: JobTimeline) -> list[_Fact]:
     seconds = sum(p.num_steps * p.step_time_s for p in timeline.profiles)
     num_stalls = sum(r.stall_s is not None and r.kind != "start" for r in timeline.rounds)
     if num_stalls:
-        stall = _Fact("total stall", _ms(timeline.total_stall_s), f"in {num_stalls} change{'s' if num_stalls > 1 else ''}")
+        stall = _Fact("total stall", _ms(timeline.total_stall_s), f"in {counted(num_stalls, 'change')}")
     else:
         stall = _Fact("total stall", "not measured" if timeline.num_resizes else "none")
     return [
         _Fact(
             "duration",
             _clock(timeline.duration_s),
-            "finished" if timeline.finished_step is not None else "not finished",
+            timeline.end or "not finished",
         ),
         _Fact("steps", f"{timeline.num_steps:,}"),
         _Fact(
@@ -121,7 +121,7 @@ def _remarks(timeline: JobTimeline) -> list[str]:
         last_line = (timeline.errors[-1].text.strip().splitlines() or ["(no text)"])[-1]
         remarks.append(_clip(f"last of {counted(len(timeline.errors), 'error')}: {_one_line(last_line)}", MAX_COLUMNS - 2))
     if timeline.num_skipped:
-        remarks.append(f"{timeline.num_skipped} events could not be read and were left out.")
+        remarks.append(f"{counted(timeline.num_skipped, 'event')} could not be read and left out.")
     return remarks
 
 

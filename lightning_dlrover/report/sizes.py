@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lightning_dlrover.output import counted
+from lightning_dlrover.output import counted, number_text
 from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.timeline import Profile
@@ -67,15 +67,17 @@ def _for_whom(given: SizeGiven) -> str:
         return "no other job changes with it"
     texts = [f"{name} {before} -> {after}" for name, (before, after) in sorted(given.others.items())]
     gains = [name for name, (before, after) in sorted(given.others.items()) if after > before]
-    return f"changes in the same decision: {', '.join(texts)}" + (f"; {', '.join(gains)} gain workers" if gains else "")
+    return f"changes in the same decision: {', '.join(texts)}" + (
+        f"; {', '.join(gains)} {'gains' if len(gains) == 1 else 'gain'} workers" if gains else ""
+    )
 
 
 def _prediction(given: SizeGiven) -> str:
     if not given.samples_per_s_after or not given.samples_per_s_before:
         return "predicted: nothing, as the job's speed by size was not known yet"
     return (
-        f"predicted: {given.samples_per_s_before:,.4g} -> {given.samples_per_s_after:,.4g} samples/s "
-        f"({given.low_per_s:,.4g} to {given.high_per_s:,.4g}), at the cost of a pause of {given.cost_s:.2g} s"
+        f"predicted: {number_text(given.samples_per_s_before)} -> {number_text(given.samples_per_s_after)} samples/s "
+        f"({number_text(given.low_per_s)} to {number_text(given.high_per_s)}), at the cost of a pause of {given.cost_s:.2g} s"
     )
 
 
@@ -83,7 +85,7 @@ def _outcome(size: GivenSize) -> str:
     given, pause = size.given, f", after a pause of {size.pause_s:.2g} s" if size.pause_s is not None else ""
     if size.measured_per_s is None:
         return f"came out: never measured with {counted(given.workers_after, 'worker')}{pause}"
-    text = f"came out: {size.measured_per_s:,.4g} samples/s"
+    text = f"came out: {number_text(size.measured_per_s)} samples/s"
     if given.samples_per_s_after:
         where = "inside" if given.low_per_s <= size.measured_per_s <= given.high_per_s else "outside"
         text += f", {size.measured_per_s / given.samples_per_s_after:.2f} times the prediction, {where} of its interval"

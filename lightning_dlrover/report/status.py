@@ -46,7 +46,7 @@ from lightning_dlrover.rdzv.live import rounds
 from lightning_dlrover.rdzv.live.rounds import JobView
 from lightning_dlrover.rdzv.live.view import read_view
 from lightning_dlrover.report.discovery import DEFAULT_RUN_DIR, EtcdDefaults
-from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError
+from lightning_dlrover.report.event_log import EVENTS_FILE, JobEndedError, JobNotFoundError, ended_how, last_events
 from lightning_dlrover.report.skipped import described_skipped, skipped_rows
 from lightning_dlrover.report.streams import described, described_sequence, read_sequences, read_streams
 
@@ -58,7 +58,9 @@ __all__ = [
     "JobSummary",
     "connect",
     "connect_to_job",
+    "ended_status",
     "find_job",
+    "has_ended_here",
     "is_locked",
     "list_jobs",
     "progress_text",
@@ -163,6 +165,7 @@ class JobSummary:
     num_workers: int | None = None  # workers in its round
     num_nodes: int | None = None  # started nodes that its controllers have not seen end
     controller: str = ""  # process and, if known, host of its controller
+    started_at: float = 0.0  # seconds since the epoch; 0: unknown
 
 
 def list_jobs(
@@ -182,9 +185,11 @@ def list_jobs(
             jobs.append(JobSummary(name, "unreadable"))
             continue
         locked = is_locked(file.parent)
+        started_at = file.stat().st_mtime  # by the newest `dlrover run` of the job
         who = f"process {job.pid}" if locked else ""
         if locked is False and job.target == "local":
-            jobs.append(JobSummary(name, "ended", "local"))  # its nodes ended with it
+            how = ended_how(last_events(file.parent / EVENTS_FILE)) or "ended"
+            jobs.append(JobSummary(name, how, "local", started_at=started_at))  # its nodes ended with it
             continue
         key = (job.place.endpoint, job.place.prefix)
         if key not in etcds:
@@ -195,7 +200,8 @@ def list_jobs(
         found = etcds[key]
         silent = f"unknown: its etcd at {job.place.endpoint} does not answer"
         unknown = JobSummary(name, silent if found is None else "ended", job.target, controller=who)
-        jobs.append(next((each for each in found or () if each.run_id == job.place.run_id), unknown))
+        summary = next((each for each in found or () if each.run_id == job.place.run_id), unknown)
+        jobs.append(dataclasses.replace(summary, started_at=started_at))
     return jobs
 
 
@@ -284,17 +290,17 @@ def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
     """Return a client for a job that should be running.
 
     Raises:
-        JobNotFoundError: the job has ended, and its etcd with it.
+        JobEndedError: the job has ended, and its etcd with it.
         EtcdError: etcd does not answer.
     """
-    has_ended = _has_ended(place, run_dir / place.run_id)
+    has_ended = has_ended_here(place, run_dir / place.run_id)
     try:
-        return connect(place, timeout_s=2.0 if has_ended else 5.0)
+        return connect(place, timeout_s=1.0 if has_ended else 5.0)
     except EtcdUnavailableError as error:
         at = "" if run_dir == DEFAULT_RUN_DIR else f" --run-dir {run_dir}"
         report = f"`dlrover report {place.run_id}{at}` shows what happened"
         if has_ended:
-            raise JobNotFoundError(
+            raise JobEndedError(
                 f"job {place.run_id!r} has ended, and with it its nodes on this machine and its etcd at {place.endpoint}; "
                 f"{report}"
             ) from error
@@ -305,7 +311,7 @@ def connect_to_job(place: JobPlace, run_dir: Path) -> EtcdClient:
         ) from error
 
 
-def _has_ended(place: JobPlace, folder: Path) -> bool:
+def has_ended_here(place: JobPlace, folder: Path) -> bool:
     """Whether the run folder shows that a job at this place ran on this machine, and that its `dlrover run` has ended."""
     try:
         job = read_job_file(folder / JOB_FILE)
@@ -417,7 +423,7 @@ def show_status(
         "workers": _show_workers(view, profiles, now),
         "agents": _show_agents(found, now),
         "joining": _show_joining(found, nodes or {}, now) if phase in ("not started", "starting", "training") else [],
-        "controller": _show_controller(found),
+        "controller": _show_controller(found, nodes or {}),
         "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
         "progress": dataclasses.asdict(found.progress) if found.progress else None,
@@ -431,6 +437,12 @@ def show_status(
         "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in events if e.text][-8:],
         "problems": found.problems,
     }
+
+
+def ended_status(place: JobPlace, events: list[EventRecord]) -> dict[str, Any]:
+    """Return the same of a job that has ended, and its etcd with it, by its events alone."""
+    nothing = FoundJob(read_view({}, place.keys), AgentView({}, None, None, None), None, None, None, None, [])
+    return {**show_status(place, nothing, {}, events), "phase": ended_how(events) or "ended"}
 
 
 def _show_snapshot(newest: SnapshotRecord | None, events: Sequence[EventRecord], now: float) -> dict[str, Any] | None:
@@ -498,14 +510,15 @@ def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) 
     """List nodes that do not train yet, with their stage: requested, starting, importing, building or ready."""
     view = found.view
     apps = found.controller.apps if found.controller is not None else {}
+    leaving = _leaving(nodes)
     labels = {agent: record.labels.get("node", "") for agent, record in view.agents.items()}
     joining = []
-    for name in sorted({*apps} - {*labels.values()}):
+    for name in sorted({*apps} - {*labels.values()} - leaving):
         asked_at = nodes[name].asked_at if name in nodes else 0.0
         joining.append({"node": name, "stage": "starting" if apps[name] else "requested", "for_s": _elapsed(asked_at, now)})
     for agent, record in view.agents.items():
         num_registered = sum(worker.agent_id == agent for worker in view.workers.values())
-        if record.state == "running" and num_registered < record.num_workers:
+        if record.state == "running" and num_registered < record.num_workers and labels[agent] not in leaving:
             name = labels[agent] or f"{record.host}:{record.pid}"
             joining.append({"node": name, "stage": "importing", "for_s": _elapsed(record.since, now)})
     stages = {"standby": "building", "ready": "ready"}
@@ -514,6 +527,11 @@ def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) 
             name = labels.get(worker.agent_id) or f"{worker.host}:{worker.pid}"
             joining.append({"node": name, "stage": stages[worker.state], "for_s": _elapsed(worker.since, now)})
     return joining
+
+
+def _leaving(nodes: Mapping[str, NodeRecord]) -> set[str]:
+    """Return the nodes that have trained, or were asked to end: without a worker they end, and do not begin."""
+    return {name for name, node in nodes.items() if node.had_worker or node.cancelled or node.state == "ended"}
 
 
 def read_nodes(client: EtcdClient, keys: Keys) -> dict[str, NodeRecord]:
@@ -536,7 +554,7 @@ def _elapsed(since: float, now: float) -> float:
     return max(0.0, now - since) if since else 0.0
 
 
-def _show_controller(found: FoundJob) -> dict[str, Any] | None:
+def _show_controller(found: FoundJob, nodes: Mapping[str, NodeRecord]) -> dict[str, Any] | None:
     if found.controller is None:
         return None
     come = {agent.labels.get("node") for agent in found.view.agents.values()}
@@ -544,6 +562,6 @@ def _show_controller(found: FoundJob) -> dict[str, Any] | None:
         "host": found.controller.host,
         "pid": found.controller.pid,
         "target": found.controller.target,
-        "awaited_nodes": [node for node in found.controller.apps if node not in come],
+        "awaited_nodes": [node for node in found.controller.apps if node not in {*come, *_leaving(nodes)}],
         "held_up": found.controller.held_up,
     }

@@ -31,6 +31,7 @@ from lightning_dlrover.rdzv.job.events import (
     content_of,
 )
 from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.report.event_log import CANCELLED, ended_how
 
 __all__ = ["JobTimeline", "Profile", "Round", "outcome_of", "timeline_of"]
 
@@ -98,6 +99,7 @@ class JobTimeline:
     notes: tuple[Note, ...]  # requested sizes, checkpoints and all other events that are neither drawn nor counted
     errors: tuple[Note, ...]
     finished_step: int | None  # None: the job has not reported its end
+    end: str  # see `ended_how`
     num_events: int
     num_skipped: int
 
@@ -149,7 +151,7 @@ class JobTimeline:
             )
         if not self.decisions:
             said.append("The planner recorded no decision.")
-        if self.finished_step is None:
+        if not self.end:
             said.append("The job has not reported that it finished.")
         return tuple(said)
 
@@ -183,8 +185,9 @@ def timeline_of(run_id: str, events: Sequence[EventRecord]) -> JobTimeline:
         losses=tuple(builder.losses.values()),
         undone=tuple(builder.undone),
         notes=tuple(builder.notes),
-        errors=tuple(builder.errors),
+        errors=tuple(error for error in builder.errors if CANCELLED not in error.text),
         finished_step=builder.finished_step,
+        end=ended_how(timed),
         num_events=len(timed),
         num_skipped=builder.num_skipped,
     )

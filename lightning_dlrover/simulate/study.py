@@ -184,7 +184,10 @@ def _seconds(cost: Cost) -> float | Mapping[str, float]:
 
 
 def _trace(path: Path, applications: Mapping[str, MeasuredApplication], cluster: Cluster) -> Trace:
-    text = path.read_text(encoding="utf-8-sig")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path} is not UTF-8, so it is no CSV file of jobs: {error.reason}") from error
     submissions = read_submissions(text.splitlines(), str(path), applications, cluster.num_devices)
     if not submissions:
         raise WorkloadError(f"{path} holds no job; give a trace with one job for each line after the header")

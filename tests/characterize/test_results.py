@@ -128,18 +128,20 @@ def test_long_parts_are_written_in_whole_milliseconds() -> None:
 @pytest.mark.parametrize("limit, expected", [(0.001, "bandwidth-bound"), (1000.0, "bound by instructions")])
 def test_tables_are_bandwidth_bound_only_close_to_the_limit(limit: float, expected: str) -> None:
     study = sweep("devices", "workload", [WORKLOADS["memory"]])
-    assert expected in texts(evidence(study, [visit(WORKLOADS["memory"], 0.1)], rows=limit))
+    visits = [visit(WORKLOADS["memory"], 0.1)] * 2
+    assert expected in texts(evidence(study, visits, rows=limit))
+    assert expected not in texts(evidence(study, visits[:1], rows=limit)), "one visit cannot tell"
 
 
 def test_models_are_compared_with_the_limits_of_the_device_on_which_they_ran() -> None:
     on_cpu = WORKLOADS["memory"]
     points = [replace(on_cpu, device="cpu"), replace(on_cpu, device="cuda"), replace(on_cpu, device="mix")]
     study = sweep("devices", "workload", points)
-    found = texts(evidence(study, [visit(point, 0.1) for point in points], rows=0.001, gpu_rows=1000.0))
+    found = texts(evidence(study, [visit(point, 0.1) for point in points] * 2, rows=0.001, gpu_rows=1000.0))
     assert re.search(r"On the CPU, tables of the memory model .* 0.001 GB/s .* bandwidth-bound", found)
     assert re.search(r"On the GPU, tables of the memory model .* 1e\+03 GB/s .* bound by instructions", found)
     assert found.count("tables of the memory model") == 2
-    assert "bandwidth-bound" not in texts(evidence(study, [visit(points[1], 0.1)], rows=0.001))
+    assert "bandwidth-bound" not in texts(evidence(study, [visit(points[1], 0.1)] * 2, rows=0.001))
 
 
 @pytest.mark.parametrize(("device", "share"), [("cpu", "50%"), ("cuda", "5%")])

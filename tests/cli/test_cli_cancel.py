@@ -58,7 +58,7 @@ def test_a_controller_that_does_not_end_a_cancelled_job_is_named(
 def test_job_whose_etcd_does_not_answer_is_not_reported_as_ended(
     dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, target: str, is_run: bool
 ) -> None:
-    def no_answer(*_: object) -> None:
+    def no_answer(*_: object, **__: object) -> None:
         raise EtcdUnavailableError("no answer")
 
     monkeypatch.setattr("lightning_dlrover.cli.cancel.connect", no_answer)
@@ -72,6 +72,13 @@ def test_job_whose_etcd_does_not_answer_is_not_reported_as_ended(
     assert (code, output) == (2, "")
     assert "the etcd of job 'job' at h:1 does not answer" in errors
     assert ("looks after the job" in errors) == is_run
+
+
+def test_job_that_has_ended_with_its_own_etcd_needs_no_cancelling(dlrover: RunCli) -> None:
+    folder = Path("runs/job")
+    folder.mkdir(parents=True)
+    JobPlace("job", "unix:/nowhere/etcd.sock:0").write(folder)
+    assert dlrover("cancel", "job") == (0, "job job: had ended already; no node of it is left\n", "")
 
 
 def test_job_in_a_queue_is_cancelled_before_it_begins(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     first.send_signal(signal.SIGINT)
     out, errors = first.communicate(timeout=60)
     assert first.returncode == 130, out + errors
-    assert "goes on with the 1 jobs that have not ended" in errors
+    assert "continues with 1 job that has not ended" in errors
     queue = json.loads(journal.read_text().splitlines()[0])["queue"]
     assert not marked(variables.QUEUE, queue)
     again = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -72,6 +73,18 @@ def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     assert "quick: started" not in again.stdout
     assert "long: started on cpu again, attempt 2" in again.stdout
     assert "2 of 2 jobs done" in again.stdout
+    assert "jobs/h" not in again.stdout, "a few seconds tell nothing about an hour"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "nothing was left to do" in done.stdout
+    assert "nothing was left to do" not in again.stdout
+
+
+def test_job_whose_memory_no_device_has_is_refused_with_both_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = queue_of(tmp_path, [{**seated("a"), "memory": "60T"}])
+    assert main(["colocate", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert re.search(r"job 'a': memory is 62914560 MiB, and the largest device has \d+ MiB", capsys.readouterr().err)
 
 
 def test_parser_offers_every_policy() -> None:
@@ -83,6 +96,8 @@ def test_parser_offers_every_policy() -> None:
     [
         (["--devices", "gpu:0"], "NVML finds no GPU"),
         (["--memory", "9T"], "are available; give less"),
+        (["--devices", "cpu:100000-99999"], "is not a core or range of cores"),
+        (["--devices", "cpu:2000-2098"], "not 2000 to 2098"),
         (["--profiles", "nowhere"], "nowhere holds no queue"),
     ],
 )

@@ -19,7 +19,7 @@ from lightning_dlrover.data import parquet, stream
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import Event, FitFinished, StreamOpened, record_of
-from lightning_dlrover.rdzv.job.records import EventRecord, Keys, encode
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, ProgressRecord, encode
 from lightning_dlrover.report.status import JobPlace
 
 BEGAN = time.time() - 100
@@ -177,10 +177,21 @@ def test_newest_fit_counts(
     assert answer["guarantee"] == "each row at most once, 60 left out of each epoch"
 
 
+def test_step_after_the_last_epoch_is_refused(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, put: Callable[..., None], opened: StreamOpened
+) -> None:
+    put(line(opened))
+    client.put(job.progress, encode(ProgressRecord(1, 0, 3, 1, 100.0, max_epochs=2, num_batches=13)))
+    ask = ("data", "--endpoint", etcd.endpoint, job.run_id, "--step")
+    assert dlrover(*ask, 14)[0] == 0
+    code, _, errors = dlrover(*ask, 999999)
+    assert (code, f"job {job.run_id!r} trains 2 epochs, and step 999999 would be in number" in errors) == (2, True)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--step", "0"], "there is no step 0 to tell of: steps are counted from 1"),
+        (["--step", "0"], "'0' is not a step: give a whole number from 1"),
         (["--row", "c.parquet:0"], "parquet('train') has no file c.parquet, but for example"),
         (["--row", "a.parquet:30"], "has 30 rows, numbered from 0: there is no row 30"),
         (["--row", "a.parquet"], "'a.parquet' is not FILE:ROW"),

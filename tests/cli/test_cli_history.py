@@ -23,9 +23,9 @@ def test_list_shows_all_jobs_newest_first(history: str, dlrover: RunCli) -> None
 
 
 def test_show_takes_a_name_for_its_newest_job_and_a_key_for_that_job(history: str, dlrover: RunCli) -> None:
-    assert "ctr@2: running, 2 windows, 1 plan" in dlrover("history", "show", "ctr", "--history", history)[1]
+    assert "ctr@2: no end recorded, 2 windows, 1 plan" in dlrover("history", "show", "ctr", "--history", history)[1]
     text = dlrover("history", "show", "ctr@1", "--history", history)[1]
-    assert "ctr@1: running" in text
+    assert "ctr@1: no end recorded" in text
     assert text.index("2x1") < text.index("1x1 "), "the fastest settings come first"
 
 

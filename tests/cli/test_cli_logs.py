@@ -27,6 +27,23 @@ def test_output_is_followed_to_the_end_of_a_job_that_never_formed_a_round(
     assert dlrover(*following) == (0, "", "")
 
 
+def test_end_of_an_agent_by_a_signal_is_one_line(dlrover: RunCli) -> None:
+    folder = Path("runs/job/logs/node1")
+    folder.mkdir(parents=True)
+    name = "torch.distributed.elastic.multiprocessing.api.SignalException"
+    frame = '  File "torch/distributed/run.py", line 1028, in main'
+    error = f"Traceback (most recent call last):\n{frame}\n"
+    text = f"step 1\n{error}{name}: Process 22335 got signal: 15\n{error}ValueError: the script's own\n"
+    (folder / "stderr.log").write_text(text)
+    code, output, _ = dlrover("logs", "job")
+    assert code == 0
+    assert output.splitlines() == [
+        "[node1] step 1",
+        "[node1] this node's agent was ended by SIGTERM",
+        *(f"[node1] {line}" for line in f"{error}ValueError: the script's own".splitlines()),
+    ]
+
+
 @pytest.mark.parametrize(("num_times", "patience_s", "code"), [(3, 60.0, 0), (1000, 0.6, 2)])
 def test_output_that_cannot_be_read_is_followed_on_for_a_while(
     dlrover: RunCli,

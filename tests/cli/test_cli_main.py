@@ -74,7 +74,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "-m", "nowhere"], "-m nowhere: there is no 'nowhere' in /"),
         (["run", "-m", "json.nowhere"], "-m json.nowhere: there is no 'json.nowhere' in /"),
         (["run", "-m", "json"], "-m json.__main__: there is no 'json.__main__' in /"),
-        (["run", "-m", "a/script.py"], "-m 'a/script.py' is no name of a module: give it as in `import`"),
+        (["run", "-m", "a/script.py"], "-m 'a/script.py' is not the name of a module: give it as in `import`"),
         (["run", "-m", "broken"], "broken.py' is not valid Python"),
         (["run", "broken.py"], "script 'broken.py' is not valid Python"),
         (["run", "binary.py"], "script 'binary.py' is not valid Python"),

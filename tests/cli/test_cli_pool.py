@@ -15,6 +15,8 @@ from run_cli import RunCli
 
 from lightning_dlrover.brain.brain import Brain, PoolTimeouts
 from lightning_dlrover.brain.decisions import Rules
+from lightning_dlrover.brain.what_if import Prospect
+from lightning_dlrover.cli import what_if
 from lightning_dlrover.cli.pool_options import owner_weight, pool_budget, quota
 from lightning_dlrover.planner.cluster.pool.resources import Resources
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -22,6 +24,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.pool_records import PoolKeys
+from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.report.sizes import given_sizes, sizes_text
 
 CURVED = [10.0, 14.0, 16.0, 17.0]
@@ -81,9 +84,32 @@ def test_what_if_shows_time_and_interval_of_another_size(dlrover: RunCli, etcd: 
     assert lines[3].split()[:4] == ["1", "10", "48", "min"]
     assert "it would end 20 min later" in output
     assert f"pool {jobs.pool.pool}, by policy jct:" in output
+    assert "more than the budget" not in output
+    code, output, errors = dlrover(*ask, "--workers", 4, "--add", "cores=-1")
+    assert (code, "together they need 4 cores, more than the budget of 3 cores" in output) == (0, True), errors
     code, _, errors = dlrover(*ask, "--workers", 5)
     assert (code, "has no prediction for 5 workers" in errors) == (2, True)
     assert dlrover(*ask)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("then", "text"),
+    [
+        ((60.0, 50.0, 80.0), "it would end 40 s earlier"),
+        ((60.0, 30.0, 700.0), "it might end 40 s earlier; the intervals overlap"),
+        ((160.0, 70.0, 700.0), "it might end 60 s later; the intervals overlap"),
+        ((160.0, 150.0, 170.0), "it would end 60 s later"),
+    ],
+)
+def test_difference_is_sure_only_where_intervals_do_not_overlap(then: tuple[float, float, float], text: str) -> None:
+    now = Prospect(1, 10.0, 100.0, 90.0, 110.0, None, True)
+    [line] = what_if._difference(now, Prospect(2, 20.0, *then, None, False))
+    assert text in line
+
+
+def test_what_if_in_a_job_without_a_pool_does_not_name_a_brain(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    code, _, errors = dlrover("pool", "what-if", "--endpoint", etcd.endpoint, job.run_id, "--add", "cores=1")
+    assert (code, "is not in pool 'default'" in errors) == (2, True), errors
 
 
 def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:

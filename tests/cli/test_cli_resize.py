@@ -195,7 +195,7 @@ def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
 ) -> None:
     names = [keys.run_id for keys in competitors]
     code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, *names, job.run_id, "--budget", 8, "--apply")
-    assert (code, "has not published its gain yet" in errors) == (2, True)
+    assert (code, "has not published any prediction" in errors) == (2, True)
     code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, names[0], names[0], "--budget", 8, "--apply")
     assert (code, "have one name" in errors) == (2, True)
     code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, f"{names[0]}=much", "--budget", 8, "--apply")

@@ -7,15 +7,18 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from run_cli import RunCli
 
+from lightning_dlrover.cli.run_folder import run_folder
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.events import SnapshotCompleted, SnapshotFailed, record_of
+from lightning_dlrover.rdzv.job.events import FitFinished, JobFailed, RoundFormed, SnapshotCompleted, SnapshotFailed, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import (
     ControllerRecord,
     EventRecord,
+    JobRecord,
     Keys,
     NodeRecord,
     NodesRecord,
@@ -62,9 +65,59 @@ def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: Em
     JobPlace("old", "127.0.0.1:1").write(Path("runs/old"))
     Path("runs/odd").mkdir()
     Path("runs/odd/job.json").write_text("[]")
-    assert list_jobs(None, None, Path("runs")) == [JobSummary("odd", "unreadable"), JobSummary("old", "ended", "local")]
+    started_at = Path("runs/old/job.json").stat().st_mtime
+    old = JobSummary("old", "ended", "local", started_at=started_at)
+    assert list_jobs(None, None, Path("runs")) == [JobSummary("odd", "unreadable"), old]
     assert (job.run_id, "training") in [(j.run_id, j.state) for j in list_jobs(etcd.endpoint, None, Path("runs"))]
     assert job.run_id in dlrover("list", "--endpoint", etcd.endpoint)[1]
+
+
+ENDS = {
+    "finished": [record_of(FitFinished(7), "done")],
+    "failed": [record_of(JobFailed(), "the job has failed: boom")],
+    "cancelled": [
+        record_of(RoundFormed(2, [], "stop"), "every worker was asked to leave"),
+        record_of(JobFailed(), "the job has failed: cancelled by `dlrover cancel`"),
+    ],
+    "interrupted": [record_of(RoundFormed(2, [], "stop"), "every worker was asked to leave")],
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_list_report_and_json_of_an_ended_job_tell_the_same_end(dlrover: RunCli, how: str) -> None:
+    folder = Path("runs/job")
+    folder.mkdir(parents=True)
+    JobPlace("job", "unix:/nowhere/etcd.sock:0").write(folder)
+    events = [record_of(RoundFormed(1, ["w"], "start"), "begins", 1.0), *ENDS[how]]
+    (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
+    assert dlrover("list")[1].splitlines()[1].split()[:2] == ["job", how]
+    assert f"({how})" in dlrover("report", "job")[1].splitlines()[1]
+    code, text, _ = dlrover("status", "job", "--json")
+    assert (code, json.loads(text)["phase"]) == (0, how)
+
+
+def test_status_without_a_name_takes_the_only_job_that_runs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
+    code, _, errors = dlrover("status")
+    assert (code, "no job runs in folder runs: name the job" in errors) == (2, True)
+    folder = Path("runs") / job.run_id
+    with run_folder(folder, job.run_id, etcd.endpoint, "local"):
+        JobPlace(job.run_id, etcd.endpoint, job.prefix).write(folder)
+        code, text, errors = dlrover("status")
+        assert (code, text.startswith(f"job {job.run_id}: training")) == (0, True), errors
+        [listed] = json.loads(dlrover("list", "--json")[1])
+    assert (listed["run_id"], listed["state"], listed["num_workers"]) == (job.run_id, "training", 2)
+
+
+def test_status_is_watched_until_the_job_ends(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(seconds: float) -> None:
+        client.put(job.job, encode(JobRecord("finished", True, 1, 3, "0")))
+
+    monkeypatch.setattr("lightning_dlrover.cli.show.time.sleep", end)
+    code, text, _ = dlrover("status", job.run_id, "--watch", "--endpoint", etcd.endpoint)
+    assert code == 0
+    assert [line.split()[2] for line in text.splitlines() if line.startswith("job ")] == ["training,", "finished,"]
 
 
 def test_list_shows_target_size_and_controller_of_each_job(
@@ -77,12 +130,13 @@ def test_list_shows_target_size_and_controller_of_each_job(
         Path(f"runs/{name}").mkdir(parents=True)
         JobPlace(name, endpoint, job.prefix).write(Path(f"runs/{name}"), "slurm", "mark")
     # No `dlrover run` is left here, but nodes of the first job train.
-    listed = {line.split()[0]: " ".join(line.split()[1:]) for line in dlrover("list")[1].splitlines()}
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "AT", dlrover("list")[1])
+    listed = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
     assert listed == {
-        "JOB": "STATE TARGET WORKERS NODES CONTROLLER",
-        job.run_id: "training slurm 2 2 none",
-        "gone": "ended slurm - - none",
-        "silent": "unknown: its etcd at 127.0.0.1:1 does not answer slurm - - none",
+        "JOB": "STATE STARTED TARGET WORKERS NODES CONTROLLER",
+        job.run_id: "training AT slurm 2 2 none",
+        "gone": "ended AT slurm - - none",
+        "silent": "unknown: its etcd at 127.0.0.1:1 does not answer AT slurm - - none",
     }
     workers = client.get_prefix(job.workers)[1]
     for entry in workers:
@@ -115,6 +169,6 @@ def test_status_shows_the_age_of_the_newest_snapshot_and_a_failure(
 def test_status_warns_of_nodes_without_a_controller(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     client.put(job.nodes, encode(NodesRecord("slurm", "mark")))
     asking = ("status", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
-    assert "controller: none; nodes on slurm train on, the same `dlrover run` goes on with them" in dlrover(*asking)[1]
+    assert "controller: none; nodes on slurm train on, the same `dlrover run` adopts them" in dlrover(*asking)[1]
     client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm")))
     assert "none; nodes" not in dlrover(*asking)[1]

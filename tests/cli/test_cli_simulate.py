@@ -56,6 +56,9 @@ def test_an_oracle_and_one_cost_need_no_curve(tmp_path: Path) -> None:
         ("late,-5,toy,1,64", "week.csv:8: the job comes at -5 s; times begin at 0"),
         ("other,5,gpt,1,64", "week.csv:8: model 'gpt' is unknown; known are toy"),
         ("large,5,toy,5,64", "week.csv:8: the job asks for 5 devices, the cluster has 4"),
+        ("late,1e300,toy,1,64", "week.csv:8: time is 1e300, and the largest is 100,000,000"),
+        ("large,5,toy,1,999999999999999999999", "week.csv:8: batch_size is 999999999999999999999, and the largest is"),
+        ("short,5,toy,1", "week.csv:8: the line has 4 of 5 fields"),
     ],
 )
 def test_a_bad_trace_is_refused_with_file_and_line(
@@ -73,13 +76,13 @@ def test_a_bad_trace_is_refused_with_file_and_line(
     "option, value, message",
     [
         ("--nodes", "16", "'16' is not NODESxDEVICES"),
-        ("--resize-cost", "-1", "'-1' is neither a number of seconds from 0 to 1,000,000,000 nor by-model or live"),
-        ("--start-cost", "live", "'live' is neither a number of seconds from 0 to 1,000,000,000 nor by-model"),
+        ("--resize-cost", "-1", "'-1' is neither a number of seconds from 0 to 1,000,000 nor by-model or live"),
+        ("--start-cost", "live", "'live' is neither a number of seconds from 0 to 1,000,000 nor by-model"),
         ("--seeds", "0", "'0' is not a whole number from 1 to 999999"),
         ("--seeds", "100000000", "'100000000' is not a whole number from 1 to 999999"),
         ("--nodes", "100000x100000", "up to 999999 nodes of 9999"),
         ("--processes", "100000", "'100000' is not a whole number from 1 to 1024"),
-        ("--resize-cost", "1e300", "'1e300' is neither a number of seconds from 0 to 1,000,000,000"),
+        ("--resize-cost", "1e300", "'1e300' is neither a number of seconds from 0 to 1,000,000"),
         ("--policy", "best", "invalid choice: 'best'"),
     ],
 )
@@ -90,6 +93,38 @@ def test_wrong_options_are_refused(
         main([*command(tmp_path), f"{option}={value}"])
     assert exited.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "samples, message", [("toy,64\\ngpt,5", "has no speeds of gpt, only of toy"), ("toy,1e30", "samples is 1e30, and the")]
+)
+def test_work_that_no_simulation_can_use_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: str, message: str
+) -> None:
+    arguments = command(tmp_path)
+    (tmp_path / "work.csv").write_text(f"application,samples\n{samples}\n")
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content, message", [(b"\xe8\x00", "is not UTF-8"), (None, "cannot be used: No such file")])
+def test_trace_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
+) -> None:
+    arguments = command(tmp_path)
+    trace = tmp_path / "week.csv"
+    trace.unlink() if content is None else trace.write_bytes(content)
+    assert main(arguments) == 2
+    assert f"{trace} {message}" in capsys.readouterr().err
+
+
+def test_folder_that_cannot_be_made_is_named_with_its_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for out in ("/proc/x", str(tmp_path / "file")):
+        assert main([*command(tmp_path), "--out", out]) == 2
+        errors = capsys.readouterr().err
+        assert f"--out {out} cannot be written: " in errors
+        assert "; choose another --out" in errors
 
 
 def test_parser_offers_every_policy_of_the_registry() -> None:

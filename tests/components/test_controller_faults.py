@@ -603,7 +603,7 @@ def test_job_does_not_change_its_target_while_nodes_may_live(make_job: MakeJob) 
     job.bury()
     other = job.target.successor()
     other.name = "other"
-    with pytest.raises(ValueError, match=r"has nodes on fake \(node1\); go on with it there \(--target fake, and what"):
+    with pytest.raises(ValueError, match=r"has nodes on fake \(node1\); continue it there \(--target fake, and what"):
         Controller(job.hand, job.keys, other, Limits(1, 3))
     assert job.hand.get(job.keys.controller) is None
 

@@ -405,7 +405,7 @@ def test_counts_of_other_files_are_remembered_when_one_cannot_be_read(store: Fau
     store.files = {"/1.parquet": table_bytes(0, 10), "/2.parquet": b"no parquet"}
     addresses = [store.url + name for name in store.files]
     for _ in range(2):
-        with pytest.raises(DataError, match=r"/2.parquet is no Parquet file"):
+        with pytest.raises(DataError, match=r"/2.parquet is not a Parquet file"):
             parquet(addresses).shards()
     assert store.requests["GET", "/1.parquet"] == 1
 

@@ -49,7 +49,7 @@ def test_growth_by_nodes_that_always_fail_ends_until_it_is_asked_for(dlrover: Dl
     bad.mkdir()
     assert dlrover("scale", "job", 2).returncode == 0
     held_up = run.wait_for(lambda: run.status()["controller"]["held_up"], "the end of growth", timeout_s=200)
-    assert "no more nodes are added, 3 that joined have failed alike: OSError: process" in held_up
+    assert "no more nodes are added, 3 that joined have failed with the same error: OSError: process" in held_up
     assert f"nodes: {held_up}" in dlrover("status", "job").stdout
     assert len([w for w in run.status()["workers"] if w["rank"] is not None]) == 1
     bad.rmdir()

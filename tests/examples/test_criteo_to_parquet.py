@@ -248,7 +248,7 @@ def test_folder_that_was_changed_is_refused(tmp_path: Path) -> None:
         load_streams(folder, 0)
     shutil.rmtree(folder / "val")
     (folder / "train" / "part-00000.parquet").write_text("no Parquet")
-    with pytest.raises(DataError, match="is no Parquet file"):
+    with pytest.raises(DataError, match="is not a Parquet file"):
         load_streams(folder, 0)
 
 

@@ -192,12 +192,14 @@ def limited_files(size: int) -> Iterator[None]:
 
 def test_status_shows_how_far_joiners_are(client: EtcdClient, keys: Keys) -> None:
     client.put(keys.job, encode(JobRecord("training", True, 1, 9, "0")))
-    apps = {f"node{number}": "handle" if number > 1 else "" for number in range(1, 7)}
+    apps = {f"node{number}": "handle" if number > 1 else "" for number in range(1, 9)}
     client.put(keys.controller, encode(ControllerRecord("host", 1, "slurm", apps)))
     client.put(keys.each_node + "node1", encode(NodeRecord("asked", asked_at=90.0)))
     client.put(keys.each_node + "node2", encode(NodeRecord("started", "handle", asked_at=80.0)))
     client.put(keys.each_node + "node3", b"garbage")
-    for number, state in ((3, None), (4, "standby"), (5, "ready"), (6, "active")):
+    for number in (7, 8):  # their workers have left
+        client.put(f"{keys.each_node}node{number}", encode(NodeRecord("started", "handle", had_worker=True)))
+    for number, state in ((3, None), (4, "standby"), (5, "ready"), (6, "active"), (8, None)):
         agent = AgentRecord(f"a{number}", "host", number, 1, "running", {"node": f"node{number}"}, since=70.0)
         client.put(f"{keys.agents}a{number}", encode(agent))
         if state is not None:
@@ -212,3 +214,4 @@ def test_status_shows_how_far_joiners_are(client: EtcdClient, keys: Keys) -> Non
         ("node4", "building", 40.0),
         ("node5", "ready", 40.0),
     ]
+    assert shown["controller"]["awaited_nodes"] == ["node1", "node2"]

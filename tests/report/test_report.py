@@ -245,8 +245,8 @@ def test_broken_events_are_left_out_and_counted(tmp_path: Path) -> None:
         EventRecord("round", math.inf, "", {}),
     ]
     page = page_of([*whole_job(), *broken], tmp_path)
-    assert "8 events could not be read and were left out" in page.text
-    assert "8 events could not be read and were left out" in summary_text("job", [*broken])
+    assert "8 events could not be read and left out" in page.text
+    assert "8 events could not be read and left out" in summary_text("job", [*broken])
 
 
 def test_shade_covers_the_time_before_the_first_step_after_a_stall() -> None:
@@ -335,7 +335,7 @@ def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
 def test_explanation_names_measurement_choice_and_result() -> None:
     text = " ".join(explain_text(timeline_of("job", whole_job())).split())
     for part in (
-        "1 plan, 1 change; 1 of 1 that were measured came out as predicted",
+        "1 plan, 1 change; of 1 measured, 1 came out as predicted",
         "1x1 -> 2x1",
         "2 workers are faster",
         "saw 1 worker with 1 thread and 0 loader workers each: 130 ms a step",

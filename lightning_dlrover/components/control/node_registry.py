@@ -195,7 +195,7 @@ class NodeRegistry:
         if nodes.target != self._target.name:
             there = nodes.target.partition("/")[0] + _kind_of_jobs(nodes.target, self._target.name)
             raise ValueError(
-                f"job {self._keys.run_id!r} has nodes on {nodes.target} ({', '.join(living)}); go on with it there "
+                f"job {self._keys.run_id!r} has nodes on {nodes.target} ({', '.join(living)}); continue it there "
                 f"(--target {there}, and what else it was started with), or end it with `dlrover cancel {self._keys.run_id}`"
             )
         self.nodes = self._with_limits(nodes)
@@ -228,7 +228,7 @@ class NodeRegistry:
         key, own_key = self._keys.nodes, self._keys.each_node + name
         guard = [self._office.is_ours, modified(key) == revision, absent(own_key)]
         if not self._journal.fenced_write({key: written, own_key: record}, guard):
-            raise EtcdError(f"{key!r} was changed by another writer meanwhile")
+            raise EtcdError(f"{key!r} was changed by another writer")
         self.nodes = written
         self.entries[name] = NodeEntry(None, time.monotonic(), record.asked_at, size, saved=record)
         return name, self.entries[name]

@@ -318,7 +318,7 @@ def _end_without_etcd(view: ControllerView, policy: FailurePolicy) -> list[Actio
     reason = (
         f"all nodes have ended (the last: {last.name}, {last.status}) and etcd has not answered for {waited_s:.0f} s since, "
         "so whether the training was done is not known; see the nodes' output, start etcd again, and run the job once more "
-        "under the same name to go on with it"
+        "under the same name to continue it"
     )
     return [FinishJob(1, reason)]
 
@@ -433,8 +433,8 @@ def _why_growth_is_given_up(view: ControllerView, living: Sequence[Node], policy
     if count < policy.max_same_error:
         return ""
     return (
-        f"no more nodes are added, {count} that joined have failed alike: {error}; once the cause is mended, `dlrover scale` "
-        "or another `dlrover run` of the job adds nodes again"
+        f"no more nodes are added, {count} that joined have failed with the same error: {error}; once the cause is "
+        "mended, `dlrover scale` or another `dlrover run` of the job adds nodes again"
     )
 
 

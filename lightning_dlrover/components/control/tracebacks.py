@@ -6,10 +6,12 @@ The files of the nodes' output keep all of them.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
 from collections.abc import Iterator, Sequence
 
-__all__ = ["RANK_PREFIX", "START", "ShownTracebacks", "TracebackFilter", "place_of"]
+__all__ = ["RANK_PREFIX", "START", "ShownTracebacks", "SignalFilter", "TracebackFilter", "place_of"]
 
 START = "Traceback (most recent call last):"
 RANK_PREFIX = re.compile(r"(?:\[(?:rank|default)?\d+\]:? ?)+")
@@ -18,6 +20,7 @@ _FRAME = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d+), in (?P<functio
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lightning_dlrover/|/lib/python3|^<frozen |^<string>$")
 _LOOPS = re.compile(r"/(?:lightning/(?:pytorch|fabric)|pytorch_lightning|lightning_fabric)/")
 _OWN_ERROR = re.compile(r"lightning_dlrover\.(?:\w+\.)*(?P<error>\w+: .+)", re.S)
+_SIGNAL = re.compile(r"torch\.distributed\.elastic\.multiprocessing\.api\.SignalException: .* got signal: (?P<number>\d+)")
 _MAX_REPEATED = 120
 """Characters of an error's message when it is shown again."""
 
@@ -66,11 +69,10 @@ class ShownTracebacks:
         return any(shown[0] == error and [*shown[1:]][-len(frames) :] == frames for shown in self._shown)
 
 
-class TracebackFilter:
-    """Lines of one file, with one line for each traceback that was shown before."""
+class _Filter:
+    """Lines of one file, whose tracebacks are held until they are whole."""
 
-    def __init__(self, shown: ShownTracebacks) -> None:
-        self._shown = shown
+    def __init__(self) -> None:
         self._held: list[str] = []  # lines of a traceback whose end has not come
 
     def lines(self, line: str) -> Iterator[str]:
@@ -85,16 +87,7 @@ class TracebackFilter:
             self._held.append(line)
             if _ends(plain):
                 held, self._held = self._held, []
-                traceback = [RANK_PREFIX.sub("", each, count=1) for each in held]
-                is_new, own = self._shown.add(traceback), _OWN_ERROR.fullmatch(plain)
-                rank, error = line.removesuffix(plain), own["error"] if own is not None else plain
-                if is_new and own is None:
-                    yield from held
-                elif is_new:
-                    at = place_of(traceback)
-                    yield f"{rank}{error} (at {at})" if at else f"{rank}{error}"
-                else:
-                    yield f"{rank}{_shortened(error)} ({'its traceback was ' if own is None else ''}shown above)"
+                yield from self._shown_of(held, line, plain)
             elif len(self._held) > _MAX_LINES:
                 yield from self.rest()
 
@@ -102,6 +95,41 @@ class TracebackFilter:
         """Yield the lines of a traceback that has no end."""
         held, self._held = self._held, []
         yield from held
+
+    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
+        """Yield what to show of a traceback, whose last line is `line`, and `plain` without its rank."""
+        raise NotImplementedError
+
+
+class TracebackFilter(_Filter):
+    """Shows one line for each traceback that was shown before."""
+
+    def __init__(self, shown: ShownTracebacks) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
+        traceback = [RANK_PREFIX.sub("", each, count=1) for each in held]
+        is_new, own = self._shown.add(traceback), _OWN_ERROR.fullmatch(plain)
+        rank, error = line.removesuffix(plain), own["error"] if own is not None else plain
+        if is_new and own is None:
+            yield from held
+        elif is_new:
+            at = place_of(traceback)
+            yield f"{rank}{error} (at {at})" if at else f"{rank}{error}"
+        else:
+            yield f"{rank}{_shortened(error)} ({'its traceback was ' if own is None else ''}shown above)"
+
+
+class SignalFilter(_Filter):
+    """Shows one line for the traceback with which torch's agent ends at a signal, and all others as they are."""
+
+    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
+        if (found := _SIGNAL.search(plain)) is None:
+            yield from held
+            return
+        with contextlib.suppress(ValueError):
+            yield f"this node's agent was ended by {signal.Signals(int(found['number'])).name}"
 
 
 def _shortened(message: str) -> str:

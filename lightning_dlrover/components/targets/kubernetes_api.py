@@ -213,7 +213,7 @@ class KubernetesApi:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            words = f"{method} {path}: the answer is no object of Kubernetes: {answer[:200]!r}"
+            words = f"{method} {path}: the answer is not an object of Kubernetes: {answer[:200]!r}"
             raise ApiError(words, uncertain=method != "GET")
         return found
 
@@ -281,7 +281,7 @@ def _items(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     if items is None and str(answer.get("kind", "")).endswith("List"):
         return []  # some servers write an empty list like this
     if not isinstance(items, list) or not all(isinstance(item, dict) and item.get("metadata") for item in items):
-        raise ApiError(f"the answer is no list of objects: {str(answer)[:200]}")
+        raise ApiError(f"the answer is not a list of objects: {str(answer)[:200]}")
     return items
 
 

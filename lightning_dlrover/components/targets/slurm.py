@@ -392,7 +392,12 @@ class SlurmTarget:
                 return None
             if match[1] in (None, self._job_name(node)):
                 return _STATES.get(match[2]) or self._exit_status(node)
-            log.error("job %s, %s: it is another job, %r: its record was changed, or Slurm counts anew", job_id, node, match[1])
+            log.error(
+                "job %s, %s: it is another job, %r: its record was changed, or Slurm has restarted its count",
+                job_id,
+                node,
+                match[1],
+            )
         elif not _UNKNOWN_JOB.search(done.stderr + done.stdout):
             return None
         # Slurm forgets jobs `MinJobAge` seconds after their end. A killed agent has written no exit code.

@@ -24,6 +24,9 @@ SAMPLES: Mapping[str, int] = {
 }
 """Samples that a job of each application reads before it ends: epochs times samples of its data set."""
 
+MAX_SAMPLES = 10**11
+"""Largest work of a job: a thousand times that of any here."""
+
 RESTART_S: Mapping[str, float] = {
     "bert": 120.0,
     "cifar10": 30.0,
@@ -68,6 +71,8 @@ def read_work(path: Path) -> dict[str, int]:
             samples = math.nan
         if not (math.isfinite(samples) and samples >= 1):
             raise WorkError(f"{path}:{reader.line_num}: samples is {row['samples']!r}; it is a number above 0")
+        if samples > MAX_SAMPLES:
+            raise WorkError(f"{path}:{reader.line_num}: samples is {row['samples']}, and the largest is {MAX_SAMPLES:,}")
         if not row["application"]:
             raise WorkError(f"{path}:{reader.line_num}: the application has no name")
         found[row["application"]] = round(samples)

@@ -19,6 +19,12 @@ from typing import TypeAlias
 
 __all__ = ["Submission", "WorkloadError", "read_submissions", "shaken"]
 
+MAX_TIME_S = 1e8
+"""Latest arrival and longest duration of a job, three years: a simulation decides every minute."""
+
+MAX_COUNT = 10**9
+"""Largest batch and number of devices of a job."""
+
 SHAKE_S = 60.0
 """Seconds by which `shaken` moves an arrival at most, to either side."""
 
@@ -66,6 +72,9 @@ def read_submissions(lines: Iterable[str], source: str, applications: Collection
     names: dict[str, int] = {}
     for row in reader:
         at = f"{source}:{reader.line_num}"
+        if missing := [name for name in reader.fieldnames or () if row[name] is None]:
+            num_columns = len(reader.fieldnames or ())
+            raise WorkloadError(f"{at}: the line has {num_columns - len(missing)} of {num_columns} fields")
         job = read(row, at, reader.line_num)
         if job.application and job.application not in applications:
             raise WorkloadError(f"{at}: model {job.application!r} is unknown; known are {', '.join(sorted(applications))}")
@@ -101,7 +110,7 @@ def _pollux(row: _Row, at: str, line: int) -> Submission:
 
 
 def _elasticflow(row: _Row, at: str, line: int) -> Submission:
-    at_s, duration_s = _arrival(row, "submission_time", at), _number(row["duration"], "duration", at)
+    at_s, duration_s = _arrival(row, "submission_time", at), _number(row["duration"], "duration", at, MAX_TIME_S)
     if duration_s <= 0:
         raise WorkloadError(f"{at}: duration is {duration_s:g} s; a job takes longer than 0 s")
     return Submission(row["job_id"] or f"job-{line}", "", at_s, _count(row, "num_gpu", at), 0, duration_s, where=at)
@@ -124,24 +133,26 @@ def _form(columns: Sequence[str], source: str) -> Callable[[_Row, str, int], Sub
 
 
 def _arrival(row: _Row, column: str, at: str) -> float:
-    at_s = _number(row[column], column, at)
+    at_s = _number(row[column], column, at, MAX_TIME_S)
     if at_s < 0:
         raise WorkloadError(f"{at}: the job comes at {at_s:g} s; times begin at 0")
     return at_s
 
 
 def _count(row: _Row, column: str, at: str) -> int:
-    value = _number(row[column], column, at)
+    value = _number(row[column], column, at, MAX_COUNT)
     if value < 1 or value != int(value):
         raise WorkloadError(f"{at}: {column} is {value:g}; it is a whole number above 0")
     return int(value)
 
 
-def _number(text: str | None, column: str, at: str) -> float:
+def _number(text: str | None, column: str, at: str, most: float) -> float:
     try:
         number = float(text or "")
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise WorkloadError(f"{at}: {column} is {text!r}, which is no finite number")
+        raise WorkloadError(f"{at}: {column} is {text!r}, which is not a finite number")
+    if number > most:
+        raise WorkloadError(f"{at}: {column} is {text}, and the largest is {most:,.0f}")
     return number

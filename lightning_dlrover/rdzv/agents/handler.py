@@ -290,7 +290,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _raise_if_over(self, why: str, has_waited: bool) -> None:
         if not why:
             return
-        text = f"run {self._config.run_id!r} {why}, no node can join it any more; start a new job with another --rdzv-id"
+        text = f"run {self._config.run_id!r} {why}: this node has come too late to join; a new job needs another --rdzv-id"
         was_spare = has_waited and (why == why_over(None, _FINISHED) or _NODES_FINISHED in why)
         if was_spare:
             logger.warning("run %r was finished by other nodes before this one was needed", self._config.run_id)

@@ -475,7 +475,7 @@ def test_growth_by_nodes_that_always_fail_is_given_up(make_job: MakeJob, client:
         job.round(2 * number + 1, "node1")
     job.run_until("the end of growth", held_up)
     job.stays(lambda: job.target.living == ["node1"])
-    assert "no more nodes are added, 3 that joined have failed alike: ValueError: bad host 10.0.0.4" in held_up()
+    assert "no more nodes are added, 3 that joined have failed with the same error: ValueError: bad host 10.0.0.4" in held_up()
     events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
     assert [event.text for event in events if event.kind == "nodes"] == [held_up()]
     job.plan(2)  # requested once more

@@ -251,7 +251,7 @@ def test_each_node_keeps_its_own_cores_and_gpus_until_it_is_gone(
     assert share(target, first) == ([one], "GPU-a", "1")
     assert share(target, second) == ([other], "GPU-b", "1")
     assert share(target, third) == ([one], "GPU-c", "1")
-    assert warnings_in(caplog) == [f"too few cores are free for node3: it shares {one} with others until some are"]
+    assert warnings_in(caplog) == [f"too few cores are free for node3: it shares core {one} with other nodes until some are"]
     with pytest.raises(NotTakenError, match="node4 needs 1 GPUs, and 0 of 3 are free; node1, node2, node3 have the others"):
         target.start("node4", size)
 

@@ -32,9 +32,9 @@ def test_jobs_without_a_name_are_named_after_their_line() -> None:
         ("3,a,ncf,65,10", r"week.csv:3: the job asks for 65 devices, the cluster has 64"),
         ("3,a,ncf,0,10", r"week.csv:3: num_replicas is 0"),
         ("3,a,ncf,1,1.5", r"week.csv:3: batch_size is 1.5"),
-        ("soon,a,ncf,1,10", r"week.csv:3: time is 'soon', which is no finite number"),
+        ("soon,a,ncf,1,10", r"week.csv:3: time is 'soon', which is not a finite number"),
         ("nan,a,ncf,1,10", r"week.csv:3: time is 'nan'"),
-        ("3,a,ncf", r"week.csv:3: num_replicas is None"),
+        ("3,a,ncf", r"week.csv:3: the line has 3 of 5 fields"),
         ("3,first,ncf,1,10", r"week.csv:3: the name 'first' is that of line 2, too"),
     ],
 )

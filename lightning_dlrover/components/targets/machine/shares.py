@@ -80,8 +80,8 @@ class MachineShares:
         if 0 < len(share.cores) < size.cpus:
             self._tell_once("size", f"nodes ask for {size.cpus} cores, and get the {len(share.cores)} that there are")
         if shared := self._allocation.shared_cores(node):
-            cores = ", ".join(map(str, shared))
-            self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with others until some are")
+            cores = f"core{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
+            self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with other nodes until some are")
         # More threads than cores would slow each other down. Nodes without cores of their own compete, so each gets one thread.
         exported = thread_variables(len(share.cores), self._workers_per_node)
         if share.devices:
