@@ -11,6 +11,8 @@ from typing import Literal
 
 from versions import Result, results
 
+__all__ = ["FOLDER", "ROWS", "Row", "render"]
+
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 
 Verdict = Literal["works", "refused", "warned"]
@@ -660,8 +662,7 @@ def render(rows: list[Row], tested: list[Result]) -> dict[str, str]:
         "# What scripts may contain",
         MARK,
         "Features of Lightning scripts, each tried in jobs whose workers join, leave and die.",
-        "[compatibility_models.md](compatibility_models.md) continues with optimization, collectives, GPUs, whole scripts and "
-        "versions.",
+        "[compatibility_models.md](compatibility_models.md) has optimization, collectives, GPUs, whole scripts and versions.",
         LEGEND.rstrip(),
         *(line for group in groups if group not in OF_MODELS for line in _table(group, rows)),
     ]

@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import io
+import itertools
 import json
 import re
 import shlex
@@ -33,7 +34,7 @@ README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 OTHER_PAGES = [REPOSITORY / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
 
-LANGUAGES = {"bash", "python", "yaml", "json", "text"}
+LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}
 DIRECTIVES = {"{toctree}", "{eval-rst}"}
 
 
@@ -48,9 +49,14 @@ class Block:
     @property
     def commands(self) -> list[list[str]]:
         """Words of each command of a shell, without its comment."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        found = [shlex.split(part, comments=True) for line in lines for part in re.split(r" && | \| |;(?= )", line)]
-        return [words for words in found if words]
+        found = []
+        for line in self.text.replace("\\\n", " ").splitlines():
+            tokens = shlex.shlex(line, posix=True, punctuation_chars="|&;")
+            tokens.whitespace_split = True
+            for is_separator, words in itertools.groupby(tokens, lambda token: bool(token) and set(token) <= set("|&;")):
+                if not is_separator:
+                    found.append(list(words))
+        return found
 
 
 def id_of(page: Path) -> str:

@@ -13,7 +13,7 @@ Differences: sizes fill nodes, and speeds count by their concave hull from the f
 makes some devices slow a job down. A job of unknown length is expected to need as much again as it has
 had; the paper's AFS-P lets such jobs take turns instead. Lengths are divided by weights. The rule ignores the cost of a change,
 here as in the paper; its system decides when jobs come and go, here also at each interval of the simulation. Leaving jobs alone
-for 60, 300 or 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster.md.
+for 60, 300 or 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
 """
 
 from __future__ import annotations

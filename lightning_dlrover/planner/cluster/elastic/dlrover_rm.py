@@ -13,7 +13,7 @@ Differences: the paper's jobs have parameter servers, and candidates of cores an
 workers of equal devices, candidates are numbers of workers, all of which are looked at. The exact weight was not at hand: here
 it is the inverse of the seconds left at the job's best candidate. The first stage, a start near the optimum by a history of
 jobs, is what a family's learned speeds give all policies here. It decides whenever it is asked: leaving jobs alone for 60 to
-600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster.md.
+600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ weighted completion times: i / m becomes the part of all weights that jobs of at
 computed again for those present, which is the paper's heuristic for arrivals.
 
 Differences: devices are whole. The smallest job gets its share, rounded, within its limits; then the next one its share of what
-is left. Jobs do not have one speedup: p is `EXPONENT`, chosen on the workloads 1 and 2 of docs/lab/cluster.md, and a remaining
-size is the device seconds at a job's best efficiency. A job of unknown length is expected to need as much again as it has had.
+is left. Jobs do not have one speedup: p is `EXPONENT`, chosen on the workloads 1 and 2 of docs/lab/cluster_figures.md, and a
+remaining size is the device seconds at a job's best efficiency. A job of unknown length is expected to need as much again as it
+has had.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ WORKLOAD = DATA / "job_traces" / "pollux" / "workload-1.csv"
 def test_mean_jct_of_the_first_workload_is_a_known_part_of_that_in_the_artefact_of_pollux(
     policy: str, hours_there: float, ratio: float
 ) -> None:
-    """The artefact waits for full minutes and trains to a score; docs/lab/cluster.md explains why some figures differ."""
+    """The artefact waits for full minutes and trains to a score; docs/lab/cluster_settings.md explains the differences."""
     applications, nodes = read_applications(DATA / "step_traces"), Cluster(16, 4)
     jobs = read_submissions(WORKLOAD.read_text().splitlines(), WORKLOAD.name, applications, nodes.num_devices)
     load = elastic_workload(jobs, applications, nodes, start_s=30.0, change_s=30.0)
