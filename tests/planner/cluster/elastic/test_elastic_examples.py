@@ -11,7 +11,6 @@ from elastic_jobs import Amdahl, Table, cluster, job, numbers, running
 from lightning_dlrover.planner.cluster import Job, PolicySettings, Running, State
 from lightning_dlrover.planner.cluster.elastic import make_elastic
 from lightning_dlrover.planner.cluster.elastic.hesrpt import shares
-from lightning_dlrover.planner.cluster.elastic.jct import urgencies
 from lightning_dlrover.planner.cluster.elastic.las import THRESHOLD_DEVICE_S
 
 NODE = [device.name for device in cluster(1)]
@@ -161,7 +160,7 @@ def test_jobs_of_unknown_length_do_not_take_turns_while_they_have_had_about_as_m
 
 
 def test_ours_divides_as_hesrpt_where_speedups_are_powers() -> None:
-    powers = Table(tuple(n**0.7 for n in range(1, 65)))  # its price and that by learned speeds are the same
+    powers = Table(tuple(n**0.7 for n in range(1, 65)))
     short, long = (
         job(name, scaling=powers, max_devices=64, steps_left=left) for name, left in (("short", 10.0), ("long", 1e4))
     )
@@ -174,14 +173,6 @@ def test_ours_lets_no_long_job_stand_back_where_devices_suffice_for_all() -> Non
     flat = Table((1.0, 2.0, 3.0, 4.0, *(4.1,) * 4))
     short, long = (job(name, scaling=flat, steps_left=left) for name, left in (("short", 100.0), ("long", 1e5)))
     assert sizes("jct", [short, long], [], num_nodes=2) == {"short": 4, "long": 4}
-
-
-def test_urgencies_count_the_weights_of_jobs_that_wait_for_each() -> None:
-    work = np.array([3.0, 1.0, 2.0])
-    assert urgencies(work, np.ones(3), 1e-9).round(6).tolist() == pytest.approx([1 / 3] * 3)
-    q = 1 / 0.3
-    expected = np.array([1.0, (3**q - 2**q) ** 0.3, (2**q - 1) ** 0.3]) / 3
-    assert urgencies(work, np.ones(3), 0.7) == pytest.approx(expected)
 
 
 def test_ours_changes_a_size_only_for_more_than_the_cost() -> None:
