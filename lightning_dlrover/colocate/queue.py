@@ -14,7 +14,7 @@ from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import Added, Journal
 from lightning_dlrover.colocate.knowledge import Knowledge
 from lightning_dlrover.colocate.page import write_report
-from lightning_dlrover.colocate.places import Place, gpus_of, places_of
+from lightning_dlrover.colocate.places import LocalDevice, gpus_of, places_of
 from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
 from lightning_dlrover.colocate.summary import Summary, summarize
 from lightning_dlrover.observe.nvml import load_nvml
@@ -95,7 +95,7 @@ def run_queue(
         return summarize(journal.records)
 
 
-def _refuse_too_large(jobs: Sequence[JobSpec], places: Sequence[Place]) -> None:
+def _refuse_too_large(jobs: Sequence[JobSpec], places: Sequence[LocalDevice]) -> None:
     """Refuse a job whose stated memory no device has.
 
     Raises:
