@@ -88,7 +88,7 @@ def _remove(options: argparse.Namespace) -> int:
         for name, jobs in found.items():
             if len(jobs) > 1:
                 raise UsageError(
-                    f"{name!r} names {len(jobs)} jobs, none was removed; name {', '.join(job.key for job in jobs)}"
+                    f"{name!r} is the name of {len(jobs)} jobs, none was removed; name {', '.join(job.key for job in jobs)}"
                 )
         keys = [job.key for jobs in found.values() for job in jobs]
         history.remove(keys)

@@ -176,8 +176,8 @@ def _check_this_machine(options: argparse.Namespace) -> None:
         enough = there // each // options.workers_per_node * options.workers_per_node
         seen = f"{DEVICES_VARIABLE} is {os.environ[DEVICES_VARIABLE]!r}" if DEVICES_VARIABLE in os.environ else "by nvidia-smi"
         raise UsageError(
-            f"{most} workers with {each} GPUs each need {each * most}, and {there} are there ({seen}); "
-            + (f"--workers {options.workers_per_node}:{enough} is what they are enough for" if enough else "use fewer, or none")
+            f"{counted(most, 'worker')} with {counted(each, 'GPU')} each: {each * most} needed, {there} found ({seen}); "
+            + (f"--workers {options.workers_per_node}:{enough} is the most that fits" if enough else "use fewer, or none")
         )
 
 

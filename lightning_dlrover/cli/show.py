@@ -73,8 +73,7 @@ def _only_job(options: argparse.Namespace) -> str:
     if len(running) != 1:
         found = f"{', '.join(running)} run" if running else "no job runs"
         raise UsageError(f"{found} in folder {options.run_dir}: name the job, as in `dlrover status JOB`")
-    name: str = running[0]
-    return name
+    return str(running[0])
 
 
 def _show_once(options: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ from typing import Any
 
 from lightning_dlrover.finding import Finding, error, ok, warning
 from lightning_dlrover.frames import current_frames
+from lightning_dlrover.output import counted
 
 __all__ = ["NOTES", "Notes", "note_problem"]
 
@@ -256,7 +257,7 @@ def _described(dataloader: Any) -> str:
         return f"{type(loader.dataset).__name__}, an IterableDataset {kind}; batches of {batching.batch_size}"
     return (
         f"{len(batching.sampler)} samples in batches of {batching.batch_size}, {type(batching.sampler).__name__}, "
-        f"{loader.num_workers} loader workers"
+        f"{counted(loader.num_workers, 'loader worker')}"
     )
 
 
@@ -373,7 +374,7 @@ def _stepping(steps: Any, notes: Notes) -> Any:
             raise _DryRunEnded(0)
         notes.reached("batch")
         state = ", ".join(name for name in given if name not in ("first_step", "check_interval_s"))
-        notes.add(ok("loop", f"{num_steps} steps of World; joiners receive {state or 'no state'}"))
+        notes.add(ok("loop", f"{counted(num_steps, 'step')} of World; joiners receive {state or 'no state'}"))
         raise _DryRunEnded(0)
 
     return steps_observed

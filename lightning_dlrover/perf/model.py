@@ -53,12 +53,12 @@ MAX_CORRECTION = math.log(2.0)  # trees may halve or double the prior at most
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step time, its parts and the job's rate, each with an interval that should hold nine of ten measured windows.
+    """A step time and its parts, each with an interval that should hold nine of ten measured windows, and the job's rate.
 
     Example:
         >>> prediction = Prediction(step_time_s=0.1, low_s=0.08, high_s=0.16, samples_per_s=512.0)
-        >>> prediction.samples_per_s_interval
-        (320.0, 640.0)
+        >>> prediction.low_s <= prediction.step_time_s <= prediction.high_s
+        True
     """
 
     step_time_s: float

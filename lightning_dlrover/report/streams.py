@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_dlrover.codec import from_fields
+from lightning_dlrover.output import counted
 from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.job.events import FitFinished, SequenceOpened, StreamOpened, WindowMeasured, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
@@ -184,9 +185,9 @@ def guarantee(stream: StreamOpened) -> str:
 def described(stream: StreamOpened) -> str:
     """Return a stream in one line."""
     kind = "file" if stream.ranges is None else "partition"
-    files = f"1 {kind}" if stream.num_shards == 1 else f"{stream.num_shards} {kind}s"
+    files = counted(stream.num_shards, kind)
     where = f" in the window of epoch {stream.epoch}" if stream.grows else ""
-    return f"{stream.source:.100}, {files}, {stream.num_rows} rows{where}: {guarantee(stream)}"
+    return f"{stream.source:.100}, {files}, {counted(stream.num_rows, 'row')}{where}: {guarantee(stream)}"
 
 
 def read_sequences(events: Sequence[EventRecord]) -> list[SequenceOpened]:

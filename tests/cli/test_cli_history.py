@@ -49,7 +49,7 @@ def test_a_removed_job_leaves_nothing_and_the_others_stay(history: str, dlrover:
 
 def test_a_name_of_several_jobs_removes_none(history: str, dlrover: RunCli) -> None:
     code, _, errors = dlrover("history", "remove", "other", "ctr", "--history", history)
-    assert (code, "'ctr' names 2 jobs, none was removed; name ctr@2, ctr@1" in errors) == (EXIT_USAGE, True)
+    assert (code, "'ctr' is the name of 2 jobs, none was removed; name ctr@2, ctr@1" in errors) == (EXIT_USAGE, True)
     assert len(dlrover("history", "list", "--history", history)[1].splitlines()) == 3
 
 

@@ -32,13 +32,13 @@ from lightning_dlrover.report.status import JobPlace
 @pytest.mark.parametrize(
     ("visible", "gpus", "message"),
     [
-        ("0,1", 1, "3 workers with 1 GPUs each need 3, and 2 are there (CUDA_VISIBLE_DEVICES is '0,1'); --workers 1:2 is what"),
+        ("0,1", 1, "3 workers with 1 GPU each: 3 needed, 2 found (CUDA_VISIBLE_DEVICES is '0,1'); --workers 1:2 is the most"),
         (
             "GPU-a",
             2,
-            "3 workers with 2 GPUs each need 6, and 1 are there (CUDA_VISIBLE_DEVICES is 'GPU-a'); use fewer",
+            "3 workers with 2 GPUs each: 6 needed, 1 found (CUDA_VISIBLE_DEVICES is 'GPU-a'); use fewer",
         ),
-        ("", 1, "3 workers with 1 GPUs each need 3, and 0 are there"),
+        ("", 1, "3 workers with 1 GPU each: 3 needed, 0 found"),
     ],
 )
 def test_more_gpus_than_there_are_cannot_be_asked_for(
@@ -55,8 +55,8 @@ def test_more_gpus_than_there_are_cannot_be_asked_for(
 @pytest.mark.parametrize(
     ("visible", "options", "message"),
     [
-        ("0,1,2", ["--workers-per-node", 2, "--workers", "2:4"], "4 workers with 1 GPUs each need 4, and 3 are there"),
-        ("0,1,2", ["--workers-per-node", "gpu", "--gpus", 2], "--workers 2:2 is what they are enough for"),
+        ("0,1,2", ["--workers-per-node", 2, "--workers", "2:4"], "4 workers with 1 GPU each: 4 needed, 3 found"),
+        ("0,1,2", ["--workers-per-node", "gpu", "--gpus", 2], "--workers 2:2 is the most that fits"),
         ("0", ["--workers-per-node", "gpu", "--gpus", 2], "(CUDA_VISIBLE_DEVICES is '0'); use fewer, or none"),
     ],
 )
