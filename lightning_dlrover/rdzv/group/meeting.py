@@ -50,6 +50,9 @@ __all__ = [
     "CollectiveMonitor",
     "LoneCollectiveError",
     "MismatchError",
+    "OutsideOfLoops",
+    "PlaceInProgram",
+    "Program",
 ]
 
 log = logging.getLogger(__name__)
