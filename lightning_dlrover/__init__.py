@@ -1,7 +1,8 @@
-"""Live elastic training for PyTorch Lightning: profile, plan and resize a job while it runs.
+"""Elastic training for PyTorch Lightning: profile a job, plan its size, and resize it while it runs.
 
-Public names are loaded on first use: agents, controllers and the command line import this package too and must not pay for
-importing torch and Lightning.
+`DLRoverStrategy` and `DLRoverCallback` make a Lightning script elastic, and `SnapshotConfig` sets how often its sharded tables
+are copied. Names are loaded on first use: agents, controllers and the command line import this package too, and must not pay
+for importing torch and Lightning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Data that a live job reads exactly once while workers come and go: `stream` over files or a source of one's own."""
+"""Streams of data: each row of an epoch is trained exactly once while workers come and go.
+
+`stream` makes a dataset of a source: `parquet`, `files`, `kafka`, or an object with the two methods of `Source`. See
+docs/guide/data.md.
+"""
 
 from lightning_dlrover.data.dataset import Stream, stream
 from lightning_dlrover.data.file_source import files

@@ -1,4 +1,7 @@
-"""Fits and predicts step time and memory. Pure: numpy, scipy and scikit-learn, the last two loaded by the first fit."""
+"""Fit models of step time and memory to measured windows, and predict untried configurations.
+
+Pure: NumPy, SciPy and scikit-learn, the last two loaded by the first fit. See docs/internals/perf_model.md.
+"""
 
 from lightning_dlrover.perf.columns import Columns, Configuration, configuration_of
 from lightning_dlrover.perf.hardware import population_of

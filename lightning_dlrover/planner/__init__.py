@@ -1,4 +1,4 @@
-"""Turns a model, limits and the remaining work into a decision. Pure: no torch, no clock, no network."""
+"""Choose a job's settings from a model, limits and the remaining work. Pure: no torch, no clock, no network."""
 
 from lightning_dlrover.planner.autoscale import plan
 from lightning_dlrover.planner.objective import Objective, Prices

@@ -1,7 +1,7 @@
-"""Membership of a job: the etcd rendezvous of TorchElastic, and live-elastic process groups for any PyTorch loop.
+"""Membership of a job: the etcd rendezvous backend of TorchElastic, and elastic process groups for any PyTorch loop.
 
-This module exports the public names, and docs/guide/plain_pytorch.md shows their use. They are loaded on first use because
-agents and the command line also import this package and must not pay for importing torch.
+`World` joins a job, and `World.steps` yields its steps across changes of workers; docs/guide/plain_pytorch.md shows their use.
+Names are loaded on first use, because agents and the command line import this package too and must not pay for importing torch.
 """
 
 from __future__ import annotations

@@ -29,6 +29,11 @@ from torch.distributed.run import get_args_parser
 
 from lightning_dlrover.cli.parser import build_parser
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -201,12 +206,14 @@ def test_code_of_a_page_is_valid_and_imports_what_exists(page: Path) -> None:
                 assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.language in ("yaml", "json") for b in blocks_of(p))], ids=id_of)
+READERS: dict[str, Any] = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language in READERS for b in blocks_of(page))], ids=id_of)
 def test_data_of_a_page_can_be_read(page: Path) -> None:
-    readers: dict[str, Any] = {"yaml": yaml.safe_load, "json": json.loads}
     for block in blocks_of(page):
-        if block.language in readers:
-            assert readers[block.language](block.text)
+        if block.language in READERS:
+            assert READERS[block.language](block.text)
 
 
 def scripts() -> Iterator[tuple[str, str]]:
