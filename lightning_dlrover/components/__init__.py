@@ -1,0 +1,13 @@
+"""Agreements between the processes that start a node: the form of arguments, and the signal to leave."""
+
+from __future__ import annotations
+
+import signal
+
+__all__ = ["ESCAPED", "LEAVE_SIGNAL"]
+
+ESCAPED = "--escaped"
+"""First argument of `dlrover run` if all others are percent-encoded, which keeps schedulers from expanding parts of them."""
+
+LEAVE_SIGNAL = signal.SIGUSR1
+"""Makes several agents' parent let all workers hand over and leave."""

@@ -1,115 +1,191 @@
-"""Distinguish a broken round from a mistake in the user's code."""
+"""Progress of a job in its etcd record: whether it is announced, its fits begun and finished, and whether joiners can enter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+import dataclasses
+import logging
 
-import torch
-import torch.distributed as dist
+from lightning_dlrover.output import counted
+from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.job.events import FitFinished, StateClosed
+from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, RecordError
+from lightning_dlrover.rdzv.live.member import HasFormation, MembershipError
+from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.live.probe import dead_workers
 
-from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError
-from lightning_dlrover.rdzv.live.member import LeftOutError, MembershipError, RoundEndedError, WorldError
+__all__ = ["JobStanding"]
 
-__all__ = ["Failures", "is_group_failure"]
-
-MAX_ATTEMPTS = 8
-"""Recoveries at one place in the program before its error is attributed to the user's code."""
-
-
-def is_group_failure(error: BaseException) -> bool:
-    """Whether `error` was raised by a collective whose peer is gone, and not by the user's own code.
-
-    Example:
-        >>> is_group_failure(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
-        True
-        >>> is_group_failure(ValueError("batch is empty"))
-        False
-    """
-    text = str(error)
-    if any(mark in text for mark in _MISTAKES):
-        return False
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(mark in text for mark in _LOSSES)
+log = logging.getLogger(__name__)
 
 
-_LOSSES = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "NCCL communicator was aborted",
-    "NCCL error",
-    "ncclRemoteError",
-    "ncclSystemError",
-)
-"""Texts of errors raised by collectives when a peer is gone."""
-
-_MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError", "Duplicate GPU detected")
-"""Texts of NCCL's errors that would recur in the next round, such as two workers on one GPU."""
-
-
-class MaySever(Protocol):
-    """Connections of a round, which end with it."""
-
-    @property
-    def are_severed(self) -> bool: ...
-
-
-class Failures:
-    """Classify errors that end a worker's rounds as recoverable or not, and limit recoveries.
+class JobStanding:
+    """The record of one worker's job, as this worker reads and writes it.
 
     Args:
-        sockets: connections of the round.
+        wait_timeout_s: seconds to wait until a write shows up in the view.
+        worker: has the round that this worker formed last.
+
+    Attributes:
+        is_recorded: False once this worker has finished and etcd could not record it at once.
     """
 
-    def __init__(self, sockets: MaySever, meeting: Callable[[], CollectiveMonitor | None]) -> None:
-        self.mismatch: MismatchError | None = None
-        self._sockets = sockets
-        self._meeting = meeting
-        self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and the number of recoveries with it
-        self._last_failure = ""  # text of the newest error that was attributed to a loss
+    def __init__(self, membership: Membership, run_id: str, wait_timeout_s: float, worker: HasFormation) -> None:
+        self._membership = membership
+        self._journal = membership.shared.journal
+        self._run_id = run_id
+        self._wait_timeout_s = wait_timeout_s
+        self._worker = worker
+        self.is_recorded = True
+        self._has_finished = False  # True once this worker itself has recorded the end
+        self._has_stepped = False  # True once this worker knows that the job has made a step
+        self._has_ended = False  # True once this worker has written or read that nothing is left to train
+        self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the record has them
 
-    def is_failure(self, error: BaseException) -> bool:
-        """See `World.is_failure`."""
-        if isinstance(error, MembershipError | LeftOutError | MismatchError):
-            return False
-        self.raise_mismatch(error)
-        is_loss = is_group_failure(error) or isinstance(error, RoundEndedError)
-        is_loss = is_loss or (self._sockets.are_severed and _may_follow_from_an_abort(error))
-        if is_loss:
-            self._last_failure = f"{type(error).__name__}: {error}"[:2000]
-        return is_loss
+    # --- admission ---------------------------------------------------------------------------------------------------
 
-    def raise_mismatch(self, error: BaseException | None = None) -> None:
-        """Raise the mismatch that has ended the round, if any, in place of `error`, its consequence."""
-        if (meeting := self._meeting()) is not None:
-            self.mismatch = meeting.await_mismatch()
-        if self.mismatch is not None and error is not self.mismatch:
-            raise self.mismatch from error
-
-    def count_attempt(self, hello: bytes) -> None:
-        """Count one more recovery at the place that `hello` names.
-
-        Raises:
-            WorldError: there were too many recoveries at this place.
-        """
-        self._attempts = (hello, self._attempts[1] + 1 if self._attempts[0] == hello else 1)
-        if self._attempts[1] > MAX_ATTEMPTS:
-            raise WorldError(
-                f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up. "
-                f"The last error was: {self._last_failure or 'unknown'}"
+    def check_joiner(self, fingerprint: str) -> None:
+        """Raise a `MembershipError` if a worker with this model fingerprint cannot join."""
+        job = self._membership.view.job
+        if job is not None and job.fingerprint and job.fingerprint != fingerprint:
+            raise MembershipError(
+                f"run {self._run_id!r}: this worker's model has other parameter names or shapes than the job's "
+                f"(fingerprint {fingerprint}, the job has {job.fingerprint}); start it with the same script and arguments. "
+                f"{self.consequence_of_refusal()}"
+            )
+        if job is not None and job.unjoinable:
+            raise MembershipError(
+                f"run {self._run_id!r}: no worker can join this job, as its state cannot be handed over: "
+                f"{job.unjoinable}. The job goes on without this worker"
             )
 
+    def close_to_joiners(self, reason: str) -> None:
+        """Record why no worker can join; an empty reason opens the job again. Workers that train are not affected."""
+        job = self._membership.view.job
+        if job is None or job.unjoinable == reason[:1000]:
+            return
+        try:
+            self._membership.shared.update_job(lambda job: dataclasses.replace(job, unjoinable=reason[:1000]))
+        except (EtcdError, RecordError) as error:
+            log.warning("run %s: could not record that no worker can join: %s", self._run_id, error)
+        if reason:
+            self._membership.shared.event(StateClosed(reason[:1000]), f"no worker can join: {reason}"[:500])
 
-def _may_follow_from_an_abort(error: BaseException) -> bool:
-    """Whether an error may come from the groups of a round that was ended while code used them."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False  # it would come again in the next round
-    if isinstance(error, RuntimeError):
-        return True
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    # Without its groups torch raises ValueError, KeyError, TypeError or AssertionError, whichever table it looks into first.
-    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")
+    def consequence_of_refusal(self) -> str:
+        """Describe how a job that refuses this worker continues, and the remedy if no worker trains it any more."""
+        try:
+            view = self._membership.all_records()
+        except EtcdError:
+            return "Whether the job goes on without it is unknown, as etcd does not answer: see `dlrover status` later"
+        members = [view.workers[worker] for worker in view.survivors]
+        if len(dead_workers(members)) < len(members):  # records outlast their workers by a few seconds
+            return "The job goes on without it"
+        weights = ""
+        with contextlib.suppress(EtcdError, RecordError):  # without the record the remedy is the same
+            if (record := self._membership.shared.newest_checkpoint()) is not None:
+                weights = f"; to keep what was learned, give its fit ckpt_path={record.path!r}"
+        return (
+            f"All workers of job {self._run_id!r} have ended before it was done, and under its name it goes on with the "
+            f"model and the data it had. If these were changed on purpose, start a new job under another --rdzv-id{weights}"
+        )
+
+    def announce(self, fingerprint: str, global_batch_size: int, data: str) -> None:
+        """See `World.announce`."""
+        self._announcement = (fingerprint, global_batch_size, data)
+        self.announce_as_first()
+
+    def announce_as_first(self) -> None:
+        """Write a pending announcement, if this worker is rank 0."""
+        formation = self._worker.formation
+        if self._announcement is None or formation is None or formation.rank != 0:
+            return
+        fingerprint, global_batch_size, data = self._announcement
+
+        def announced(job: JobRecord) -> JobRecord:
+            if job.phase == "starting":
+                return dataclasses.replace(
+                    job, phase="training", fingerprint=fingerprint, global_batch_size=global_batch_size, data=data
+                )
+            # Workers that restart a job after the loss of all may have other data. Data that the script of a finished job
+            # trains on later does not matter to joiners.
+            return dataclasses.replace(job, data=data) if job.phase == "training" and job.data != data else job
+
+        self._membership.shared.record(f"run {self._run_id}: the start of the training", announced)
+        self._announcement = None
+
+    def step_made(self) -> None:
+        """Record the job's first step, if this worker is rank 0. A failure before it is one of the script's start."""
+        formation, job = self._worker.formation, self._membership.view.job
+        if self._has_stepped or formation is None or formation.rank != 0:
+            return
+        self._has_stepped = True
+        if job is None or not job.has_stepped:
+            self._membership.shared.record(
+                f"run {self._run_id}: the first step", lambda job: dataclasses.replace(job, has_stepped=True)
+            )
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_finished(self) -> bool:
+        job = self._membership.view.job
+        return self._has_finished or (job is not None and job.phase == "finished")
+
+    def ask_whether_finished(self) -> bool:
+        """Read from etcd whether nothing is left to train, in a later `fit` either; the view lags by the delay of a watch.
+
+        While etcd is unavailable, the view decides.
+        """
+        if not self._has_ended:
+            job = self._membership.view.job
+            with contextlib.suppress(EtcdError, RecordError):
+                job = self._journal.get(JobRecord, self._membership.keys.job).record
+            self._has_ended = job is not None and job.phase == "finished" and not job.unfinished_fit
+        return self._has_ended
+
+    def ask_whether_cancelled(self) -> bool:
+        """Read from etcd whether the whole job was asked to end for good; False while etcd is unavailable."""
+        with contextlib.suppress(EtcdError, RecordError):
+            nodes = self._journal.get(NodesRecord, self._membership.keys.nodes).record
+            return nodes is not None and bool(nodes.stop)
+        return False
+
+    def has_finished_fit(self, number: int) -> bool:
+        """Whether a worker has reached the end of this `fit` of the script, from 1; others may have begun the next one."""
+        job = self._membership.view.job
+        return job is not None and job.phase == "finished" and job.fits_finished >= number
+
+    def begin_fit(self, number: int) -> None:
+        """Begin another `fit` of the script. The job survives losses again, but admits no more joiners.
+
+        Args:
+            number: number of this `fit` in the script, from 2.
+        """
+        self._has_ended = False
+        try:
+            self._membership.shared.update_job(lambda job: dataclasses.replace(job, fits_begun=max(job.fits_begun, number)))
+            # A recovery that still saw the end of the former `fit` would treat the job as finished.
+            self._membership.wait_for(
+                lambda view: True if view.job is not None and view.job.fits_begun >= number else None,
+                self._wait_timeout_s,
+                f"etcd to show that fit number {number} has begun",
+            )
+        except (EtcdError, RecordError, TimeoutError) as error:
+            log.warning("run %s: could not record that fit number %d begins: %s", self._run_id, number, error)
+
+    def finish(self, num_steps: int, fit: int) -> None:
+        """See `World.finish`."""
+        formation = self._worker.formation
+        try:
+            self.is_recorded = self._membership.shared.record(
+                f"run {self._run_id}: the end of the training",
+                lambda job: dataclasses.replace(job, phase="finished", fits_finished=max(job.fits_finished, fit)),
+            )
+            self._has_finished = self._has_ended = True  # the view may lag behind when this process ends
+            if formation is not None and formation.rank == 0:
+                self._membership.shared.event(FitFinished(num_steps), f"finished after {counted(num_steps, 'step')}")
+                if self.is_recorded:
+                    self._membership.shared.outbox.write()
+        except (EtcdError, RecordError) as error:
+            # The work is done. Garbage in etcd must not turn it into a failure.
+            log.warning("run %s: could not mark the job as finished: %s", self._run_id, error)

@@ -1,1 +1,0 @@
-"""Unsupported scripts and arguments, refused when the Trainer starts."""

@@ -1,1 +1,0 @@
-"""Shares of this machine for each node."""

@@ -1,1 +1,0 @@
-"""Learn from measurements: samples, plans, and a history for later jobs."""

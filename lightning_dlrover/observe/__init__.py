@@ -1,1 +1,0 @@
-"""Measurements of steps, of the model and of a worker's resource use."""

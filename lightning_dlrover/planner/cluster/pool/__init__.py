@@ -1,1 +1,0 @@
-"""Sizes of the jobs that share a budget, decided again and again while jobs come, learn and go. Pure."""

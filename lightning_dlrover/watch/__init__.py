@@ -1,1 +1,0 @@
-"""Detects workers that hang, stragglers and growing memory, and acts on them."""
